@@ -32,7 +32,7 @@ for step in range(snapshots.step, args.steps):  # 2
     scheduler.step()
     snapshots.take(step + 1)  # 3
     ddpjob_report.report(step=step + 1, steps=args.steps, loss=loss)
-    time.sleep(args.seconds)  # a larger model would take so long
+    time.sleep(args.seconds)  # Take as long as a step of a larger model.
 
 total = sum(weight.double().sum() for weight in model.parameters()).item()
 print(f"rank {rank} ends with weights of sum {total!r}", flush=True)

@@ -48,16 +48,16 @@ QUICK = (
     "test_runtime_standard.py::test_a_killed_node_is_replaced_and_the_job_continues",
     "test_runtime_standard.py::test_exceptions_restart_in_place_and_name_rank_and_line",
     "test_runtime_fast.py::test_a_spare_takes_over_at_once",
-    "test_runtime_fast.py::test_a_crash_loop_slows_down",
+    "test_runtime_fast.py::test_a_crash_loop_backs_off",
     "test_launcher_checks.py::test_arguments_of_a_script_are_not_taken_for_options_of_torchrun",
     # The fork server's effects on torch, and its assumptions about torch.
     "test_forkserver.py::test_a_worker_sees_what_a_fresh_process_would_see",
-    "test_forkserver.py::test_its_end_is_reported",
-    "test_forkserver.py::test_torchs_compiler_is_imported_when_something_needs_it",
+    "test_forkserver.py::test_the_end_of_a_worker_is_reported",
+    "test_forkserver.py::test_torchs_compiler_is_imported_only_when_something_needs_it",
     "test_forkserver.py::test_an_idle_fork_server_imports_it_and_refuses_if_no_fork_survives_that",
-    "test_forkserver.py::test_settings_of_torch_without_their_source_stay_as_they_are",
-    "test_forkserver.py::test_a_worker_that_torchrun_starts_by_another_program_is_reported",
-    "test_forkserver.py::test_a_torch_that_starts_workers_in_another_way_runs_them_cold",
+    "test_forkserver.py::test_settings_of_torch_whose_source_is_missing_stay_unchanged",
+    "test_forkserver.py::test_a_worker_that_torchrun_starts_with_a_different_program_is_reported",
+    "test_forkserver.py::test_a_torch_that_starts_workers_differently_runs_them_cold",
 )
 """The tests of a row with torch in the short form."""
 LONG = (
@@ -65,12 +65,12 @@ LONG = (
     "test_one_coordinator.py",
     "test_planted_hangs.py::test_planted_hangs_end_by_themselves",
     "test_silent_hosts.py",
-    "test_coordinator_sockets.py::test_members_that_are_silent_all_at_once_are_waited_for",
-    "test_coordinator_sockets.py::test_a_launcher_that_stood_still_restarts_nobody",
-    "test_coordinator_sockets.py::test_a_coordinator_that_stood_still_restarts_nobody",
-    "test_coordinator_sockets.py::test_a_coordinator_that_stood_still_calls_nothing_a_hang",
+    "test_coordinator_sockets.py::test_members_that_fall_silent_together_are_waited_for",
+    "test_coordinator_sockets.py::test_a_launcher_that_was_stopped_restarts_nobody",
+    "test_coordinator_sockets.py::test_a_coordinator_that_was_stopped_restarts_nobody",
+    "test_coordinator_sockets.py::test_a_coordinator_that_was_stopped_reports_no_hang",
     "test_coordinator_sockets.py::test_a_member_whose_host_is_gone_is_lost_within_seconds",
-    "test_coordinator_sockets.py::test_the_silence_of_a_host_is_death",
+    "test_coordinator_sockets.py::test_a_host_that_stays_silent_is_lost",
 )
 """Tests without torch that the short form skips, because they wait or play random histories, with
 the same result on every Python.
@@ -81,7 +81,7 @@ TRAINER = (
     # Saved content can be restored in both formats, from fsdp to ddp to one process, and from other
     # Python versions.
     "test_checkpoint_dcp.py::test_content_comes_back_with_its_types",
-    "test_checkpoint_dcp.py::test_fsdp_then_ddp_then_one_continue_from_each_other",
+    "test_checkpoint_dcp.py::test_fsdp_then_ddp_then_a_single_process_continue_from_each_other",
     "test_manifest.py",
     "test_other_pythons.py",
 )

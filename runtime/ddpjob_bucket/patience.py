@@ -9,7 +9,7 @@ from typing import TypeVar
 from ddpjob_bucket.stored import BucketError, Damaged
 
 TRIES, FIRST_PAUSE = 5, 1.0
-"""Number of attempts at startup, and the seconds before the second one. Each pause doubles."""
+"""Number of attempts at startup, and the seconds before the second attempt. Each pause doubles."""
 T = TypeVar("T")
 
 

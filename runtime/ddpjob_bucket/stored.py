@@ -1,13 +1,17 @@
-"""Whole checkpoints in an object store, which every reader sees complete or not at all.
+"""Stores checkpoints in an object store, where every reader sees a whole checkpoint or none.
 
     complete/TERM-STEP.json     written last: the files of one checkpoint, with sizes and checksums
-    data/TERM-STEP-RANDOM/FILE  the files that it names, or the rest of an interrupted upload
+    data/TERM-STEP-RANDOM/FILE  the files that it names, or leftovers of an interrupted upload
     terms/TERM                  one per incarnation of a job; a later one has a higher number
     scores.json                 the evaluations of one metric, which choose the best checkpoint
 
-A checkpoint is a file or a folder. Terms order the checkpoints of incarnations without any clock: a
-process that returns after a partition writes its checkpoints below those of the incarnation that
+A checkpoint is a file or a folder. Terms order the checkpoints of incarnations without a clock. If
+a process returns after a partition, its checkpoints rank below those of the incarnation that has
 continued, whatever their steps.
+
+Example: incarnation 1 has stored steps 100 and 200 and is partitioned. Incarnation 2 continues from
+200 and stores 250 (2-250). The old process then stores 300 (1-300), which is superseded, because
+term 2 has a lower step. Readers get 2-250, 1-200 and 1-100, and `sweep` deletes 1-300.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ _REQUEST_SECONDS = 120
 _RANGE = 64 * 2**20
 """Maximum number of bytes that one request reads from a file."""
 _LARGEST_PARTS, _SMALLEST_PART = 9000, 5 * 2**20
-"""S3 accepts at most 10000 pieces per object and refuses pieces smaller than the second number."""
+"""S3 accepts at most 10000 pieces per object, and no pieces smaller than _SMALLEST_PART."""
 _TRIES = 100
 """Maximum number of other incarnations that may start at the same time as this one."""
 URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^?#]*)?|file:///[^?#]+")
@@ -251,8 +255,8 @@ class Bucket:
     def scores(self, metric: str) -> dict[int, float]:
         """Return {step: score} as `put_scores` last wrote it; empty for a different metric.
 
-        Raises BucketError if the bucket does not respond. Treating that as "no scores" would delete
-        the best checkpoint.
+        Raises BucketError if the bucket does not respond. If that were treated as "no scores", the
+        best checkpoint would be deleted.
         """
         try:
             found = json.loads(self._get(_SCORES))
@@ -277,7 +281,7 @@ class Bucket:
         """Join an incarnation of `job`, and return the checkpoint that all its ranks continue from.
 
         The first rank decides with a conditional write. The server refuses the other ranks' writes,
-        and they read the first one's, so ranks need not reach each other. `order` is the
+        so they read the first rank's. The ranks need not reach each other. `order` is the
         incarnation's position among the job's incarnations, the same on all ranks.
 
         Returns the newest complete checkpoint as the first rank saw it; None if there was none.
@@ -379,8 +383,8 @@ class Bucket:
     def upload(self, path: Path, data: str, names: Iterable[str]) -> None:
         """Upload the files of the folder `path` that the bucket lacks, for a later `commit`.
 
-        Raises Vanished if a file is gone. Processes that wait for the rest find that out from
-        `lacking`. Also raises BucketError, OSError.
+        Raises Vanished if a file is gone. Then `lacking` also raises it, in the processes that wait
+        for the other files. Also raises BucketError, OSError.
         """
         there, names = self._sizes(data), tuple(names)
         try:
@@ -409,7 +413,7 @@ class Bucket:
         """Return the files of a checkpoint that the bucket lacks or holds with a different size.
 
         An object appears only once it has been uploaded completely. Raises Vanished if a file will
-        never come.
+        never be uploaded.
         """
         there = self._sizes(manifest.data)
         if f"{manifest.data}/{_VANISHED}" in there:

@@ -1,4 +1,17 @@
-"""Uploads checkpoints to a bucket in the background while training continues, newest first."""
+"""Uploads checkpoints to a bucket in the background while training continues, newest first.
+
+An upload may take longer than the time between two checkpoints, and the bucket may be unreachable
+for hours. Neither may stop training or fill the disk:
+
+- One checkpoint is uploaded at a time, and only the newest one waits. `release` lets the caller
+  delete a checkpoint that was replaced while it waited.
+- A failed upload is retried after 1, 2, 4, ... 60 s, or after 5 s at most while the process waits
+  for its last upload. A newer checkpoint replaces it.
+- If the files of an upload have vanished, it is given up (`lost`).
+
+Example: step 100 is being uploaded when 200 and 300 are saved. 300 replaces 200, and 200 is
+released. 300 is uploaded once 100 is complete or has failed.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +51,7 @@ class Waiting:
 class Uploads:
     """Uploads checkpoints in a thread, newest first. A newer checkpoint replaces a waiting one.
 
-    A failed upload is retried with growing pauses and never ends the process. An upload whose files
-    have vanished is given up.
+    A failed upload never ends the process.
 
     `tidy` is called after each upload, in the thread; `release` is called with each checkpoint that
     is no longer needed. `publish` uploads a checkpoint instead of `bucket.publish`. With `in_turn`,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def alone(lock: Path, *, strict: bool = False) -> Iterator[None]:
-    """Hold a lock on a file, which is created. Raises OSError if it cannot be created.
+    """Hold a lock on a file, and create the file. Raises OSError if it cannot be created.
 
     On a file system without locks, several processes do the same work; with `strict`, this raises
     OSError instead.

@@ -1,7 +1,7 @@
-"""The variables DDPJOB_* by which a process in a pod knows its job. docs/protocol.md has the table.
+"""The variables DDPJOB_* that describe its job to a process in a pod (table: docs/protocol.md).
 
 Nothing else reads them, except `worker.py`, which runs before the user's program and imports
-nothing. Each is read when needed, because a launcher changes DDPJOB_FENCE from round to round.
+nothing. They are read when needed, because a launcher changes DDPJOB_FENCE in each round.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 GRACE_SECONDS = 30.0
-"""Kubernetes' default grace period, for a pod that sets none."""
+"""Kubernetes' default grace period, which applies if a pod does not set one."""
 
 
 class VariableError(ValueError):
@@ -59,7 +59,7 @@ class JobEnvironment:
     data_dir: str
     termination_log: str
     stacks_dir: str
-    """Folder in which the launcher's workers write their stacks when signalled."""
+    """Folder in which the launcher's workers write their stacks when they get a signal."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> JobEnvironment:
@@ -80,8 +80,8 @@ class JobEnvironment:
     def group(self) -> tuple[int, int] | None:
         """The (generation, round) of the group that this process belongs to.
 
-        If a job has two groups, the higher one may write. None if no launcher started this process.
-        Raises VariableError.
+        If a job has two groups, only the higher may write. None if no launcher started this
+        process. Raises VariableError.
         """
         if not self.fence:
             return None
@@ -101,9 +101,10 @@ class JobEnvironment:
 
     @property
     def may_have_snapshots(self) -> bool:
-        """Whether states may be kept in memory, in this pod or in others of the job.
+        """Whether states may be kept in memory, in this pod or in other pods of the job.
 
-        Pods of before and after a change of the spec differ in it, so in a job all ranks ask.
+        After a change of the spec, old and new pods may have different settings. So in a job all
+        ranks take part in the exchange.
         """
         return bool(self.snapshot_folder or self.coordinator)
 

@@ -35,10 +35,9 @@ _lock = threading.RLock()
 def uncollected(*, keep: bool = False) -> Iterator[None]:
     """Suspend the garbage collector during imports of torch.
 
-    The collector takes up to a fifth of the import time.
-
-    The imported modules stay, so there is nothing to collect. With `keep`, the collector
-    permanently ignores the objects that exist by then, which suits the start of a program.
+    The collector takes up to a fifth of the import time, and imported modules leave it nothing to
+    collect. With `keep`, the collector permanently ignores the objects that exist by then, which
+    suits the start of a program.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -79,7 +78,7 @@ def is_put_off() -> bool:
 
 
 def load() -> None:
-    """Import torch._dynamo now, if it was deferred. Raises what the import raises."""
+    """Import torch._dynamo now, if it was deferred. Raises any error of the import."""
     module = sys.modules.get(NAME)
     if isinstance(module, _Late):
         _load(module)
@@ -137,7 +136,7 @@ class _Submodules:
     """Import hook that runs the package's own code before one of its submodules is imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Find a submodule. This hook is called first."""
+        """Find a submodule. Python asks this hook first."""
         if not name.startswith(NAME + ".") or not is_put_off():
             return None
         load()
@@ -164,7 +163,7 @@ class _AsItIs(Loader):
 
 
 def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
-    """Return what DistributedDataParallel asks for, if the setting has the default known here.
+    """Return the function that DistributedDataParallel calls, if the setting has its usual default.
 
     A program that changes the setting imports the module to do so.
     """
@@ -178,7 +177,7 @@ def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
 def _load(module: _Late) -> Any:
     """Run the module's own code in it.
 
-    Raises what the code raises; the next attempt then imports the module as usual.
+    Raises any error of the code. The next attempt then imports the module as usual.
     """
     with _lock:
         if not isinstance(module, _Late):

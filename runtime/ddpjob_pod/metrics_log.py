@@ -1,4 +1,4 @@
-"""Writes metrics.jsonl, a training's measurements, for `ddpjob plot` and the dashboard.
+"""Writes a training's measurements to metrics.jsonl, for `ddpjob plot` and the dashboard.
 
 Each line is a JSON object with the event, its time and its numbers:
 
@@ -35,13 +35,14 @@ class MetricsLog:
     def __init__(self, folder: Path) -> None:
         """Open the file.
 
-        Raises OSError if it cannot be appended to, for example because it belongs to another user.
+        Raises OSError if it cannot be appended to, for example because it belongs to a different
+        user.
         """
         self._path = folder / METRICS
         content = self._path.read_bytes() if self._path.exists() else b""
         self._file = self._path.open("ab", buffering=0)
         self.incarnations = content.count(b'{"event": "start"')
-        # True if a writer was killed in the middle of a line.
+        # Whether a writer was killed in the middle of a line.
         self._truncated = bool(content) and not content.endswith(b"\n")
         self._warned = False
 

@@ -30,7 +30,7 @@ class Outbox:
     def add(self, figures: dict[str, Any]) -> None:
         """Queue figures for the next post; they replace older figures of the same names."""
         if os.getpid() != self._process:
-            return  # This is a loader's process: it lacks the thread and has a copy of the lock.
+            return  # A loader's process has only a copy of the lock, and not the thread.
         with self._changed:
             self._pending = merged(self._pending, figures)
             self._changed.notify()
@@ -57,7 +57,7 @@ def next_pause(pause: float, sent: bool) -> float:
 def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
     """Merge figures.
 
-    The newer figure of a name wins; if there are too many metrics, the last ones stay.
+    The newer figure of a name wins. If there are too many metrics, the last ones are kept.
     """
     both = {**older, **newer}
     if "metrics" in older and "metrics" in newer:

@@ -4,21 +4,21 @@ Problem: in a group, every rank's step takes equally long, because all wait for 
 stopwatch around the step shows the same time everywhere.
 
 Rule: a rank's own work is the time from one step of its first optimizer to the next, without its
-waits for others. Two kinds of waits are seen (`WorkClock`):
+waits for others. `WorkClock` sees two kinds of waits:
 
 - DDP waits at the end of a backward pass. Callbacks at its end run in the order in which they were
-  queued, and this module's is queued before DDP's. So DDP's wait is what remains until
+  queued, and this module's is queued before DDP's. So DDP's wait lasts from this callback until
   `torch.autograd.backward` returns.
-- All other waits go through the method `wait` of torch's Work, or on GPUs with a newer torch, into
-  the collective itself.
+- All other waits are calls of `wait` of torch's Work or, on GPUs with a newer torch, of the
+  collective itself.
 
-On a GPU, they are measured by events in its stream, because the host does not wait there. A torch
-whose stream waits elsewhere shows equal times, so nobody is named. This has not run on several
-GPUs yet.
+On a GPU, waits are measured by events in its stream, because the host does not wait there. If a
+version of torch waits elsewhere, all ranks show equal times, so no rank is named. This has not run
+on several GPUs yet.
 
-A step with an evaluation or a checkpoint is not like the others, so the median of the steps counts.
-Every rank writes its median into the group's store at each look. Rank 0 reads all of them and
-judges them (`stragglers.py`). A look is every LOOK_SECONDS; without new steps nothing is judged.
+A step with an evaluation or a checkpoint is an outlier, so the median of the steps counts. Every
+rank writes its median into the group's store at each look. Rank 0 reads all of them and judges them
+(`stragglers.py`). A look is every LOOK_SECONDS; without new steps nothing is judged.
 
 Example: two ranks compute 100 ms, a third one 200 ms, and all exchange gradients.
 
@@ -47,7 +47,7 @@ from ddpjob_pod.stragglers import Straggler, Stragglers
 
 LOOK_SECONDS = 5.0
 FACTOR, SECONDS = 1.5, 30.0
-"""When a rank is named, as in the built-in trainer by default."""
+"""The limits at which a rank is named, equal to the built-in trainer's defaults."""
 COLLECTIVES = (
     *("_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "broadcast", "reduce"),
     *("all_gather_single", "reduce_scatter_single", "all_to_all_single", "alltoall_base"),
@@ -88,9 +88,9 @@ class WorkClock:
         return event
 
     def waited(self, begin: Any, end: Any) -> None:
-        """Count the time between two marks as a wait, if training has waited.
+        """Count the time between two marks as a wait, if the training thread has waited.
 
-        On a GPU, torch's own threads, which Python does not know, run the backward pass.
+        On a GPU, the backward pass runs in threads of torch, which Python does not know.
         """
         thread = threading.current_thread()
         if thread.ident == self._thread or (thread.name.startswith("Dummy-") and not isinstance(begin, float)):
@@ -109,7 +109,7 @@ class WorkClock:
             self._unread.append((before, now, waits))
 
     def is_hidden(self) -> bool:
-        """Whether torch compiles or captures what runs now, so that moments mean nothing."""
+        """Whether torch is compiling or capturing this code, so that times mean nothing."""
         cuda = self._torch.cuda
         compiling = getattr(getattr(self._torch, "compiler", None), "is_compiling", lambda: False)
         return bool(compiling() or (cuda.is_initialized() and cuda.is_current_stream_capturing()))
@@ -172,7 +172,7 @@ class Lookout:
 
 
 def _key(rank: int) -> str:
-    """Return a rank's key. A store may outlive the round, whose ranks are others."""
+    """Return a rank's key. It contains the round, because a store may outlive it."""
     return f"ddpjob/own-work/{JobEnvironment.read().fence}/{rank}"
 
 
@@ -194,8 +194,8 @@ _begun: list[Lookout] = []
 def begin(say: Callable[[list[dict[str, float]]], None]) -> None:
     """Measure this process's steps from its first optimizer on, once.
 
-    `say` gets the entries of a progress report whenever they change. Outside a group of several
-    ranks this does nothing.
+    `say` gets the entries of a progress report whenever they change. This does nothing unless the
+    job has several ranks.
     """
     if not _begun and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         _begun.append(Lookout(say))
@@ -208,7 +208,7 @@ def begin(say: Callable[[list[dict[str, float]]], None]) -> None:
 class _TorchImport:
     """Import hook that begins to measure once the program has imported torch.
 
-    Its optimizers' module cannot be awaited: in a forked worker, torch and all of its modules
+    It does not wait for the optimizers' module, because in a forked worker all modules of torch
     appear at once.
     """
 
@@ -234,7 +234,7 @@ def _measure(optimizer_module: Any) -> None:
     """Hook the steps. Waits are measured from the first step on, when torch is complete."""
     hook = getattr(optimizer_module, "register_optimizer_step_post_hook", None)
     if hook is None:
-        return  # torch before 2.0.
+        return  # torch before 2.0
     clocks: list[WorkClock] = []
 
     def step_ends(optimizer: Any, arguments: Any, keywords: Any) -> None:
@@ -277,7 +277,7 @@ def count_waits(wait: Callable[..., Any], clock: WorkClock) -> Callable[..., Any
 
 
 def count_tail(backward: Callable[..., Any], clock: WorkClock, torch: Any) -> Callable[..., Any]:
-    """Wrap torch's backward so that the time from this rank's last gradient on is a wait."""
+    """Wrap torch's backward so that the time after this rank's last gradient counts as a wait."""
     queue = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
     if queue is None:
         return backward

@@ -1,20 +1,19 @@
-"""Measures the speed of a training from the counts that it reports, over a window of several.
+"""Measures the speed of a training from its reported counts, over a window of several reports.
 
-One report covers few whole steps, so the time between two of them says little: with half a second
+Few steps fall between two reports, so two reports alone give a poor estimate. With half a second
 between posts and steps of 0.3 s, the speed would change by a factor of two from post to post.
 
 The window begins with the newest report that leaves at least SECONDS in it, and either STEPS or
-LONGEST_SECONDS. There is no speed before it holds FIRST_SECONDS or FIRST_STEPS. A count that falls
-is that of a script that has started again, so a new window begins with it.
+LONGEST_SECONDS. There is no speed before it holds FIRST_SECONDS or FIRST_STEPS. If the count falls,
+the script has started again, and a new window begins.
 
-Example of steps of 0.3 s that are looked at every half second:
+Example, with steps of 0.3 s and a report every half second:
 
     second  0.5  1.0  1.5  2.0 ... 6.0
     count     1    3    5    6      20
     speed     -    -  4.0  3.3     3.4      measured since second 1.0
 
-The step counter loads this file by itself into processes that run any script, so it imports
-nothing.
+The step counter loads only this file into processes that run any script, so it imports nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SECONDS = 5.0
 LONGEST_SECONDS = 60.0
 STEPS = 10
 BETWEEN_SECONDS = 0.5
-"""Reports that follow sooner share one place in the window, so that it stays small."""
+"""Reports closer together than this share one place in the window, so that it stays small."""
 
 
 class Pace:
@@ -38,7 +37,7 @@ class Pace:
         self._window: list[tuple[float, float]] = []  # (count, moment), oldest first
 
     def add(self, count: float, now: float) -> None:
-        """Note that `count` was reached at `now`, in seconds of a monotonic clock."""
+        """Record that `count` was reached at `now`, in seconds of a monotonic clock."""
         window = self._window
         if window and count == window[-1][0]:
             return

@@ -1,6 +1,7 @@
 """Posts to the job's coordinator with a proof that the sender knows the job's token.
 
-The token itself stays here: a stranger may have the coordinator's address by now (docs/protocol.md, "Coordinator").
+The token itself is never sent, because a stranger may have the coordinator's address by now
+(docs/protocol.md, "Coordinator").
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Poster:
 
     def __init__(self, address: str, token: str) -> None:
         self._address, self._token, self.instance = address, token, ""
-        """`instance`: the number of the coordinator that responded last. It rejects proofs made for
-        a different one."""
+        """`instance`: the number of the coordinator that responded last. A coordinator rejects
+        proofs made for a different number."""
         # This process's own fence: a fenced rank 0 must not report its step or ranks as the next
         # round's.
         fence = JobEnvironment.read().fence

@@ -1,29 +1,33 @@
 """Copies the training's state into the node's memory after its steps, and restores it at a start.
 
-Problem, rule and order of states: `snapshot_store`. This module knows tensors and ranks.
+`snapshot_store` explains the problem, the rule and the order of states. This module knows tensors
+and ranks.
 
-A copy: the caller's tree of tensors, numbers and containers is split into a *skeleton* (pickled,
-with a number in place of each tensor) and the tensors' bytes, which are copied straight into the
+**Copy.** The caller's tree of tensors, numbers and containers is split into a *skeleton* (pickled,
+with a number in place of each tensor) and the tensors' bytes, which are copied directly into the
 mapped slot. On a GPU the tensors are first cloned on the device, in stream order, which takes a
-tenth of a millisecond for 100 MB; a side stream brings the clone to the host while the next step
-runs, and the slot is marked complete when it has arrived.
+tenth of a millisecond for 100 MB. A side stream copies the clone to the host while the next step
+runs, and then the slot is marked complete.
 
-How often: `Cadence`. With "auto" the ranks agree, with each copy, on the interval at which copies
-take at most a hundredth of the time. It is the number of steps at risk.
+**Interval** (`Cadence`). With "auto", the ranks agree at each copy on the interval at which copies
+take at most a hundredth of the time. A loss repeats at most this number of steps.
 
-A start: every node says what it holds, all ranks choose the same moment, and only the nodes that
-lack it receive it, from the nodes that have it, over the process group. The ranks also agree on
-everything that decides whether they exchange: rank 0's interval, and the highest incarnation. A pod
-that was replaced after a change of the spec has its own ones. What each rank has for itself (its
-random generators) travels with every copy to every node, because it would die with its own.
+**Start.** Every node reports its states, and all ranks choose the same moment. Nodes that lack its
+state receive it from nodes that have it, over the process group. The ranks also agree on rank 0's
+interval and the highest incarnation, because a pod that was replaced after a change of the spec may
+have different values. A rank's private state, such as its random generators, goes to every node
+with each copy, because its own node may be lost.
 
-A node without a usable or large enough volume keeps nothing, and its ranks receive the state into
-memory of their own. All ranks learn that with the next copy, and report how much is needed. With
-replicated state the other nodes continue; a sharded state would never be complete, so copies end.
+**Failures.** A node without a large enough volume keeps nothing, and its ranks receive the state
+into their own memory. All ranks learn that at the next copy, and report how much is needed. With
+replicated state the other nodes continue. A sharded state would never be complete, so copies end.
+If a node dies during a transfer, the collective fails, and the job restarts from the states that
+are left.
 
-A failure on the way (a holder that dies during the transfer) is an error of the collective: the job
-restarts once more and chooses among what is left. Trust: pickles come only from this job's own
-pods, whose program runs here anyway.
+Example, 2 nodes, a copy every 10 steps: node 1 is lost after step 48. Node 0 holds step 40, and the
+new node holds nothing. Both choose 40, node 0 sends it, and 8 steps are repeated.
+
+Pickles come only from this job's own pods, whose program runs here anyway.
 """
 
 from __future__ import annotations
@@ -65,11 +69,11 @@ AUTO, NONE = "auto", "none"
 SHARE = 0.01
 """Share of the time that copies may take with "auto"."""
 LONGEST = 10**6
-"""Steps between two copies at most, however slow they are."""
+"""Maximum number of steps between two copies, however slow copies are."""
 _FIRST_COPIES = 2
-"""Copies whose cost does not count: they also reserve the two slots and connect the ranks."""
+"""Copies whose cost does not count, because they also reserve slots and connect the ranks."""
 _RECENT = 7
-"""Copies by whose median "auto" decides."""
+"""Number of copies whose median decides with "auto"."""
 _CHUNK_BYTES = 1 << 26
 _SIZE = struct.Struct("<Q")
 _SIZES = struct.Struct("<QQ")
@@ -82,7 +86,7 @@ Rebuild = Callable[[tuple[Any, ...], Any, "tuple[int, ...]"], Any]
 
 
 class RankExchange(Protocol):
-    """What the ranks need to exchange. `gather_bytes` is collective; the others are pairwise."""
+    """The ranks' communication. Only `gather_bytes` is collective; other methods are pairwise."""
 
     rank: int
     world: int
@@ -96,9 +100,9 @@ class RankExchange(Protocol):
         """Send bytes to a rank that receives as many."""
 
     def swap(self, content: memoryview, to: int, received: memoryview, source: int) -> None:
-        """Send bytes to a rank, and receive a different rank's meanwhile.
+        """Send bytes to a rank, and receive bytes from a different rank meanwhile.
 
-        Nothing is sent if `content` is empty, and nothing is awaited if `received` is.
+        An empty `content` is not sent, and an empty `received` is not awaited.
         """
 
     def receive(self, content: memoryview, source: int) -> None:
@@ -106,13 +110,13 @@ class RankExchange(Protocol):
 
 
 class Cost(NamedTuple):
-    """What copies cost one rank, in seconds. 0: not known, as at the first copy."""
+    """What copies cost one rank, in seconds. 0 means unknown, as at the first copy."""
 
     copy: float = 0.0
     exchange: float = 0.0
-    """The exchange that goes with a copy, with the wait for the other ranks."""
+    """The exchange before a copy, including the wait for the other ranks."""
     pace: float = 0.0
-    """One step without a copy."""
+    """Time of one step without a copy."""
     keeps: float = 0.0
     """1 if this rank keeps copies, 0 if its node has no room or another rank writes there."""
     needed: float = 0.0
@@ -120,10 +124,10 @@ class Cost(NamedTuple):
 
 
 class TorchExchange:
-    """The ranks of a process group that takes tensors of the CPU, or a single process."""
+    """The ranks of a process group that accepts CPU tensors, or a single process."""
 
     def __init__(self, local_rank: int, local_world: int, distributed: Any = None, group: Any = None) -> None:
-        """`distributed` is torch.distributed, and None for one process alone."""
+        """`distributed`: torch.distributed, or None for a single process."""
         self._distributed, self._group = distributed, group
         self.rank = distributed.get_rank(group) if distributed else 0
         self.world = distributed.get_world_size(group) if distributed else 1
@@ -131,7 +135,7 @@ class TorchExchange:
         self._capacity = 1024
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Return every rank's bytes, in rank order. It takes a second collective if they grow."""
+        """Return every rank's bytes, in rank order. This takes two collectives if they grow."""
         if self._distributed is None:
             return [content]
         torch = _torch()
@@ -156,7 +160,7 @@ class TorchExchange:
         self._distributed.recv(_bytes_of(content), self._global(source), group=self._group)
 
     def swap(self, content: memoryview, to: int, received: memoryview, source: int) -> None:
-        """Send bytes to a rank, and receive a different rank's meanwhile, unless they are empty."""
+        """Send bytes to a rank, and receive bytes from a different rank, unless they are empty."""
         sending = None
         if content:
             sending = self._distributed.isend(_bytes_of(content), self._global(to), group=self._group)
@@ -179,14 +183,14 @@ def _bytes_of(content: memoryview) -> Any:
 
 @dataclass
 class Cadence:
-    """Which steps are copied. Pure, and the same on every rank."""
+    """Decides which steps are copied. The decision is the same on every rank."""
 
     every: int | str
     """A number of steps, AUTO or NONE."""
     due: int = 0
-    """The next step that is copied with AUTO."""
+    """The next step to copy with AUTO."""
     recent: list[tuple[float, float]] = field(default_factory=list)
-    """(seconds of a copy, seconds of a step) at the last copies. A single one may be an outlier."""
+    """(seconds of a copy, of a step) at the last copies. A single one may be an outlier."""
 
     def is_due(self, step: int) -> bool:
         """Whether the state after this step is copied."""
@@ -195,13 +199,13 @@ class Cadence:
         return step % self.every == 0 if isinstance(self.every, int) else step >= self.due
 
     def copied(self, step: int, costs: list[Cost]) -> int:
-        """Note a copy. Return the steps until the next one.
+        """Record a copy. Return the number of steps until the next one.
 
-        `costs`: every rank's, of the copy before.
+        `costs`: every rank's cost of the previous copy.
         """
         if isinstance(self.every, int):
             return self.every
-        # The last rank to come does not wait for others, so the shortest exchange is the true one.
+        # The last rank to arrive does not wait, so the shortest exchange is the true one.
         copy = max(cost.copy for cost in costs) + min(cost.exchange for cost in costs)
         pace = max(cost.pace for cost in costs)
         if copy > 0 and pace > 0:
@@ -215,7 +219,7 @@ class Cadence:
 
 
 class _Tensor:
-    """The number of a tensor, in its place in a skeleton."""
+    """Replaces a tensor in a skeleton by its number."""
 
     __slots__ = ("number",)
 
@@ -228,11 +232,11 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor's bytes are, and how they are read."""
+    """Where a tensor's bytes are, and how to read them."""
 
     offset: int
     count: int
-    """Elements."""
+    """Number of elements."""
     dtype: Any
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -241,7 +245,7 @@ class _Place:
 
 
 class _Places:
-    """The places of tensors of these (dtype, shape, stride, whole shape), one after the other."""
+    """The places of tensors, each given as (dtype, shape, stride, whole shape), in sequence."""
 
     def __init__(self, shapes: list[tuple[Any, Any, tuple[int, ...], tuple[int, ...] | None]]) -> None:
         self.shapes, self.each, end = shapes, [], 0
@@ -261,14 +265,14 @@ class Restored:
     moment: Moment
     tree: Any
     owns: dict[int, bytes]
-    """What each rank had for itself; empty if no rank had anything."""
+    """Each rank's private state; empty if ranks have none."""
     made: Moment | None
-    """The last step that was made before the restart, as far as any node knows."""
+    """The last step that was made before the restart, if any node knows it."""
 
 
 @dataclass
 class _Copied:
-    """A copy on its way from a device."""
+    """A copy that is not yet complete, because its tensors are on a device."""
 
     writing: Writing
     moment: Moment
@@ -293,8 +297,8 @@ class RankSnapshots:
 
         Args:
             every: steps between two copies, or AUTO.
-            sharded: each rank has a part of the state; otherwise all have the same.
-            together: all ranks make the state together, although few keep it.
+            sharded: each rank has a part of the state; otherwise all ranks have the same state.
+            together: all ranks must call `make`, although few ranks keep the state.
         """
         self._together = together
         self._store, self._exchange, self._order = store, exchange, order
@@ -302,16 +306,16 @@ class RankSnapshots:
         self._part = part_of(exchange.rank, exchange.world) if sharded else ALL
         self.cadence = Cadence(every)
         self.interval = 0
-        """Steps between copies: how many complete steps a loss repeats at most. 0: none is held."""
+        """Steps between copies, which a loss repeats at most; 0 while no state is held."""
         self.needed = 0
         """Bytes for two states that a node needs and lacks; 0 if they fit everywhere."""
         self._lacks = 0
-        """The same of this rank's node."""
+        """The same for this rank's node."""
         self._copies = 0
         self._base: Moment | None = None
         """The state that training continued from, until a later one is complete on all nodes."""
         self._places: _Places | None = None
-        """Those of the last copy's tensors."""
+        """The places of the last copy's tensors."""
         self._views: dict[int, tuple[int, _Places, list[Any]]] = {}
         self._stream: Any = None
         self._on_the_way: _Copied | None = None
@@ -321,7 +325,7 @@ class RankSnapshots:
         self._said: dict[str, Any] = {}
         self._began = 0.0
         self._last: int | None = None
-        """The last step that was noted."""
+        """The last step that was recorded."""
         self._cost, self._since, self._steps = Cost(), 0.0, 0
 
     @property
@@ -334,13 +338,13 @@ class RankSnapshots:
         return self._sharded or self._speaks
 
     def use(self, exchange: RankExchange) -> None:
-        """Exchange with the same ranks in a different way from now on."""
+        """Use a different exchange with the same ranks from now on."""
         self._exchange = exchange
 
     def restore(self, rebuild: Rebuild | None = None) -> Restored | None:
-        """Return the newest state that is whole on the nodes together; None if there is none.
+        """Return the newest state whose parts all exist on some node; None if there is none.
 
-        The nodes that lack it have it afterwards. Tensors are copies in the memory of the CPU.
+        Afterwards, all nodes have it. The tensors are copies in CPU memory.
 
         Raises:
             RuntimeError: a rank is gone, as in any collective.
@@ -368,7 +372,7 @@ class RankSnapshots:
         for transfer in transfers(held, wanted, moment):
             content = self._transfer(transfer, moment, alone=alone) or content
         if self._sharded and len(world) > self._exchange.local_world:
-            # Otherwise the loss of another node before the next copy would cost this state.
+            # Otherwise the loss of a node before the next copy would lose this state.
             before = {r: (node_of[r], self._part_before(r)) for r in world}
             for transfer in transfers(held, before, moment):
                 self._transfer(transfer, moment)
@@ -378,19 +382,19 @@ class RankSnapshots:
         return Restored(moment, tree, owns, made)
 
     def _part_before(self, rank: int) -> str:
-        """Return the part of the node before, of which a rank's node has a copy."""
+        """Return the part of the previous node that a rank's node also keeps."""
         world = self._exchange.world
         return part_of((rank - self._exchange.local_world) % world, world)
 
     @property
     def is_off(self) -> bool:
-        """Whether the ranks have agreed to keep nothing, or no longer anything."""
+        """Whether the ranks have agreed not to keep states, or to stop keeping them."""
         return self.cadence.every == NONE
 
     def agree(self) -> dict[int, tuple[int, bytes]]:
         """Agree with the other ranks on the interval and the incarnation.
 
-        Return the room and the inventory of each node, by the rank that speaks for it.
+        Returns the room and the inventory of each node, by the rank that speaks for it.
         """
         if self._store.fault:
             _warn(f"this pod keeps no states of the training: {self._store.fault}")
@@ -436,7 +440,7 @@ class RankSnapshots:
         return None
 
     def begin(self, step: int, source: str) -> None:
-        """Note the step after which training continues, and its source (protocol.SOURCES)."""
+        """Record the step after which training continues, and its source (protocol.SOURCES)."""
         self._since, self._steps = time.perf_counter(), 0
         self._began, self.start = self._since, {"step": step, "source": source}
         if self._made is not None:
@@ -449,7 +453,7 @@ class RankSnapshots:
             self._store.note_made(Moment(self._order, step))
 
     def note(self, step: int) -> None:
-        """Note that a step was made. Callers use it that take its state later, in the next step."""
+        """Record that a step was made, for callers that take its state later, in the next step."""
         if step == self._last:
             return
         self._last = step
@@ -460,12 +464,12 @@ class RankSnapshots:
             self.start["seconds"] = round(time.perf_counter() - self._began, 3)
 
     def take(self, step: int, make: Callable[[], Any], own: Callable[[], bytes] | None = None) -> None:
-        """Note that a step was made, unless `note` has, and copy the state after it if that is due.
+        """Record a step, if `note` has not done so, and copy the state after it if that is due.
 
         Args:
             step: steps made since the training began.
             make: returns the state, a tree of tensors, numbers, text and containers.
-            own: returns what this rank has for itself; None if no rank has anything.
+            own: returns this rank's private state; None if ranks have none.
 
         Raises RuntimeError if a rank is gone.
         """
@@ -487,7 +491,7 @@ class RankSnapshots:
         exchanged = time.perf_counter()
         if self._end_if_useless(costs):
             return
-        self._forget_start()
+        self._count_copy()
         tree = make() if self._writes or self._together else None
         if keeps:
             self._copy(tree, owns, moment)
@@ -500,7 +504,7 @@ class RankSnapshots:
             self._cost = Cost(self._since - exchanged, exchanged - began)
 
     def _end_if_useless(self, costs: list[Cost]) -> bool:
-        """End all copies if they never make a whole state. Return whether that is so."""
+        """End all copies if they can never make a whole state. Return whether they ended."""
         self.needed = int(max(cost.needed for cost in costs))
         is_held = any(cost.keeps for cost in costs)
         if is_held and not (self._sharded and self.needed):
@@ -510,11 +514,12 @@ class RankSnapshots:
         self.cadence.every, self.interval = NONE, 0
         return True
 
-    def _forget_start(self) -> None:
-        """Forget the state that training began with, once a later one is complete on all nodes.
+    def _count_copy(self) -> None:
+        """Count a copy. At the second one, forget the state that training began with.
 
-        That is so at the second copy, because the ranks exchange their costs after the first one.
-        With it go the parts of other numbers of ranks, or of this node's ranks by other numbers.
+        Then the first copy is complete on all nodes, because the ranks have exchanged costs since.
+        Parts that this node's ranks do not write are deleted too, such as those of a group of a
+        different size.
         """
         self._copies += 1
         if self._copies == 2:
@@ -523,7 +528,7 @@ class RankSnapshots:
                 self._store.keep_only(self._node_parts())
 
     def _node_parts(self) -> set[str]:
-        """Return the parts that this node's ranks write: theirs and those of the node before."""
+        """Return the parts that this node keeps: its ranks' own and the previous node's."""
         if not self._sharded:
             return {ALL}
         world, local = self._exchange.world, self._exchange.local_world
@@ -545,7 +550,7 @@ class RankSnapshots:
         writing.complete(moment)
 
     def _targets(self, data: memoryview, slot: int, layout: _StateLayout) -> list[Any]:
-        """Return the tensors in the slot's memory, which are the same while the layout is."""
+        """Return tensors in the slot's memory. They are reused while the layout stays the same."""
         base, places, views = self._views.get(slot, (0, None, []))
         if base != layout.base or places is not layout.places:
             views = [_view(data[layout.base :], place) for place in layout.places.each]
@@ -553,7 +558,7 @@ class RankSnapshots:
         return views
 
     def _copy_to_neighbour(self, moment: Moment) -> None:
-        """Give this rank's part to the next node, and take the part of the node before."""
+        """Send this rank's part to the next node, and receive the previous node's part."""
         self._settle()
         rank, world, step = self._exchange.rank, self._exchange.world, self._exchange.local_world
         if world <= step:
@@ -619,12 +624,12 @@ class RankSnapshots:
         return changed
 
     def close(self) -> None:
-        """Complete the copy that is on its way."""
+        """Complete an unfinished copy from a device."""
         self._settle()
 
 
 def _inventory(rank: int, content: bytes) -> tuple[list[Held], Moment | None]:
-    """Return what a node says that it holds. A malformed inventory is an empty one on all ranks."""
+    """Return the states that a node reports. All ranks treat a malformed inventory as empty."""
     try:
         return decode(content)
     except ValueError as error:
@@ -633,9 +638,9 @@ def _inventory(rank: int, content: bytes) -> tuple[list[Held], Moment | None]:
 
 
 def _reserve(size: int) -> memoryview:
-    """Return memory of this process, of which only written pages count.
+    """Return anonymous memory, of which only written pages are used.
 
-    `size` is what a peer claims. Raises RuntimeError if no process can have so much.
+    A peer claims the size. Raises RuntimeError if a process cannot have that much.
     """
     try:
         return memoryview(mmap.mmap(-1, size))
@@ -651,7 +656,7 @@ _pinned: set[int] = set()
 
 
 def _pin(data: memoryview) -> None:
-    """Make the slot's memory page-locked for the device, once. A failure costs only speed."""
+    """Lock the slot's pages in memory for the device, once. A failure costs only speed."""
     torch = _torch()
     whole = torch.frombuffer(data, dtype=torch.uint8)
     if whole.data_ptr() not in _pinned:
@@ -679,12 +684,12 @@ class _StateLayout:
         self.size = self.base + self.places.size
 
     def _without_tensors(self, node: Any, torch: Any) -> Any:
-        """Return a tree with the number of a tensor in place of each, and collect the tensors."""
+        """Return the tree with a number in place of each tensor, and collect the tensors."""
         if isinstance(node, dict):
             return {key: self._without_tensors(value, torch) for key, value in node.items()}
         if type(node) in (list, tuple):
             return type(node)(self._without_tensors(value, torch) for value in node)
-        # A tensor whose values are not in one piece of memory is pickled.
+        # A tensor whose values are not contiguous in memory is pickled.
         if not isinstance(node, torch.Tensor) or node.layout is not torch.strided or node.is_quantized:
             return node
         whole = tuple(node.shape) if hasattr(node, "full_tensor") else None
@@ -698,7 +703,7 @@ class _StateLayout:
 
 
 def _read(data: memoryview, rebuild: Rebuild | None) -> tuple[Any, dict[int, bytes]]:
-    """Return a slot's tree, with tensors of its own, and the ranks' own states."""
+    """Return a slot's tree, with copied tensors, and the ranks' private states."""
     length, base = _SIZES.unpack_from(data, 0)
     skeleton, pickled_places, owns = pickle.loads(data[_SIZES.size : _SIZES.size + length])
     places = pickle.loads(pickled_places)
@@ -722,11 +727,11 @@ def _read(data: memoryview, rebuild: Rebuild | None) -> tuple[Any, dict[int, byt
 
 
 def _copy_to(data: memoryview, tensor: Any, place: _Place) -> None:
-    """Copy a tensor of the CPU into a slot."""
+    """Copy a CPU tensor into a slot."""
     if tuple(tensor.stride()) != place.stride:
         _view(data, place).copy_(tensor)
     elif place.count:
-        # torch would share each of many small copies among its threads, which wait for each other.
+        # torch would divide each small copy among its threads, which wait for each other.
         size = place.count * place.dtype.itemsize
         target = (ctypes.c_char * size).from_buffer(data, place.offset)
         ctypes.memmove(target, tensor.data_ptr(), size)

@@ -1,4 +1,4 @@
-"""Turns SIGTERM into a flag instead of the end of the process. The ranks agree on it elsewhere.
+"""Makes SIGTERM set a flag instead of ending the process. The ranks agree on it elsewhere.
 
 Python runs a signal handler in the main thread only, and not while that thread is blocked in a
 collective. A script that checks the flag between its steps needs nothing else. The built-in
@@ -85,7 +85,7 @@ _forking = threading.local()
 def _care_at_forks() -> None:
     """Register the fork handlers once, even if the process trains again.
 
-    A second `_hold` would store the mask set by the first one as the mask to restore.
+    A second `_hold` would save the mask that the first one has set.
     """
     os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_restore_in_child)
 

@@ -1,31 +1,33 @@
-"""A node's memory of the training's newest states, which outlives its workers.
+"""Keeps the training's newest states in a node's memory, where they outlive its workers.
 
-Problem: a restart repeats all steps since the last checkpoint, and a checkpoint is too dear for
-each step. A copy into memory costs a hundredth of it. That memory must not belong to a worker.
+Problem: a restart repeats all steps since the last checkpoint, and a checkpoint after each step is
+too expensive. A copy into memory costs a hundredth of it, but the memory must outlive the workers.
 
 Rule: each pod has a small folder in memory (a tmpfs). A state is one file there, a *slot*. Each
-part of the state has two slots, which are written in turn: while one is overwritten, the other one
-is whole. A slot's mark is cleared before its data is written, and set afterwards, each by one
-aligned store, so that a worker that is killed in between leaves an incomplete slot and nothing
-else. One more file has the last step that was made, with or without a copy; it says how much a
-restart repeats.
+part of the state has two slots, which are written in turn: while one is overwritten, the other is
+whole. A slot's mark is cleared before its data is written, and set afterwards, each by one aligned
+store. So a worker that is killed in between leaves only an incomplete slot. Another file has the
+last step that was made, with or without a copy, to show how much a restart repeats.
 
-No memory barrier is needed, on ARM either. A kill is a precise exception: all stores before it in
-the program's order reach memory, and none after it. Readers are other processes, and they read
-after the writer has ended or after a collective with it. The launcher starts workers only once all
+A memory barrier is not needed, not even on ARM. A kill is a precise exception: all stores before it
+in program order reach memory, and no later stores do. Readers are other processes, which read after
+the writer has ended or after a collective with it. The launcher starts workers only once all
 processes of the earlier ones have ended, so no older incarnation still writes.
 
-The slot to overwrite is not always the older one. After a restart from a state that is not the
-newest one here, because another node lacked its part of that one, it is the abandoned newer one
+The slot to overwrite is not always the older one. If the job has restarted from an older state,
+because another node lacked its part of the newest, the abandoned newer one is overwritten
 (`begin`).
 
-The order of two states is that of their incarnations first, (generation, round), and of their steps
-second. A node that was cut off may hold a higher step of an older round; the job has continued
-without it, from an earlier step, and that history is the one that counts (`choose`).
+Example, a part with slots at steps 40 and 50, when another node's part has only 40: all continue
+from 40. The next copy overwrites step 50, because step 40 is needed until a later copy is complete.
+
+States are ordered by incarnation (generation, round) first, and by step second. A node that was
+partitioned may hold a higher step of an older round. The job has continued without it, from an
+earlier step, and only that history counts (`choose`).
 
 With replicated state (DDP) a node has one part, `ALL`, written by its first rank, and any node's
-copy serves all. With sharded state each rank has a part of its own, and the next node has a copy of
-it. Why: docs/decisions/0023.
+copy serves all. With sharded state each rank has its own part, and the next node has a copy of it.
+Why: docs/decisions/0023.
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ ALL = "all"
 """The part that holds the whole state."""
 HEADER_BYTES = 4096
 ALIGNMENT = 64
-"""Tensors begin at multiples of it."""
+"""Tensors begin at multiples of this."""
 MOST_INVENTORY_BYTES = 1 << 16
 _MAGIC = b"ddpjob:1"
 _HEAD = struct.Struct("=8sQQQQQ")
 _MARK = 1
-"""The number of the 8 bytes of a header that say whether the state is whole."""
+"""Index of the header's 8-byte word that shows whether the state is whole."""
 _WHOLE = 0x77686F6C65
 _MADE = struct.Struct("=8sQQQ")
 _MADE_MAGIC = int.from_bytes(_MAGIC, sys.byteorder)
@@ -62,7 +64,7 @@ Order = tuple[int, int]
 
 @dataclass(frozen=True, order=True)
 class Moment:
-    """A state's place in the job's history."""
+    """A state's position in the job's history."""
 
     order: Order
     step: int
@@ -86,7 +88,7 @@ def part_of(rank: int, world: int) -> str:
 
 
 class NoRoom(Exception):
-    """The volume cannot hold the two states of a part. `needed` in bytes."""
+    """The volume cannot hold the two states of a part. `needed` and `room` are in bytes."""
 
     def __init__(self, needed: int, room: int) -> None:
         super().__init__(f"two states need {needed} bytes, and there is room for {room}")
@@ -94,14 +96,14 @@ class NoRoom(Exception):
 
 
 class SnapshotStore:
-    """The folder of one node. One that cannot be used holds nothing, and has room for nothing.
+    """One node's folder. A folder that cannot be used has no states and no room.
 
     Attributes:
-        fault: why it cannot be used; empty if it can, or if there is none.
+        fault: why the folder cannot be used; empty if it can, or if the node has none.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Open a folder. None: this node has none."""
+        """Open a folder, or None if this node has none."""
         self.folder = folder or Path()
         self._open: dict[tuple[str, int], mmap.mmap] = {}
         self._made: memoryview | None = None
@@ -143,8 +145,8 @@ class SnapshotStore:
     def begin(self, part: str, size: int, base: Moment | None = None) -> Writing:
         """Return memory for the next state of a part, in place of its older one.
 
-        `base` is the state from which training continues, until a state after it is complete on all
-        nodes. It is kept although this node may hold newer ones, which the job has abandoned.
+        `base` is the state from which training continued, until a later state is complete on all
+        nodes. It is kept even if this node holds newer states, which the job has abandoned.
 
         Raises NoRoom, and changes nothing.
         """
@@ -156,7 +158,7 @@ class SnapshotStore:
         return Writing(memory, size, slot)
 
     def read(self, held: Held) -> memoryview:
-        """Return a state's bytes, in the file's memory: they change with the slot's next state."""
+        """Return a state's bytes in the file's memory. They change when the slot is overwritten."""
         memory = self._map(held.part, held.slot, held.size, existing=True)
         return memoryview(memory)[HEADER_BYTES : HEADER_BYTES + held.size]
 
@@ -173,7 +175,7 @@ class SnapshotStore:
 
     @property
     def made(self) -> Moment | None:
-        """The last step that a worker of this node made; None: none yet, or unknown."""
+        """The last step that a worker of this node made; None before the first, or if unknown."""
         try:
             magic, generation, round_, step = _MADE.unpack((self.folder / "made").read_bytes()[: _MADE.size])
         except (OSError, struct.error):
@@ -183,7 +185,7 @@ class SnapshotStore:
     def note_made(self, moment: Moment) -> None:
         """Record the last step that was made.
 
-        A kill in here leaves the step before, and for a new order it may leave none.
+        A kill in between leaves the previous step or, for a new order, perhaps no step.
         """
         if self._made is None:
             return
@@ -197,7 +199,7 @@ class SnapshotStore:
     def room(self, part: str) -> int:
         """Return how many bytes the two slots of a part may have together.
 
-        The volume's pages count towards the container's memory limit, so that one counts too.
+        The volume's pages count towards the container's memory limit, so the limit applies too.
         """
         if self._made is None:
             return 0
@@ -224,7 +226,7 @@ class SnapshotStore:
         return memory
 
     def _reserve(self, part: str, whole: int) -> None:
-        """Reserve both slots now: a page that is missing later would end the worker with SIGBUS."""
+        """Reserve both slots now, because a missing page would later end the worker with SIGBUS."""
         room = self.room(part)
         if 2 * whole > room:
             raise NoRoom(2 * whole, room)
@@ -244,13 +246,13 @@ class Writing:
         self.data = memoryview(memory)[HEADER_BYTES : HEADER_BYTES + size]
 
     def complete(self, moment: Moment) -> None:
-        """Mark the state as complete, after all of its data is there."""
+        """Mark the state as complete, after all of its data was written."""
         _HEAD.pack_into(self._memory, 0, _MAGIC, 0, *moment.order, moment.step, self._size)
         _words(self._memory)[_MARK] = _WHOLE
 
 
 def _complete(part: str, slot: int, memory: bytes | mmap.mmap, size: int) -> Held | None:
-    """Return the state in a slot of so many bytes; None if it is damaged or not complete."""
+    """Return the state in a slot of `size` bytes; None if it is damaged or incomplete."""
     if len(memory) < _HEAD.size:
         return None
     magic, whole, generation, round_, step, content = _HEAD.unpack_from(memory)
@@ -260,7 +262,7 @@ def _complete(part: str, slot: int, memory: bytes | mmap.mmap, size: int) -> Hel
 
 
 def _words(memory: mmap.mmap) -> memoryview:
-    """Return a header as numbers of 8 bytes. Each is read and written whole, unlike by `struct`."""
+    """Return a header as 8-byte words. Unlike `struct`, each access to a word is atomic."""
     return memoryview(memory)[:HEADER_BYTES].cast("Q")
 
 
@@ -274,7 +276,7 @@ SPARED = 0.1
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Return the bytes that states may take of the container's and the machine's memory.
+    """Return how many bytes of the container's and the machine's memory states may use.
 
     A tenth of each limit stays free. The cache of files on disks counts as free.
     """
@@ -299,9 +301,9 @@ def _numbers(text: str) -> dict[str, int]:
 
 
 def choose(held: Mapping[int, Iterable[Held]], parts: Iterable[str]) -> Moment | None:
-    """Return the newest moment of which every part is held by someone; None if there is none.
+    """Return the newest moment of which all parts are held; None if there is none.
 
-    `held` maps a holder to what it holds.
+    `held` maps each holder to its states.
     """
     moments: dict[Moment, set[str]] = {}
     for states in held.values():
@@ -324,11 +326,11 @@ class Transfer:
 def transfers(
     held: Mapping[int, Iterable[Held]], wanted: Mapping[int, tuple[int, str]], moment: Moment
 ) -> list[Transfer]:
-    """Return who sends what, so that everyone has the state of `moment` that it wants.
+    """Return the transfers after which all ranks have the parts of `moment` that they want.
 
     Args:
-        held: by the rank that speaks for a node, what the node holds.
-        wanted: by receiving rank, (the rank that speaks for its node, the part).
+        held: each node's states, by the rank that speaks for the node.
+        wanted: for each receiving rank, (the rank that speaks for its node, the part).
     """
     holders: dict[str, list[tuple[int, int]]] = {}
     for holder, states in sorted(held.items()):
@@ -354,7 +356,7 @@ def encode(held: Iterable[Held], made: Moment | None) -> bytes:
 
 
 def decode(content: bytes) -> tuple[list[Held], Moment | None]:
-    """Return what `encode` was given. Raises ValueError for anything else."""
+    """Return the arguments of `encode`. Raises ValueError if the content is malformed."""
     held, made = [], None
     if len(content) > MOST_INVENTORY_BYTES:
         raise ValueError(f"no inventory of snapshots: {len(content)} bytes")

@@ -1,8 +1,7 @@
 """The signal at which a rank writes its Python stack, and the folder in which stacks are kept.
 
-Under a job's launcher, `worker.py` makes the signal write to a file of the launcher, which collects
-the stacks of a hang from it and which `ddpjob stacks` reads. Anywhere else, the built-in trainer
-writes to its own file.
+In a job, `worker.py` makes the signal write to a file of the launcher, which collects the stacks of
+a hang for `ddpjob stacks`. Elsewhere, the built-in trainer writes to its own file.
 """
 
 import signal

@@ -14,8 +14,8 @@ therefore compare the time that they work without waiting (the trainer's `step_c
   It is named until its excess has been below half of that for as long. A single slow batch
   therefore has no effect, and a rank at the limit does not flicker.
 - Its cost is the share of each step that would be saved if it kept pace. A rank may be twice as
-  slow as the others in work that is a hundredth of the step, or by less than a millisecond, which
-  is noise. The operator moves a rank only if that saves something (its `slow_ranks.py`).
+  slow as the others in work that is a hundredth of the step. An excess below a millisecond is
+  noise. The operator moves a rank only if that saves something (its `slow_ranks.py`).
 
 Example, with factor=1.2 and seconds=60, a report every 10 s, and 8 ranks of 100 ms:
 
@@ -62,8 +62,7 @@ class _Rank:
     cost: float = 0.0
     named: bool = False
     since: float | None = None
-    """Since when its state contradicts `named`, because it is slow but not named, or fast but
-    named.
+    """When its state began to contradict `named`, because it is slow but not named, or the reverse.
     """
     reports: int = 0
 
@@ -95,9 +94,8 @@ class Stragglers:
         has the seconds of a whole step, and 0 means unknown. `now` is a clock in seconds that never
         goes back.
 
-        The smaller slowdown counts. A rank with more samples is not lagging, and ranks do not wait
-        for one with fewer samples, although each of its samples takes longer because of a pass's
-        fixed cost.
+        The smaller slowdown counts. A rank with fewer samples needs more time for each, because a
+        pass has a fixed cost, but the other ranks do not wait for it.
         """
         if not self._factor:
             return ()

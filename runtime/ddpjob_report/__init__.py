@@ -12,7 +12,7 @@
             save(folder / "snapshot.pt")  # of rank 0: ddpjob_report.copy_checkpoint(folder / "snapshot.pt", step + 1)
             ddpjob_report.saved_and_leave()
 
-Job pods have it next to the runtime; elsewhere the package `ddpjob` contains it.
+Job pods contain it next to the runtime. Elsewhere the package `ddpjob` contains it.
 `ddpjob_report.huggingface`, `.lightning` and `.accelerate` do the same for those frameworks. If all
 ranks import it, slow ranks are found (`ddpjob_pod/own_work.py`).
 """

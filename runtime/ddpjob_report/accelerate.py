@@ -1,4 +1,4 @@
-"""Accelerate in a DDPJob.
+"""Connects Accelerate with a DDPJob.
 
 accelerator = Accelerator(log_with=DDPJobTracker())
 accelerator.init_trackers("job")
@@ -14,10 +14,11 @@ for step in range(first, steps):
     if stop:
         ddpjob_report.saved_and_leave()
 
-`take` keeps the newest state in the memory of the nodes, and `resume` restores the newest of it and
-the checkpoints. It is everything that `accelerator.prepare` and `register_for_checkpointing` were
-given, the scaler, the count of accumulated batches, and each rank's random generators. Of a loader
-it has the position only with `DataLoaderConfiguration(use_stateful_dataloader=True)`; otherwise use
+`take` keeps the newest state in the memory of the nodes. `resume` restores that state or the newest
+checkpoint, whichever has more steps. The state is everything that `accelerator.prepare` and
+`register_for_checkpointing` were given, the scaler, the count of accumulated batches, and each
+rank's random generators. A loader's position is included only with
+`DataLoaderConfiguration(use_stateful_dataloader=True)`. Otherwise use
 `accelerator.skip_first_batches`, as after `load_state`. Models that FSDP, DeepSpeed or Megatron-LM
 shards continue from checkpoints.
 """
@@ -42,7 +43,7 @@ _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "TP", "XLA")
 
 
 _kept: list[Snapshots | None] = []
-"""What `resume` has made; None: this model is not kept in memory."""
+"""The memory that `resume` has opened; None if this model is not kept in memory."""
 
 
 class DDPJobTracker(GeneralTracker):  # type: ignore[misc]
@@ -123,9 +124,9 @@ def resume(accelerator: Any, folder: str | Path | None = None) -> int:
 
 
 def take(accelerator: Any, step: int) -> None:
-    """Keep the state after `step` steps in memory, if its turn has come.
+    """Keep the state after `step` steps in memory, if that is due.
 
-    All ranks call it after each step, as `ddpjob_report.Snapshots.take`.
+    All ranks call it after each step, as they call `ddpjob_report.Snapshots.take`.
 
     Raises:
         RuntimeError: `resume` was not called, or a rank is gone.
@@ -143,7 +144,7 @@ def take(accelerator: Any, step: int) -> None:
 def _snapshots(accelerator: Any) -> Snapshots | None:
     """Restore the state in memory, if there is one.
 
-    Returns None if the job keeps none, or not of this model.
+    Returns None if the job keeps no states, or cannot keep those of this model.
     """
     job = JobEnvironment.read()
     if not job.may_have_snapshots:
@@ -172,7 +173,7 @@ def _snapshots(accelerator: Any) -> Snapshots | None:
 
 
 class _Batches:
-    """Accelerate's count of batches, by which it knows when accumulated gradients are complete."""
+    """Accelerate's count of batches, which decides when accumulated gradients are complete."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator

@@ -1,4 +1,19 @@
-"""Copies a script's checkpoints to the job's bucket, and restores the newest one."""
+"""Copies a script's checkpoints to the job's bucket, and restores the newest one.
+
+All ranks must continue from the same checkpoint, a started upload must not stop training, and a
+copy that was never completed must not be read. So:
+
+- At a start, the ranks agree on the newest checkpoint in the bucket (`Bucket.join`). One rank of
+  each node downloads it, under a lock, and the others find it in the folder.
+- `copy` links the files under a hidden name, because the script may replace them, and uploads them
+  in the background (`ddpjob_bucket.uploads`). The newest `keep` copies stay in the bucket.
+- The end of the script waits LAST_SECONDS for the last copy, and fails without it.
+  `saved_and_leave` waits for as long as the grace period allows.
+- Without a bucket, a file in the folder names the newest checkpoint (`record`).
+
+Example: rank 0 copies steps 100 and 200, and is killed while 200 is being uploaded. Its successors
+on new nodes all continue from step 100.
+"""
 
 from __future__ import annotations
 
@@ -152,8 +167,8 @@ class _FilesOfIndex(pickle._Unpickler):
     """Finds the file names in a torch.distributed.checkpoint index without running its code.
 
     It does not need torch. It uses Python's slow unpickler, because nine bytes of a pickle can make
-    the fast one allocate a memo of any size. The opcode that allocates a bytearray of any size is
-    not supported.
+    the fast unpickler allocate a memo of any size. The opcode that allocates a bytearray of any
+    size is not supported.
     """
 
     dispatch: ClassVar[Any] = {
@@ -245,9 +260,9 @@ def finish(seconds: float | None) -> bool:
 
 
 def leave(seconds: float) -> None:
-    """Wait for the last copy at most `seconds`.
+    """Wait at most `seconds` for the last copy.
 
-    The process, which may exit then, does not wait again.
+    The process may exit afterwards. It does not wait again at its exit.
     """
     _CopyState.leaves = True
     if not finish(seconds):
@@ -263,7 +278,7 @@ def figures() -> dict[str, float]:
 
 
 def _at_exit() -> None:
-    """Wait for the last copy. If it fails, end with an error: the pod's result would be lost."""
+    """Wait for the last copy. If it fails, end with an error, because the result would be lost."""
     if _CopyState.process != os.getpid() or _CopyState.leaves or finish(0) or _has_failed():
         return
     if not finish(LAST_SECONDS):

@@ -19,7 +19,7 @@ FOLDER = "run"
 SHORTEST_PAUSE = 0.5
 """Initial number of seconds between two lines."""
 LINES_PER_LIFE = 2000
-"""The pause between lines is the script's running time divided by this, once it exceeds
+"""Divides the script's running time to get the pause between lines, once that exceeds
 SHORTEST_PAUSE. A week produces about 15,000 lines."""
 _NOT_OF_A_STEP = ("epochs", "steps", "eta", "metrics", "accuracy")
 

@@ -1,20 +1,20 @@
-"""Hugging Face's Trainer in a DDPJob.
+"""Connects Hugging Face's Trainer with a DDPJob.
 
 folder = ddpjob_report.checkpoint_dir()
 args = TrainingArguments(output_dir=str(folder), ...)
 trainer = Trainer(..., args=args, callbacks=[DDPJobCallback()])
 trainer.train(resume_from_checkpoint=last_checkpoint(folder))
 
-The callback keeps the newest state in the memory of the nodes, and `last_checkpoint` gives it back
-if it is newer than the folder's checkpoints: weights, optimizer, scheduler, scaler, the Trainer's
-own state, and each rank's random generators. The Trainer finds its position in the data by its
-steps, as it does with every checkpoint. A state is taken when the next step or epoch begins, so it
-contains the log and the evaluation that came after its step.
+The callback keeps the newest state in the memory of the nodes, and `last_checkpoint` returns it if
+it is newer than the folder's checkpoints. The state has weights, optimizer, scheduler, scaler, the
+Trainer's own state, and each rank's random generators. The Trainer finds its position in the data
+by its steps, as it does with every checkpoint. A state is taken when the next step or epoch begins,
+so it includes the log and the evaluation that followed its step.
 
-Not in it: the states of other callbacks since the last checkpoint
-(`restore_callback_states_from_checkpoint`, as EarlyStoppingCallback's patience), random generators
-of the loader's processes, and rank-specific buffers. Models that FSDP or DeepSpeed shards continue
-from checkpoints.
+The state does not include other callbacks' states since the last checkpoint
+(`restore_callback_states_from_checkpoint`, such as EarlyStoppingCallback's patience), random
+generators of the loader's processes, and rank-specific buffers. Models that FSDP or DeepSpeed
+shards continue from checkpoints.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         if abs(begun_at - left_at) > (left_at + 2) * per_step:  # an epoch may have one step more or less
             sys.stderr.write(
                 f"ddpjob_report: warning: the checkpoint is of epoch {left_at:.2f}, and training continues at epoch "
-                f"{begun_at:.2f} of {args.num_train_epochs:g}: an epoch has another number of steps now. With another "
-                "number of ranks keep the global batch: divide gradient_accumulation_steps by it\n"
+                f"{begun_at:.2f} of {args.num_train_epochs:g}: the number of steps per epoch has changed. If the "
+                "number of ranks changed, scale gradient_accumulation_steps to keep the global batch size\n"
             )
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -82,10 +82,10 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         self._take(args, state, given)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Keep the state after the step before, on all ranks.
+        """Keep the state after the previous step, on all ranks.
 
-        The Trainer sets the random generators of a checkpoint when it has fetched the first batch.
-        They are as they should be then, because this is called at that point as well.
+        The Trainer restores a checkpoint's random generators after it has fetched the first batch.
+        This method is called at the same point, so the saved generators fit.
         """
         self._take(args, state, given)
 
@@ -133,8 +133,8 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
 def last_checkpoint(folder: str | Path) -> str | None:
     """Return the newest state, for `resume_from_checkpoint`; None if there is none.
 
-    It is the newest whole checkpoint in the Trainer's output folder, or a newer one that was made
-    of the state in the nodes' memory. All ranks call it.
+    It is the newest whole checkpoint in the Trainer's output folder, or a newer checkpoint made
+    from the state in the nodes' memory. All ranks call it.
 
     Raises OSError if the state in memory cannot be written to a file.
     """

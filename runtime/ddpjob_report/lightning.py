@@ -1,25 +1,25 @@
-"""Lightning in a DDPJob.
+"""Connects Lightning with a DDPJob.
 
 folder = ddpjob_report.checkpoint_dir()
 saving = ModelCheckpoint(dirpath=folder, every_n_train_steps=1000)
 trainer = Trainer(..., callbacks=[saving, DDPJobCallback()])
 trainer.fit(model, data, ckpt_path=last_checkpoint(folder))
 
-The callback keeps the newest state in the memory of the nodes, and `last_checkpoint` gives it back
-if it is newer than the folder's checkpoints. It is what `trainer.save_checkpoint` would write
+The callback keeps the newest state in the memory of the nodes, and `last_checkpoint` returns it if
+it is newer than the folder's checkpoints. The state is what `trainer.save_checkpoint` would write
 (model, optimizers, schedulers, scaler, loops, callbacks, data module), and each rank's random
 generators.
 
-Within an epoch Lightning itself would begin again with the epoch's first batches. The callback
-leaves them out, after every checkpoint, if the loader has a sampler and no state of its own. The
-order is that of before if the sampler's depends on the epoch, as DistributedSampler's. The state
-after an epoch's last step is taken at the epoch's end, because Lightning cannot continue twice from
-an earlier moment.
+If a state is from within an epoch, Lightning itself would repeat the epoch's first batches. The
+callback skips them, after every checkpoint, if the loader has a sampler and does not restore a
+state itself. The order stays the same if it depends on the epoch, as DistributedSampler's does. The
+state after an epoch's last step is taken at the epoch's end, because Lightning cannot continue
+twice from an earlier moment.
 
-Not in it: gradients that are being accumulated, what `on_train_epoch_end` of the model changes, the
-random generators of the loader's processes, and the steps of optimizers that Lightning does not
-count (`trainer.global_step` stays 0). Models that FSDP or DeepSpeed shards continue from
-checkpoints.
+The state does not include gradients that are being accumulated, changes by the model's
+`on_train_epoch_end`, random generators of the loader's processes, and steps of optimizers that
+Lightning does not count (`trainer.global_step` stays 0). Models that FSDP or DeepSpeed shards
+continue from checkpoints.
 """
 
 from __future__ import annotations
@@ -67,14 +67,13 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         self._taken = 0
         """The step whose state was taken, or from which training continued."""
         self._generators: bytes = b""
-        """The random generators to set when the first batch is there."""
+        """The random generators to set once the first batch was fetched."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Check the group before the first batch, on all ranks, and note where training continues.
 
         Raises:
-            RuntimeError: each rank trains a model of its own, as without `strategy="ddp"` and
-                `num_nodes`.
+            RuntimeError: each rank trains its own model, as without `strategy="ddp"` and `num_nodes`.
         """
         given = 'num_nodes=int(os.environ["GROUP_WORLD_SIZE"]), devices=int(os.environ["LOCAL_WORLD_SIZE"])'
         check_group("Lightning", trainer.world_size, f'set Trainer(strategy="ddp", {given})')
@@ -140,7 +139,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
             self._generators = b""
 
     def _continue_data(self, trainer: Any) -> None:
-        """Have the loaders continue within their epoch, or begin the next one as before."""
+        """Make the loaders continue within their epoch, or begin the next one in the same order."""
         loaders, fetcher = _leaves(trainer.train_dataloader), getattr(trainer.fit_loop, "_data_fetcher", None)
         if not trainer.global_step or fetcher is None or any(hasattr(each, "load_state_dict") for each in loaders):
             return  # Lightning restores loaders that have a state.
@@ -155,7 +154,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
                 batches.sampler = _Rest(batches.sampler, done * batches.batch_size)
         if not is_within:
             self._set_generators()
-        iter(fetcher)  # Lightning has begun already, before any callback can be asked.
+        iter(fetcher)  # Lightning has begun an epoch already, before it calls any callback.
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         """Report an evaluation. `val_accuracy` and `val_acc` are shown as accuracy."""
@@ -169,7 +168,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
 
 
 class _Rest:
-    """A sampler that once leaves out the first samples."""
+    """A sampler that skips the first samples, once."""
 
     def __init__(self, sampler: Any, done: int) -> None:
         self._sampler, self._done = sampler, done
@@ -186,7 +185,7 @@ class _Rest:
 
 
 def _leaves(loaders: Any) -> list[Any]:
-    """Return the loaders of a model, which may give one, or lists and dicts of them."""
+    """Return the loaders of a model, which may be given as one loader, or in lists and dicts."""
     if isinstance(loaders, dict):
         loaders = list(loaders.values())
     if isinstance(loaders, (list, tuple)):
@@ -197,9 +196,9 @@ def _leaves(loaders: Any) -> list[Any]:
 def last_checkpoint(folder: str | Path) -> str | None:
     """Return the newest state for `ckpt_path`; None if there is none.
 
-    It is the folder's newest whole checkpoint, or a newer one that was made of the state in the
-    nodes' memory. The newest checkpoint has the highest number at the end of its name, as in ModelCheckpoint's
-    `{epoch}-{step}`. All ranks call it.
+    It is the folder's newest whole checkpoint, or a newer checkpoint made from the state in the
+    nodes' memory. The newest checkpoint has the highest number at the end of its name, as in
+    ModelCheckpoint's `{epoch}-{step}`. All ranks call it.
 
     Raises OSError if the state in memory cannot be written to a file.
     """
@@ -222,7 +221,7 @@ def _sharding(trainer: Any) -> str:
 def _state(trainer: Any) -> dict[str, Any]:
     """Return what `trainer.save_checkpoint` would write.
 
-    Lightning has no public way to it without a file.
+    Lightning has no public function for that which does not write a file.
     """
     made: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     return made

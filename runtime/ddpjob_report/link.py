@@ -15,7 +15,7 @@ from ddpjob_runtime import protocol
 
 
 class Link(Outbox):
-    """Posts with a proof that it knows the job's token.
+    """Posts figures, with a proof that this process knows the job's token.
 
     Figures of a failed post are added to the next one.
     """
@@ -70,7 +70,7 @@ class Link(Outbox):
     def _with_speed(self, figures: dict[str, Any]) -> dict[str, Any]:
         """Add speed and remaining time, computed from the steps, unless the script reports them.
 
-        The last report before the end gets neither, because its time is that of the end.
+        The last report does not get them, because it is posted later than its step was made.
         """
         step, speed = figures.get("step"), self._pace.per_second
         if step is None or not speed or self._closing:

@@ -1,16 +1,16 @@
-"""Keeps a framework's newest state in the memory of the nodes, and gives it back as a checkpoint.
+"""Keeps a framework's newest state in the nodes' memory, and returns it as a checkpoint.
 
-Problem: a framework restores everything that it has from a checkpoint of its own format, by its own
-order of events (model, optimizers, loops, position in the data). Setting its parts from outside
-would mean to repeat that order, which changes from version to version.
+Problem: a framework restores its state from a checkpoint in its own format and order (model,
+optimizers, loops, position in the data). Code that restores the parts from outside would have to
+repeat that order, which changes from version to version.
 
 Rule: a state in memory is what the framework would save. At a start, `as_checkpoint` writes the
-newest one as a checkpoint of the framework's format, once per node, and the framework resumes from
-that. The file is removed when training has begun. It is written into the node's memory if there is
-room next to the two states, and otherwise to the temporary folder.
+newest state as a checkpoint in the framework's format, once per node, and the framework resumes
+from that file. The file is removed when training has begun. It is written into the node's memory if
+there is room next to the two states, and otherwise to the temporary folder.
 
 A script asks for its checkpoint before the framework has formed its process group. The ranks then
-meet in a group of their own over gloo, which ends before the framework forms its own.
+meet in a temporary group over gloo, which ends before the framework forms its own.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from ddpjob_report.snapshots import current_exchange, open_memory, tensors_of
 
 _FOLDER = "restored"
 _store: list[Any] = []
-"""The early group's store. The framework's group shares its server, so it stays to the end."""
+"""The temporary group's store. It is kept, because the framework's group shares its server."""
 
 
 class FrameworkMemory:
     """One rank's access to its node's memory. All ranks make the same calls."""
 
     _at_start: FrameworkMemory | None = None
-    """The memory that `as_checkpoint` looked into."""
+    """The memory that `as_checkpoint` has opened."""
 
     def __init__(self, snapshots: RankSnapshots, found: Restored | None = None, folder: Path | None = None) -> None:
         self._snapshots = snapshots
@@ -48,7 +48,7 @@ class FrameworkMemory:
 
     @classmethod
     def begin(cls, step: int) -> FrameworkMemory | None:
-        """Note that training begins after `step` steps. All ranks call it, in their process group.
+        """Record that training begins after `step` steps. All ranks of the process group call it.
 
         Returns None if the job keeps nothing in memory.
         """
@@ -73,17 +73,17 @@ class FrameworkMemory:
 
     @property
     def own(self) -> bytes:
-        """What this rank had for itself in the restored state; empty if nothing."""
+        """This rank's private part of the restored state; empty if it has none."""
         return b"" if self._found is None else self._found.owns.get(int(os.environ.get("RANK", "0")), b"")
 
     def note(self, step: int) -> None:
-        """Note that a step was made, whose state is taken later."""
+        """Record a step whose state is taken later."""
         self._snapshots.note(step)
 
     def take(self, step: int, make: Callable[[], Any], own: Callable[[], bytes]) -> None:
-        """Keep what `make` returns as the state after `step` steps, if its turn has come.
+        """Keep what `make` returns as the state after `step` steps, if that is due.
 
-        `own` returns what this rank has for itself.
+        `own` returns this rank's private part.
 
         Raises RuntimeError if a rank is gone, as in any collective.
         """
@@ -105,7 +105,7 @@ def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None
     Args:
         newest: the steps of the newest checkpoint; 0 if there is none.
         name: the checkpoint's name, with `{step}`.
-        write: writes the checkpoint under a path that does not exist, on one rank of each node.
+        write: writes the checkpoint to a new path, on one rank of each node.
 
     Raises:
         OSError: there is no room for the checkpoint; the message names the folder.
@@ -114,13 +114,13 @@ def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None
     if not job.may_have_snapshots:
         return None
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        for leftover in _folders(job):  # of a start that was killed
+        for leftover in _folders(job):  # a killed start has left it
             shutil.rmtree(leftover, ignore_errors=True)
     with _early_exchange() as exchange:
         snapshots = open_memory(job, exchange, together=True)
         found = snapshots.restore()
-        snapshots.use(TorchExchange(0, 1))  # Nothing may hold on to the early group, which ends here.
-        # Every rank must decide alike, although they may not see the same checkpoints.
+        snapshots.use(TorchExchange(0, 1))  # The temporary group ends here.
+        # All ranks must decide the same, although they may see different checkpoints.
         highest = max(int(said) for said in exchange.gather_bytes(str(newest).encode()))
         if found is None or found.moment.step <= highest:
             FrameworkMemory._at_start = FrameworkMemory(snapshots)
@@ -149,14 +149,14 @@ def _folder_for(job: JobEnvironment, found: Restored) -> Path:
 
 
 def _folders(job: JobEnvironment) -> list[Path]:
-    """Return where this node's checkpoint may be: in memory, if it has some, and on disk."""
+    """Return this node's possible checkpoint folders: in memory, if available, and on disk."""
     in_memory = [Path(job.snapshot_folder, _FOLDER)] if job.snapshot_folder else []
     return [*in_memory, Path(tempfile.gettempdir(), f"ddpjob-{job.uid or os.getuid()}-{job.index or 0}")]
 
 
 @contextlib.contextmanager
 def _early_exchange() -> Iterator[TorchExchange]:
-    """Yield the ranks, in a group of their own if the framework has not formed one yet."""
+    """Yield the ranks' exchange, in a temporary group if the framework has not formed one yet."""
     if os.environ.get("WORLD_SIZE", "1") == "1" or stop.torch_distributed() is not None:
         yield current_exchange()
         return
@@ -173,6 +173,6 @@ def _early_exchange() -> Iterator[TorchExchange]:
 
 
 def say(what: str) -> None:
-    """Print a message of the callbacks once, on rank 0."""
+    """Print a message of a callback, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"ddpjob_report: {what}\n")

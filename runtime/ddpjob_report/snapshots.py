@@ -1,4 +1,4 @@
-"""The state of a script's training, kept in the memory of every node of its DDPJob.
+"""Keeps the state of a script's training in the memory of every node of its DDPJob.
 
     snapshots = ddpjob_report.Snapshots(model=model, optimizer=optimizer, scheduler=scheduler)
     for step in range(snapshots.step, steps):
@@ -7,10 +7,10 @@
         snapshots.take(step + 1)
 
 A restart continues after the newest step that any node has in memory, instead of after the newest
-checkpoint. Each worker copies weights and optimizer state into its node's memory, at most as often
-as that takes a hundredth of the time (`recovery.snapshots`). Everything that a rank has for itself
-goes to all nodes with each copy: its random generators, the states of schedulers, scalers and
-loaders, and buffers that DDP does not synchronize.
+checkpoint. Each node copies weights and optimizer state into its memory, as often as that takes at
+most a hundredth of the time (`recovery.snapshots`). Each rank's private state goes to all nodes
+with each copy. It consists of random generators, the states of schedulers, scalers and loaders, and
+buffers that DDP does not synchronize.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ from ddpjob_runtime import protocol
 from ddpjob_report import link, stop
 
 _OWN_BYTES = 1 << 16
-"""An object with more bytes of tensors is part of the state that all ranks share."""
+"""An object with more bytes of tensors belongs to the state that all ranks share."""
 _SHARDING = {"FullyShardedDataParallel": "FSDP", "ZeroRedundancyOptimizer": "ZeRO", "ShardedTensor": "FSDP"}
 
 
 class Snapshots:
-    """Keeps the newest states in memory, and restores the newest one at once. All ranks make one.
+    """Keeps the newest states in memory, and restores the newest one when it is created.
+
+    All ranks create one.
 
     Attributes:
-        step: steps made by the restored state; 0 if there was none. If you then load a checkpoint
-            of your own, set it to the checkpoint's step, and begin there.
+        step: steps made before the restored state; 0 if there was none. If you then load a
+            checkpoint of your own, set it to the checkpoint's step, and begin there.
         restored: whether there was a state in memory.
 
     Outside a job, and with `recovery.snapshots: none`, it restores and keeps nothing.
@@ -56,15 +58,15 @@ class Snapshots:
     def __init__(self, *unnamed: Any, **objects: Any) -> None:
         """Restore the objects in place, if any node has their state in memory.
 
-        Make it after the process group, and after the model is on its device. The model may be
+        Create it after the process group, and after the model is on its device. The model may be
         wrapped (DistributedDataParallel, torch.compile) before or afterwards.
 
         Args:
             unnamed: nothing; every object needs a name.
             objects: everything that has `state_dict()` and `load_state_dict()`, by a name: model,
                 optimizer, scheduler, scaler, loader. Ranks give the same names. Models, optimizers
-                and objects with more than 64 KiB of tensors have the same state on all ranks;
-                others have their own.
+                and objects with more than 64 KiB of tensors have the same state on all ranks. The
+                other objects have different states.
 
         Raises:
             TypeError: an object has no name or no such methods, or is sharded (FSDP, ZeRO).
@@ -103,14 +105,14 @@ class Snapshots:
         Snapshots._current = weakref.ref(self)
 
     def take(self, step: int) -> None:
-        """Keep the state after `step` steps, if its turn has come. All ranks call it.
+        """Keep the state after `step` steps, if that is due. All ranks call it.
 
         Call it after each step of the optimizer, the scheduler and the scaler. A second call with
         the same step does nothing, so it may be called after each batch while gradients accumulate.
-        The state that counts is then the one right after the optimizer's step.
+        It keeps the state directly after the optimizer's step.
 
         Args:
-            step: optimizer's steps since the training began, including those before a restart.
+            step: optimizer steps since the training began, including steps before a restart.
 
         Raises:
             TypeError: `step` is not a whole number, an object is sharded, or a state cannot be
@@ -157,12 +159,12 @@ class Snapshots:
         return number
 
     def _shared(self) -> dict[str, Any]:
-        """Return what all ranks have the same. Only ranks that write need it."""
+        """Return the state that is the same on all ranks. Only ranks that write need it."""
         alike = {name: bare(thing).state_dict() for name, thing in self._objects.items() if _is_alike(thing)}
         return {**alike, **self._large}
 
     def _own(self) -> bytes:
-        """Return what this rank has for itself, and put aside the large states that it shares."""
+        """Return this rank's private state. Large states are shared, so keep them in `_large`."""
         import torch
 
         objects: dict[str, Any] = {}
@@ -195,7 +197,7 @@ class Snapshots:
     def _load(self, found: Restored) -> None:
         own = _read(found, self._exchange.rank)
         first = own if self._exchange.rank == 0 else _read(found, 0)
-        # A rank that has joined since takes what rank 0 had, but not its random numbers.
+        # A rank that has joined since takes rank 0's states, but not its random numbers.
         states = {**first.get("objects", {}), **own.get("objects", {}), **found.tree}
         for name, thing in self._objects.items():
             remedy = "give the same objects as before the restart, or set recovery.snapshots: none"
@@ -252,7 +254,7 @@ def sharding_of(thing: Any) -> str:
 def generators() -> dict[str, Any]:
     """Return the states of this rank's random generators, for `set_generators`.
 
-    As bytes, because pickling a tensor and 625 numbers takes longer than all the rest of a copy.
+    They are bytes, because pickling a tensor and 625 numbers takes longer than the rest of a copy.
     """
     import torch
 
@@ -294,7 +296,7 @@ def _check(unnamed: tuple[Any, ...], objects: dict[str, Any]) -> None:
 
 
 def _is_alike(thing: Any) -> bool:
-    """Whether all ranks hold the same state of this object, as they do of models and optimizers."""
+    """Whether this object's state is the same on all ranks, as for models and optimizers."""
     import torch
 
     return isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))
@@ -342,7 +344,7 @@ def tensors_of(tree: Any) -> Iterator[Any]:
 
 
 def current_exchange() -> TorchExchange:
-    """Return the ranks of the process group; this process alone if it has no others.
+    """Return the exchange of the process group's ranks, or of this process alone.
 
     Raises RuntimeError if the job has several ranks and no group yet.
     """

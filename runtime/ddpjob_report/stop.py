@@ -1,4 +1,12 @@
-"""Turns SIGTERM into a flag on which the ranks agree."""
+"""Makes SIGTERM set a flag on which the ranks agree.
+
+Only the ranks of a deleted pod get SIGTERM, but all ranks must save the same step. So they exchange
+the flag whenever the script asks: one number over gloo, in a separate group, which neither waits
+for the GPU nor mixes with the script's collectives. The pod's grace period limits the save.
+
+Example: node 1 gets SIGTERM during step 41. After step 41, `should_stop()` is true on every rank.
+All save, wait for each other, and exit with EXIT_STEPPED_ASIDE, which does not count as a failure.
+"""
 
 from __future__ import annotations
 

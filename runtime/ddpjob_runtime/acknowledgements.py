@@ -1,4 +1,4 @@
-"""What a connection's kernel knows of its peer's kernel: whether it has acknowledged what was sent.
+"""Asks the kernel whether a connection's peer has acknowledged all bytes that were sent to it.
 
 The kernel acknowledges bytes for a process that is stopped or has no processor time. A host that
 has no power or no network acknowledges nothing. Only Linux shows this.
@@ -33,7 +33,7 @@ def is_acknowledged(stream: socket.socket) -> bool:
 
 
 def resend_often(stream: socket.socket) -> None:
-    """Have the kernel resend single bytes every 0.2 s, instead of after 0.2, 0.4, 0.8 s and so on.
+    """Make the kernel resend single bytes every 0.2 s, instead of after 0.2, 0.4, 0.8 s and so on.
 
     Otherwise a link that was down for 0.5 s could look dead for 0.8 s.
     """

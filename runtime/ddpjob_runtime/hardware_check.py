@@ -3,8 +3,8 @@
     python3 PATH/ddpjob_runtime check JSON
 
 It is a separate process, so that its device context ends with it and a hung driver blocks nothing
-else. It writes lines of JSON: `{"step": NAME}` before each part, and at the end
-`{"problem": TEXT, ...}`, with an empty TEXT if all is well.
+else. It writes lines of JSON: `{"step": NAME}` before each part, and `{"problem": TEXT, ...}` at
+the end. TEXT is empty if the check has passed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FILE_BYTES = 1 << 20
 SUM_BYTES = 16 << 20
 """Size of the timed all-reduce."""
 FREE_SHARE = 0.5
-"""The share of a GPU's memory that must be free, otherwise another process is using it. It is below
-1 because time-sliced GPUs are never completely free."""
+"""The share of a GPU's memory that must be free; if less is free, another process is using the GPU.
+Time-sliced GPUs are never completely free."""
 _SIDE = 1024
 _SIOCGIFADDR = 0x8915
 
@@ -247,6 +247,6 @@ def _interfaces() -> dict[str, str]:
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
             except OSError:
-                continue  # without an IPv4 address
+                continue  # it has no IPv4 address
             found[socket.inet_ntoa(answer[20:24])] = name
     return found

@@ -1,4 +1,4 @@
-"""Imports torch only for its rendezvous. A process that did this must not fork workers."""
+"""Imports torch faster, for its rendezvous only. Such a process must not fork workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ time."""
 
 @contextlib.contextmanager
 def for_rendezvous() -> Iterator[None]:
-    """Defer META_KERNELS while torch is imported. It runs on first use, which may never happen."""
+    """Defer META_KERNELS while torch is imported. It runs on first use, if ever."""
     hook = _MetaKernelsLater()
     sys.meta_path.insert(0, hook)
     try:

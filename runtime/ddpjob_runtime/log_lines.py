@@ -22,7 +22,7 @@ from ddpjob_runtime import protocol
 PIECE = select.PIPE_BUF
 """Number of bytes that a pipe accepts at once if it accepts any."""
 PATIENCE_SECONDS = 0.05
-"""How long to wait for a slow reader. If it was too slow for the previous line, do not wait."""
+"""How long to wait for a slow reader. If the previous line was lost, there is no wait."""
 
 
 class Log:

@@ -127,7 +127,7 @@ COMMUNICATION_ERROR = re.compile(
 """Errors that a rank raises when its peer is gone. The pattern is applied to the exception's own
 text, not its traceback, whose source lines may name a backend."""
 RANK_FAILURE = "RankFailed"
-"""Kind of termination message that a rank writes if torchrun runs in a `command` (worker.py)."""
+"""Kind of the termination message that a rank writes if a `command` runs torchrun (worker.py)."""
 
 RANK_ENDED = "(this rank has ended)"
 """Replaces the stacks of a rank whose process is gone."""
@@ -210,8 +210,8 @@ DETAILED_INCIDENTS = 10
 """Number of newest incidents that the operator keeps with tracebacks; a status shows at most
 these."""
 MAX_TOLD, MAX_TOLD_BEFORE, MAX_STACKS = 3000, 200, 6000
-"""Number of characters that the operator keeps of such an incident's message and traceback, of an
-older incident's message, and of an overdue step's stacks. The pods' logs have the full texts."""
+"""Number of characters that the operator keeps of a detailed incident's message and traceback, of
+an older incident's message, and of an overdue step's stacks. The pods' logs have the full texts."""
 MAX_REPORT = 1024 * 1024
 """Maximum size of a report in bytes, whatever the number of pods."""
 MAX_TEXTS = 96 * 1024
@@ -326,7 +326,7 @@ def clip(text: object, limit: int = MAX_TEXT) -> str:
 
 
 _PART_OF_A_LINE = 300
-"""Maximum number of characters to omit so that the next line is whole."""
+"""Maximum number of characters to omit so that the text continues with a whole line."""
 _NEWLINE = "\n"
 
 
@@ -566,8 +566,8 @@ def read_start(value: Any) -> dict[str, Any]:
     """Return where training continued; empty if that is malformed.
 
     `step` is the step after which it continued, `source` one of SOURCES. `made` is the last step
-    that was made before, and null if no memory of it is left. `seconds`, once the training has made
-    that step again, are those that it took.
+    that was made before, and missing if it is unknown. `seconds` is the time until that step was
+    made again, and missing before that.
     """
     if not isinstance(value, dict) or value.get("source") not in SOURCES or not _is_count(value.get("step")):
         return {}
@@ -652,7 +652,7 @@ def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
 def progress_news(progress: dict[str, Any]) -> frozenset[str]:
     """Return what makes progress urgent to read.
 
-    That is the set of figures it has the step counter's flags, and what its start has repeated.
+    These are the figures that it has, the step counter's flags, and the fields of its start.
     """
     start = progress.get(START) or {}
     flags = {name for name in FLAGS if progress.get(name)}
@@ -783,8 +783,7 @@ class Incident(Record):
     backoff_seconds: float = 0.0
     """How long the coordinator waits before the next round."""
     alike_ranks: int = 0
-    """Number of ranks that failed with the same `error_mark`; 0: a rank had its own, different
-    error.
+    """Number of ranks with the same `error_mark`; 0 if a rank had a different error of its own.
     """
     alike_pods: int = 0
     """Number of pods that these ranks were in."""
@@ -800,7 +799,7 @@ class Incident(Record):
 def shortened(incidents: tuple[Incident, ...], detailed: int = DETAILED_INCIDENTS) -> tuple[Incident, ...]:
     """Return incidents with the texts that the operator keeps.
 
-    Only the newest incidents are kept in detail.
+    Only the newest `detailed` incidents keep their tracebacks.
     """
     older = len(incidents) - detailed
     return tuple(
@@ -829,9 +828,10 @@ class Recovery(Record):
 class RankLook(Record):
     """What one rank did between two looks, and where it is.
 
-    `digest`: of the whole stack, of which `text` is a part. `seconds` since the last look, in which
-    the worker's session used `cpu` seconds of a processor and transferred `bytes` through files and
-    sockets, and `forks` of its processes began or ended. `wait` and `call`: what the kernel shows.
+    `digest`: a hash of the whole stack, of which `text` is a part. In the `seconds` since the last
+    look, the worker's session used `cpu` seconds of a processor, transferred `bytes` through files
+    and sockets, and `forks` of its processes began or ended. `wait` and `call` come from the
+    kernel.
     """
 
     rank: int

@@ -15,7 +15,7 @@ MAX_BYTES = 4096
 
 
 def write_termination_log(kind: str, message: str, traceback: str = "") -> None:
-    """Write the reason as a JSON object of at most 4096 bytes; the middle of long texts is cut."""
+    """Write the reason as a JSON object of at most 4096 bytes. Long texts lose their middle."""
     named = JobEnvironment.read().termination_log
     path = Path(named or "/dev/termination-log")
     if not named and not path.exists():

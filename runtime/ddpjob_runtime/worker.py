@@ -16,8 +16,8 @@ It adds six features:
 - A torch extension is rebuilt if its builder was killed.
 - `import ddpjob_report` finds the package that comes with the runtime.
 
-Nothing else in this file is visible to the program: other runtime modules are not imported under
-their names, and standard modules are imported only where needed.
+The program sees nothing else of this file: other runtime modules are not imported under their
+names, and standard modules are imported only where needed.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ POST_SECONDS = 0.5
 STEPS_WITHOUT_GROUP = 10
 """Number of steps after which a program without a group is assumed not to form one."""
 STEPS_OF_EXCHANGE = 3
-"""The ranks train together if the first optimizer's steps, from the second up to this one,
-exchange data."""
+"""The ranks train together if steps 2 to STEPS_OF_EXCHANGE of the first optimizer exchange data."""
 OTHER_EXCHANGES = ("horovod", "mpi4py", "torchft", "torch_xla", "hivemind", "byteps", "bagua", "ray")
 """Packages that let a program train with other ranks without a torch.distributed group."""
 
@@ -181,7 +180,7 @@ class ReportImport:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Find `ddpjob_report`.
 
-        This hook is called last, for modules that were not found elsewhere.
+        Python asks this hook last, if nothing else has found a module.
         """
         if name != "ddpjob_report":
             return None
@@ -216,7 +215,7 @@ class CompilerImport:
     """Import hook that provides `torch._dynamo` as a module whose code has not run yet."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find `torch._dynamo`. This hook is called first."""
+        """Find `torch._dynamo`. Python asks this hook first."""
         if name != "torch._dynamo":
             return None
         sys.meta_path.remove(self)
@@ -226,7 +225,7 @@ class CompilerImport:
 
 
 def load_of_pod(name: str) -> Any:
-    """Return a module of ddpjob_pod that imports no other one. The program does not see it."""
+    """Return a module of ddpjob_pod that imports none of the others, hidden from the program."""
     import os
     from importlib.machinery import PathFinder
     from types import ModuleType
@@ -352,7 +351,7 @@ def run_recorded(mode: str, target: str) -> None:
         raise
     except BaseException as error:
         failure = error
-    if failure is not None:  # Outside the handler, so that the hook's errors are not chained to it.
+    if failure is not None:  # Outside the handler, so that errors of the hook are not chained.
         code = EXIT_REFUSED if getattr(failure, "ddpjob_refusal", False) is True else 1
         if os.getpid() == process:
             end_in_time()
@@ -502,7 +501,7 @@ def record(error: BaseException, path: str, code: int) -> None:
         "py_callstack": text, "timestamp": str(int(time.time()))}}}  # fmt: skip
     try:
         with open(path) as file:  # noqa: PTH123
-            written = json.load(file)  # by the program's own @record
+            written = json.load(file)  # the program's own @record has written it
         if isinstance(written["message"]["extraInfo"], dict):
             said = with_inner_error(written["message"]["message"])
             written["message"]["message"] = said + causes(error, said)
@@ -604,7 +603,7 @@ def text_of(error: BaseException) -> str:
 
 
 def with_inner_error(said: str) -> str:
-    """Add the inner error of a traceback in the text to the first line, which most places show.
+    """Add the inner error to the first line, which most places show, if the text has a traceback.
 
     mp.spawn and DataLoaders pass on their processes' errors this way; mp.spawn's text begins with
     an empty line.
@@ -621,7 +620,7 @@ def with_inner_error(said: str) -> str:
 
 
 def causes(error: BaseException, said: str) -> str:
-    """Return the exceptions that led to this one, except those that `said` contains.
+    """Return the exceptions that led to this one, unless `said` contains them.
 
     Programs may print an exception and call sys.exit(1), or wrap the exception, whose text shows
     whether it is only a consequence of a lost peer.
@@ -708,9 +707,9 @@ class StepCounter:
         self.world, self.grouped = int(os.environ.get("WORLD_SIZE") or 1), False
         self.said = self.captured = self.said_uncountable = False
         self.compiled = 0
-        self.state = 0  # the id of the first optimizer's state, which is not kept alive here
+        self.state = 0  # the id of the first optimizer's state, without keeping it alive
         self.has_state = self.loaded = False
-        self.made = self.exchanged = 0  # collectives up to the last step, and number of consecutive steps with any
+        self.made = self.exchanged = 0  # collectives at the last step; steps in a row with any
         self.address, self.token = os.environ["DDPJOB_COORDINATOR"], os.environ["DDPJOB_TOKEN"]
         self.instance = ""
         self.environment: dict[str, Any] = {}
@@ -855,7 +854,7 @@ class StepCounter:
     def ask(self, body: bytes) -> tuple[str, str]:
         """Post the body. Return the response's status and the coordinator's number.
 
-        The token is not sent, because anyone may be listening at the address.
+        The token is not sent, because anyone may listen at the address.
         """
         import os
         import socket

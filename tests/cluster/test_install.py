@@ -502,13 +502,13 @@ def test_a_second_operator_for_one_of_its_namespaces_is_refused(uninstalled: Rel
     with pytest.raises(ClusterError, match=r'Role "ddpjob-operator".*(exists|owned|ownership|conflict)'):
         second.install("--set", f"watchNamespaces={{default,{namespace}}}")
     second.uninstall()
-    with pytest.raises(ClusterError, match=f"the release {uninstalled.namespace}/ddpjob watches the namespace"):
+    with pytest.raises(ClusterError, match=f"the release {uninstalled.namespace}/ddpjob already watches the namespace"):
         second.install()
     uninstalled.uninstall()
     # As of manifests that Argo CD has applied.
     second.kubectl("create", "role", "ddpjob-operator", "--verb=get", "--resource=pods")
     try:
-        with pytest.raises(ClusterError, match="an operator that Helm has not installed watches the"):
+        with pytest.raises(ClusterError, match="an operator that was not installed with Helm already watches the"):
             second.install()
     finally:
         second.kubectl("delete", "role", "ddpjob-operator")  # The next test's release would be refused as well.

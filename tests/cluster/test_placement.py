@@ -76,7 +76,7 @@ def test_all_pods_run_in_one_domain_and_so_do_their_replacements(four: Cluster, 
         jobs.wait("the job to run again", lambda: jobs.status("near").get("phase") == "Running", timeout=90)
         assert node_of(jobs, "near-1-1") == left, "the only other place of the rack"
         jobs.apply(steps_job("wide", 100000, "--sleep=0.2", nodes=3, recovery=FAST, scheduling=scheduling))
-        jobs.wait_unschedulable("wide", f"all pods share one {RACK}", timeout=120)
+        jobs.wait_unschedulable("wide", f"all pods must be in one {RACK}", timeout=120)
     finally:
         four.kubectl("label", "nodes", "--all", f"{RACK}-")
 

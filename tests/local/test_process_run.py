@@ -291,7 +291,7 @@ def test_the_record_of_a_stopped_run_shows_no_pod_that_is_ending(machine: Machin
     for number in (signal.SIGINT, signal.SIGTERM)[:signals]:  # two of one kind at once are one
         run.signal(number)
     assert run.wait(10) in (130, 143), run.everything()
-    assert run.condition("Suspended")["message"].startswith("no pods run"), run.status
+    assert run.condition("Suspended")["message"].startswith("no pods are running"), run.status
 
 
 def test_a_terminal_that_closes_behind_another_signal_leaves_the_time_to_save(machine: Machine) -> None:

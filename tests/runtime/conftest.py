@@ -1,4 +1,5 @@
-"""Tests of the runtime alone: they need pytest, those with real workers torch, and run on Python 3.9 or later.
+"""Tests of the runtime alone. They need pytest, tests with real workers also torch, and run on
+Python 3.9 or later.
 
 make matrix MATRIX="--python 3.9 --torch none"
 """

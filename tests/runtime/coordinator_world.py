@@ -1,4 +1,4 @@
-"""A group of the coordinator with a clock that is turned by hand; members' lines are collected in lists."""
+"""A group of the coordinator with a manual clock. The lines for each member are collected in lists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ RESET = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Conn
 
 
 class World:
-    """Time and sending of one group. Members beat unless they are in `silent`."""
+    """The clock and the outgoing lines of one group. Members send heartbeats unless they are in
+    `silent`.
+    """
 
     def __init__(self, nodes: int = 2, min_nodes: int | None = None, mode: str = FAST, **more: Any) -> None:
         self.now, self.pending = 1000.0, []  # type: float, list[tuple[float, Any]]
@@ -27,7 +29,7 @@ class World:
         )
 
     def restart_coordinator(self, settings: CoordinatorSettings) -> None:
-        """Another group that knows nothing; what the old one had planned is forgotten."""
+        """Replace the group by one that knows nothing, and drop the earlier group's planned calls."""
         pending: list[tuple[float, Any]] = []
         self.pending = pending
         self.coordinator = Coordinator(
@@ -39,7 +41,7 @@ class World:
         )
 
     def pass_time(self, seconds: float) -> None:
-        """Everything that is due happens in its order."""
+        """Run every planned call that is due, in order."""
         until, pending = self.now + seconds, self.pending
         while due := sorted((p for p in pending if p[0] <= until), key=lambda p: p[0]):
             pending.remove(due[0])
@@ -54,7 +56,7 @@ class World:
                 member.heard = self.now
 
     def hello(self, index: int, attempt: int = 0, pid: int = 1, resume: Any = None, grace: float = 30.0) -> Member:
-        """A member that is let in."""
+        """Return a new member that was admitted."""
         member = self.try_hello(index, attempt, pid, resume, grace)
         assert member is not None
         return member
@@ -62,7 +64,7 @@ class World:
     def try_hello(
         self, index: int, attempt: int = 0, pid: int = 1, resume: Any = None, grace: float = 30.0
     ) -> Member | None:
-        """A new connection of a pod."""
+        """Open a new connection of a pod."""
         pod = f"job-{index}-{attempt}"
         lines = self.heard.setdefault(pod, [])
         return self.coordinator.hello(
@@ -72,22 +74,24 @@ class World:
     def resume(
         self, index: int, number: int, rank: int, world: int, state: str = "Running", attempt: int = 0
     ) -> Member:
-        """A member that comes back with its round."""
+        """Return a member that reconnects with its round."""
         return self.hello(index, attempt, resume={"round": number, "rank": rank, "world": world, "state": state})
 
     def ready(self, *members: Member) -> None:
-        """They have no workers, and know of every round they have been in."""
+        """Report that the members have no workers, and that they know of every round they have been
+        in.
+        """
         for member in members:
             self.coordinator.ready(member, member.round or 0, "10.0.0.1", 4000 + member.index)
 
     def join(self, *members: Member) -> None:
-        """They have started their workers."""
+        """Report that the members have started their workers."""
         for member in members:
             assert member.round is not None
             self.coordinator.joined(member, member.round)
 
     def form(self, nodes: int = 2, spares: int = 0) -> list[Member]:
-        """A running round of new members; the spares are ready, too."""
+        """Return the members of a new running round, and the spares, which are ready too."""
         members = [self.hello(i) for i in range(nodes + spares)]
         self.ready(*members)
         self.join(*members[:nodes])
@@ -95,7 +99,7 @@ class World:
         return members
 
     def lose(self, member: Member, why: str = "its connection ended") -> None:
-        """Its connection ends."""
+        """End the member's connection."""
         self.coordinator.lost(member, why)
 
     @property
@@ -105,21 +109,21 @@ class World:
         return self.coordinator.rounds.current
 
     def ranks(self) -> list[int]:
-        """Places of the newest round's members in the order of their ranks."""
+        """Indices of the newest round's members, in the order of their ranks."""
         return [member.index for _, member in sorted(self.round.members.items())]
 
     def verbs(self, member: Member) -> list[str]:
-        """What was sent to the member."""
+        """Kinds of the lines sent to the member."""
         return [verb for verb, _ in self.heard[member.pod]]
 
     def last(self, member: Member) -> tuple[str, dict[str, Any]]:
-        """The last word."""
+        """The last line sent to the member."""
         return self.heard[member.pod][-1]
 
     def fail(
         self, member: Member, message: str = "ValueError: bug", code: int = 1, ago: float = 0.0, **more: Any
     ) -> None:
-        """A worker of the member ends by itself in the member's present round."""
+        """Report that a worker of the member ended by itself in the member's current round."""
         signal = None if code > 0 else "SIGKILL"
         failure = WorkerFailure(
             member.source, member.rank, 0, code, signal, message, "Traceback ...", self.now - ago, **more
@@ -127,22 +131,24 @@ class World:
         self.coordinator.failure(member, member.round, failure)
 
     def incidents(self) -> list[tuple[str, str, int]]:
-        """(kind, pod, consequences) of each."""
+        """(kind, pod, consequences) of each incident."""
         return [(i.kind, i.pod, i.consequences) for i in self.coordinator.rounds.incidents.recent]
 
     def report(self) -> dict[str, Any]:
-        """What the operator reads."""
+        """The report that the operator reads."""
         return self.coordinator.report().write()
 
 
 def formed(nodes: int = 2, *settings: Any, **more: Any) -> tuple[Any, ...]:
-    """The world of a running round, and its members."""
+    """Return the world of a running round, and its members."""
     world = World(nodes, *settings, **more)
     return (world, *world.form(nodes))
 
 
 def formed_by(fewer: int, *settings: Any, **more: Any) -> tuple[Any, ...]:
-    """The world of a running round that has waited in vain for more members, and those that it has."""
+    """Return the world and the members of a running round that waited for more members until its
+    timeout.
+    """
     world = World(*settings, **more)
     members = [world.hello(i) for i in range(fewer)]
     world.ready(*members)

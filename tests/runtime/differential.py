@@ -1,10 +1,15 @@
-"""Runs the corpus of small programs as plain torchrun does, in Standard and in Fast, and shows what differs.
+"""Run the corpus of small programs as plain torchrun does, in Standard and in Fast, and show the
+differences.
 
     python tests/runtime/differential.py [PROGRAM ...]
 
-Plain is Python as torchrun starts it, which test_differential.py compares with torchrun itself; Standard is worker.py,
-started like that; Fast is a fork of the launcher's own fork server. Compared are the exit code, both outputs, and the
-error file that torchrun reads. The table has a line for each program; what differs is printed below it.
+Plain means Python as torchrun starts it, which test_differential.py compares with torchrun itself.
+Standard means
+worker.py, started the same way. Fast means a fork of the launcher's own fork server. The comparison
+covers the exit
+code, both outputs, and the error file that torchrun reads. The table has a line for each program,
+and the
+differences follow below it.
 """
 
 from __future__ import annotations
@@ -43,7 +48,9 @@ OWN = {"DDPJOB_COORDINATOR": "127.0.0.1:1", "DDPJOB_TOKEN": "t"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one side's process has left: its exit code as Popen's, its outputs, the content of the error file."""
+    """The result of one process: its exit code (as in Popen), its outputs, and the content of the
+    error file.
+    """
 
     code: int
     out: str
@@ -51,7 +58,7 @@ class Outcome:
     error: str = ""
 
     def text(self, program: Program) -> str:
-        """For the comparison. The error file counts where torchrun has one as well."""
+        """The fields to compare. The error file counts only if torchrun writes one too."""
         error = self.error if "record" in program.text else ""
         return f"exit code {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}\n--- error file\n{error}\n"
 
@@ -60,7 +67,7 @@ class Outcome:
 
 
 def write_all(folder: Path, programs: Mapping[str, Program]) -> None:
-    """Write the programs and what belongs to them."""
+    """Write the programs and their files."""
     folder.mkdir(parents=True)
     for name, program in programs.items():
         encoding = "latin-1" if "latin-1 -*-" in program.text else "utf-8"
@@ -70,7 +77,9 @@ def write_all(folder: Path, programs: Mapping[str, Program]) -> None:
 
 
 def write(folder: Path, path: str, text: str) -> None:
-    """A file; `.pyc` and members of `.zip` are made of their source, `-> TARGET` is a link."""
+    """Write a file. `.pyc` files and members of `.zip` are compiled from their source, and `->
+    TARGET` makes a link.
+    """
     target = folder / path
     archive, _, member = path.partition(".zip/")
     if member:
@@ -93,7 +102,7 @@ def write(folder: Path, path: str, text: str) -> None:
 
 
 def run_corpus(folder: Path, names: Iterable[str] = (), runtime: Path = RUNTIME) -> dict[str, dict[str, Outcome]]:
-    """{program: {side: outcome}}."""
+    """Run each program on each side, and return {program: {side: outcome}}."""
     programs = {
         n: p for n, p in PROGRAMS.items() if (not names or n in set(names)) and sys.version_info[:2] >= p.oldest
     }
@@ -122,9 +131,10 @@ def run_corpus(folder: Path, names: Iterable[str] = (), runtime: Path = RUNTIME)
 def start_server(
     folder: Path, programs: Mapping[str, Program], container: Mapping[str, str], runtime: Path
 ) -> tuple[subprocess.Popen[bytes], Path]:
-    """The process that runs in Fast all programs of this environment of the container, and where it writes their codes.
+    """Start the process that runs in Fast all programs with this container environment. Return it
+    and the file of their exit codes.
 
-    Python's own variables are read when it starts, and that is the launcher.
+    Python reads its own variables when it starts, so each environment needs a separate launcher.
     """
     orders = []
     for name, program in programs.items():
@@ -163,18 +173,20 @@ def run_cold(folder: Path, name: str, program: Program, side: str, runtime: Path
 
 
 def results(folder: Path, side: str, name: str) -> tuple[Path, Path]:
-    """Where the outputs of a program go."""
+    """Folder for a program's outputs."""
     return folder / f"{side}.results" / f"{name}.out", folder / f"{side}.results" / f"{name}.err"
 
 
 def base_environment() -> dict[str, str]:
-    """The container's: what pytest and this project's own processes need is none of it."""
+    """The container's environment, without the variables that pytest and this project's own
+    processes need.
+    """
     unwanted = ("PYTEST", "DDPJOB_", "COLUMNS", "LINES", "PYTHONPATH", "PYTHONUNBUFFERED")
     return {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
 
 
 def environment(folder: Path, side: str, name: str, program: Program) -> dict[str, str]:
-    """A worker's."""
+    """A worker's environment."""
     made = {**base_environment(), **TORCHRUN, **program.container, **program.environment}
     made["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{side}.results" / f"{name}.json")
     if side != "plain":
@@ -185,7 +197,7 @@ def environment(folder: Path, side: str, name: str, program: Program) -> dict[st
 
 
 def outcome(folder: Path, name: str, side: str, code: int) -> Outcome:
-    """Read what a program has left, without what differs in each run."""
+    """Read a program's results, without the parts that differ in each run."""
     out, err = (normal(path.read_bytes(), folder, side) for path in results(folder, side, name))
     error = folder / f"{side}.results" / f"{name}.json"
     content = ""
@@ -198,7 +210,7 @@ def outcome(folder: Path, name: str, side: str, code: int) -> Outcome:
 
 
 def normal(data: bytes, folder: Path, side: str) -> str:
-    """Without the side's folder, addresses and the variables that DDPJob adds."""
+    """Remove the side's folder, addresses and the variables that DDPJob adds."""
     text = data.decode(errors="backslashreplace")
     text = text.replace(str(folder / f"{side}.results"), "RESULTS").replace(str(folder / side), "FOLDER")
     text = re.sub(r"0x[0-9a-f]{8,}", "ADDRESS", text)
@@ -209,7 +221,7 @@ def normal(data: bytes, folder: Path, side: str) -> str:
 
 
 def differences(found: Mapping[str, Mapping[str, Outcome]]) -> dict[tuple[str, str], str]:
-    """{(program, side): a diff against plain}, of the sides that differ."""
+    """Return {(program, side): a diff against plain} for the sides that differ."""
     seen = {}
     for name, sides in found.items():
         plain = sides["plain"].text(PROGRAMS[name])
@@ -222,7 +234,7 @@ def differences(found: Mapping[str, Mapping[str, Outcome]]) -> dict[tuple[str, s
 
 
 def table(found: Mapping[str, Mapping[str, Outcome]]) -> str:
-    """A line for each program, for people."""
+    """Format the table, with a line for each program."""
     differ = differences(found)
     lines = [f"{'program':28}{'exit code':>10}  {'Standard':14}Fast"]
     for name, sides in found.items():
@@ -236,7 +248,9 @@ def table(found: Mapping[str, Mapping[str, Outcome]]) -> str:
 
 
 def unexpected(found: Mapping[str, Mapping[str, Outcome]]) -> str:
-    """The diffs that no row of the table explains, and the rows that are no longer true. Empty: all as documented."""
+    """Return the diffs that no row of the table explains, and the rows that no longer hold. Empty
+    means all as documented.
+    """
     differ = differences(found)
     texts = [f"=== {n}, {side}\n{text}" for (n, side), text in differ.items() if side not in PROGRAMS[n].differs]
     for name, program in PROGRAMS.items():
@@ -247,7 +261,7 @@ def unexpected(found: Mapping[str, Mapping[str, Outcome]]) -> str:
 
 
 def main() -> int:
-    """Print the table; returns the exit code."""
+    """Print the table and return the exit code."""
     folder = Path(tempfile.mkdtemp(prefix="differential-"))
     began = time.monotonic()
     try:

@@ -1,8 +1,9 @@
 # ruff: noqa: E501 (programs, one a line where that is enough)
-"""Small programs, each of which shows something that a script can notice about the process it runs in.
+"""Small programs. Each shows something that a script can notice about the process that runs it.
 
-`differential.py` runs every one as plain torchrun does, in mode Standard and in mode Fast. Every program ends with a
-determined output: no process ids, no times, no addresses.
+`differential.py` runs each one as plain torchrun does, in mode Standard and in mode Fast. The
+output of every
+program is deterministic: it has no process ids, times or addresses.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Program:
-    """`run`: worker.py's mode, the target and its arguments. `files`: others of the folder.
+    """A program. `run`: worker.py's mode, the target and its arguments. `files`: other files of the
+    folder.
 
-    `environment` is the worker's, `container` that of the launcher as well. `differs`: {mode: the row of the table in
-    docs/protocol.md that explains why it is not as under torchrun}. `oldest`: the first Python that can run it.
+    `environment` is the worker's, and `container` that of the launcher as well. `differs`: {mode:
+    the row of the table in
+    docs/protocol.md that explains the difference from torchrun}. `oldest`: the first Python that
+    can run it.
     """
 
     text: str
@@ -34,11 +38,11 @@ PROGRAMS: dict[str, Program] = {}
 
 
 def add(name: str, text: str, *run: str, **more: object) -> None:
-    """A program. It is `p_NAME.py`, run as a script without arguments unless `run` says otherwise."""
+    """Define a program `p_NAME.py`, run as a script without arguments unless `run` is given."""
     PROGRAMS[name] = Program(textwrap.dedent(text).lstrip("\n"), run or ("--script", f"p_{name}.py"), **more)  # type: ignore[arg-type]
 
 
-# ---- how it is started
+# ---- how a program is started
 
 add(
     "argparse",
@@ -150,7 +154,7 @@ add("future", "from __future__ import annotations\ndef f(a: nothing) -> also_not
 add("annotations", "x: int = 3\nprint(globals().get('__annotations__'))\n")
 add("source_encoding", "# -*- coding: latin-1 -*-\nprint('\xe9', len('\xe9'))\n")
 
-# ---- how it ends
+# ---- how a program ends
 
 add("exit_codes", "import sys\nsys.exit(3)\n")
 add("exit_large", "import sys\nsys.exit(300)\n")

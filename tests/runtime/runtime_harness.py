@@ -23,7 +23,9 @@ RUNTIME = Path(__file__).resolve().parents[2] / "runtime" / "ddpjob_runtime"
 SCRIPTS = Path(__file__).parent / "scripts"
 TOKEN = f"a-token-for-tests-{os.getpid()}"
 PYTHON = os.environ.get("DDPJOB_TEST_PYTHON", sys.executable)
-"""Of the job's pods: names one with another torch, to see whether that one is supported."""
+"""Programs that start the job's pods. Names one with another torch, to see whether that torch is
+supported.
+"""
 
 
 def until(reached: Callable[[], object], seconds: float = 20) -> None:
@@ -34,7 +36,7 @@ def until(reached: Callable[[], object], seconds: float = 20) -> None:
 
 
 class Job:
-    """One generation of a job."""
+    """A generation of a job."""
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class Job:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def environment(self, **more: str) -> dict[str, str]:
-        """What the operator gives every pod."""
+        """Environment that the operator gives every pod."""
         fixed = {
             "DDPJOB_TOKEN": TOKEN, "DDPJOB_GENERATION": "0", "DDPJOB_NAME": "job", "DDPJOB_NAMESPACE": "default",
             "DDPJOB_COORDINATOR": f"127.0.0.1:{self.port}", "DDPJOB_RECOVERY": self.mode, "OMP_NUM_THREADS": "1",
@@ -68,7 +70,7 @@ class Job:
     def start_coordinator(
         self, *more: str, attempt: int = 0, host: str = "127.0.0.1", **env: str
     ) -> subprocess.Popen[bytes]:
-        """The coordinator, in Standard with a store unless asked for otherwise."""
+        """Start the coordinator, in Standard with a store unless asked otherwise."""
         command = [PYTHON, str(RUNTIME), "coordinator", "--port", str(self.port), "--nodes", str(self.nodes)]
         command += [
             "--host",
@@ -94,7 +96,9 @@ class Job:
         prefix: tuple[str, ...] = (),
         **env: str,
     ) -> subprocess.Popen[bytes]:
-        """The launcher of one node; `what`: script and arguments, `prefix`: a program that starts the launcher."""
+        """Start the launcher of one node. `what`: script and arguments. `prefix`: a program that
+        starts the launcher.
+        """
         pod = f"job-{index}-{attempt}"
         command = [
             *prefix, PYTHON, str(RUNTIME), "launcher",
@@ -107,7 +111,7 @@ class Job:
         return self._start(pod, command, {**place, **env})
 
     def rendezvous(self) -> list[str]:
-        """torchrun's arguments of the mode."""
+        """Arguments of torchrun in this mode."""
         if self.mode == "Fast":
             return ["--rdzv-backend=ddpjob", f"--rdzv-endpoint=127.0.0.1:{self.port}", "--monitor-interval=0.02"]
         conf = "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=10800,last_call_timeout=1"
@@ -133,7 +137,7 @@ class Job:
         return self.folder / f"{name}.log"
 
     def end(self, name: str) -> dict[str, Any]:
-        """What a launcher wrote to its termination log."""
+        """Text that a launcher wrote to its termination log."""
         content: dict[str, Any] = json.loads((self.folder / f"{name}.end").read_text())
         return content
 
@@ -148,7 +152,7 @@ class Job:
         return report
 
     def post(self, path: str, body: Any, token: str = TOKEN) -> tuple[int, Any]:
-        """(status, JSON) of a POST."""
+        """Send a POST and return (status, JSON)."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", data=data, headers={"Authorization": f"Bearer {token}"}
@@ -160,7 +164,7 @@ class Job:
             return error.code, json.load(error)
 
     def wait_until(self, condition: Callable[[dict[str, Any]], object], seconds: float = 90) -> dict[str, Any]:
-        """The first report for which the condition holds."""
+        """Return the first report for which the condition holds."""
         began, report = time.monotonic(), {}
         while time.monotonic() - began < seconds * slowness():
             try:
@@ -181,7 +185,9 @@ class Job:
             raise AssertionError(f"{name} still runs after {seconds} s\n{self.all_logs()}\n{self.stacks()}") from None
 
     def stacks(self) -> str:
-        """Where the workers are, for a test that fails: each writes its stacks at a signal, or ends by it."""
+        """Describe where the workers are, for a failing test. Each writes its stacks at a signal,
+        or ends by it.
+        """
         began = time.time()
         for pid in self.workers():
             with contextlib.suppress(ProcessLookupError):
@@ -191,39 +197,43 @@ class Job:
         return "\n".join(f"--- stacks of rank {path.stem}\n{path.read_text(errors='replace')}" for path in written)
 
     def all_logs(self) -> str:
-        """Ends of all logs, for a failing test."""
+        """Last lines of all logs, for a failing test."""
         return "\n".join(
             f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(self.folder.glob("*.log"))
         )
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to one process alone."""
+        """Send a signal to a single process."""
         self.processes[name].send_signal(number)
 
     def workers(self) -> list[int]:
-        """Process ids of everything that carries this job's environment, coordinator, store and launchers aside."""
+        """Process ids with this job's environment, except the coordinator, the store and the
+        launchers.
+        """
         own, found = {p.pid for p in self.processes.values()}, []
         for pid in self.all_processes():
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the process has just ended
                 if pid not in own and b"\0store\0--port\0" not in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)
         return found
 
     def all_processes(self) -> list[int]:
-        """Process ids of everything that carries this job's environment."""
+        """Process ids with this job's environment."""
         mark, found = f"OUT={self.folder}".encode(), []
         for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the process has just ended
                 if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
         return found
 
     def close(self) -> None:
-        """End everything. The kernel ends workers with their launchers, one generation after the other."""
+        """End all processes, one generation after the other. The kernel ends workers with their
+        launchers.
+        """
         for process in self.processes.values():
             if process.poll() is None:
                 process.kill()
             process.wait()
-        deadline = time.monotonic() + 60  # A busy machine takes its time.
+        deadline = time.monotonic() + 60  # A busy machine needs more time.
         while self.workers() and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The agent's own part: what it does between one round's workers and the next one's."""
+"""The agent's own part: its work between the workers of one round and those of the next."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ddpjob_runtime.protocol import Mode
 
 
 class SlowlyDying:
-    """A worker that takes its time to end after SIGKILL, as one with much memory or a device does."""
+    """A worker that takes long to end after SIGKILL, like one with much memory or a device."""
 
     returncode = -9
 
@@ -35,7 +35,7 @@ class SlowlyDying:
 
 
 class Exits:
-    """The launcher's way out, as far as the agent uses it."""
+    """The part of the launcher's shutdown that the agent uses."""
 
     begun, grace_seconds = False, 1.0
 
@@ -44,19 +44,21 @@ class Exits:
 
 
 def closed(*workers: SlowlyDying) -> Any:
-    """Closes a context with these workers, as torch does: it gives up after the grace."""
+    """Close a context with these workers as torch does, which gives up after the grace period."""
     handlers = {rank: SimpleNamespace(proc=worker, close=lambda death_sig: None) for rank, worker in enumerate(workers)}
-    pids = {rank: 2**22 + worker.pid for rank, worker in enumerate(workers)}  # Beyond any pid.
+    pids = {rank: 2**22 + worker.pid for rank, worker in enumerate(workers)}  # higher than any pid
 
     def close(death_sig: object, timeout: float) -> None:
-        """Some versions wait here without end."""
-        assert all(worker.poll() is not None for worker in workers), "torch is asked when nothing is left to wait for"
+        """Stand for torch's own close, which in some versions waits without a limit."""
+        assert all(worker.poll() is not None for worker in workers), (
+            "torch's close runs only after all workers have ended"
+        )
 
     return close_with(SimpleNamespace(close=close, subprocess_handlers=handlers, pids=lambda: pids))
 
 
 def bare_agent(client: Any, shutdown: Any) -> Any:
-    """An agent that torchrun has not set up."""
+    """Return an agent that torchrun has not set up."""
     agent = object.__new__(agent_module.CoordinatedAgent)
     agent._client, agent._node_shutdown, agent._mode = client, shutdown, Mode.FAST
     return agent
@@ -70,7 +72,7 @@ def close_with(context: Any) -> Any:
     return agent
 
 
-def test_restarts_are_counted_through_a_new_coordinator_and_are_never_none_after_one() -> None:
+def test_a_new_coordinator_never_resets_the_number_of_restarts() -> None:
     rounds = [1, 2, 5, 1_000_001, 1_000_002, 2_000_001]
     assert [agent_module.restarts_before(number) for number in rounds] == [0, 1, 4, 1000, 1001, 2000]
 
@@ -83,7 +85,7 @@ def test_it_returns_when_all_workers_are_gone() -> None:
     assert [worker.poll() for worker in workers] == [-9, -9]
 
 
-def test_a_node_that_ends_does_not_wait_for_a_worker_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_ends_does_not_wait_for_a_worker_that_will_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_module, "LAST_SECONDS", 0.2)
     monkeypatch.setattr(Exits, "begun", True)
     began = time.monotonic()
@@ -91,7 +93,7 @@ def test_a_node_that_ends_does_not_wait_for_a_worker_that_stays(monkeypatch: pyt
     assert time.monotonic() - began < 30
 
 
-def test_a_worker_that_stays_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_will_not_end_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_module, "GONE_SECONDS", 0.2)
     with pytest.raises(SystemExit, match=r"still run .* \(\[1\]\)"):
         closed(SlowlyDying(1, 60), SlowlyDying(2, 0.0))
@@ -110,7 +112,7 @@ time.sleep(60)
 
 
 def test_killed_workers_leave_no_children_and_no_shared_memory() -> None:
-    """Also no child with a process group of its own, and none that ignores SIGTERM."""
+    """This includes children with their own process group, and children that ignore SIGTERM."""
     command = [sys.executable, "-c", FAMILY]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
@@ -135,7 +137,9 @@ time.sleep(60)
 
 @pytest.mark.parametrize("kind", ["handles", "ignorant"])
 def test_a_worker_that_handles_sigterm_gets_it_without_its_children(kind: str, tmp_path: Path) -> None:
-    """The loaders' processes serve the step after which it saves; torchrun's SIGTERM to all of them would break it."""
+    """The loaders' processes serve the step after which it saves. torchrun's SIGTERM to all of them
+    would break that step.
+    """
     (tmp_path / "parent.py").write_text(PARENT)
     with subprocess.Popen(
         [sys.executable, str(tmp_path / "parent.py"), kind], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -147,12 +151,12 @@ def test_a_worker_that_handles_sigterm_gets_it_without_its_children(kind: str, t
         try:
             if kind == "handles":
                 assert parent.stdout.readline() == "asked\n"
-                time.sleep(0.5)  # for a child that was asked as well to end
+                time.sleep(0.5)  # belongs to a child that was asked to end as well
                 assert Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
                 assert parent.poll() is None
             else:
                 assert parent.wait(30) == -signal.SIGTERM
-                assert parent.stdout.read() == "", "the child, which had the pipe as well, has ended"
+                assert parent.stdout.read() == "", "the child, which also held the pipe, has ended"
         finally:
             if parent.poll() is None:
                 os.killpg(parent.pid, signal.SIGKILL)
@@ -170,7 +174,9 @@ time.sleep(30)
 
 
 def test_a_shell_that_handles_sigterm_gets_it_with_its_children(tmp_path: Path) -> None:
-    """With --no-python: it runs its trap when the training has ended, which must be asked to save."""
+    """With --no-python, the shell runs its trap only after the training has ended, so the training
+    must be asked to save.
+    """
     (tmp_path / "child.py").write_text(CHILD)
     wrapper = ["bash", "-c", 'trap "echo asked" TERM; "$@"; echo ends', "wrapper"]
     with subprocess.Popen(
@@ -186,8 +192,10 @@ def test_a_shell_that_handles_sigterm_gets_it_with_its_children(tmp_path: Path) 
             os.killpg(shell.pid, signal.SIGKILL)
 
 
-def test_a_shutdown_is_not_kept_waiting_by_a_round_that_is_about_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both wanted the lock; the agent kept it while it waited for the end of the process, which never came."""
+def test_a_shutdown_does_not_wait_for_a_round_that_is_about_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: both needed the lock, and the agent held it while it waited for the end of the
+    process.
+    """
     shutdown, reached = Shutdown(1.0), threading.Event()
     agent = bare_agent(SimpleNamespace(), shutdown)
     agent._round = 1
@@ -216,8 +224,8 @@ def test_a_shutdown_is_not_kept_waiting_by_a_round_that_is_about_to_begin(monkey
         (3, "", "ended with exit code 3"),
     ],
 )
-def test_a_failure_says_where_its_reason_is(code: int, written: str, message: str, tmp_path: Path) -> None:
-    """NCCL's watchdog aborts: nothing but the log has its words."""
+def test_a_failure_without_a_traceback_points_to_the_log(code: int, written: str, message: str, tmp_path: Path) -> None:
+    """When NCCL's watchdog aborts, only the log has its message."""
     error_file, sent = tmp_path / "error.json", list[dict[str, Any]]()
     if written:
         error_file.write_text(written)
@@ -236,7 +244,7 @@ def test_a_failure_says_where_its_reason_is(code: int, written: str, message: st
         (1, "ValueError: bug", False),
     ],
 )
-def test_a_loaders_process_that_the_memory_limit_killed_is_no_error_of_the_script(
+def test_a_data_loader_process_killed_by_the_memory_limit_is_reported_as_such(
     code: int, written: str, oom: bool, tmp_path: Path
 ) -> None:
     error_file, sent = tmp_path / "error.json", list[dict[str, Any]]()
@@ -249,9 +257,10 @@ def test_a_loaders_process_that_the_memory_limit_killed_is_no_error_of_the_scrip
     assert ("memory limit" in sent[0]["message"]) is oom and "memory limit" not in sent[1]["message"]
 
 
-def test_who_has_ended_and_who_is_about_to_is_reported_and_nobody_else(tmp_path: Path) -> None:
-    """Of ranks 10 to 14: one lost its peers; one raised before, and waits for a thread of its own; one has left with 0,
-    one has caught its error, and one trains.
+def test_only_ranks_that_have_ended_or_are_about_to_end_are_reported(tmp_path: Path) -> None:
+    """Of ranks 10 to 14, the first lost its peers, the second raised before that and waits for one
+    of its threads, the
+    third exited with 0, the fourth has caught its error, and the fifth trains.
     """
     sent, lost, raised, caught = list[dict[str, Any]](), *(tmp_path / f"{name}.json" for name in ("0", "1", "3"))
     lost.write_text('{"message": {"message": "gloo", "extraInfo": {"ddpjob_exit": 1}}}')
@@ -279,7 +288,7 @@ def test_who_has_ended_and_who_is_about_to_is_reported_and_nobody_else(tmp_path:
     assert sent == [], "the node has finished"
 
 
-def test_a_worker_that_its_own_alarm_has_ended_failed_with_its_programs_exit_code(tmp_path: Path) -> None:
+def test_a_worker_ended_by_its_own_alarm_failed_with_its_programs_exit_code(tmp_path: Path) -> None:
     sent: list[dict[str, Any]] = []
     client: Any = SimpleNamespace(send=lambda kind, **fields: sent.append(fields))
     errors = tmp_path / "error.json"
@@ -302,14 +311,14 @@ WORKERS = {
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("kind", WORKERS)
-def test_a_worker_stands_still_that_was_not_woken_up_since_the_look_before(kind: str) -> None:
+def test_a_worker_that_was_not_scheduled_since_the_last_look_stands_still(kind: str) -> None:
     code, idle = WORKERS[kind]
     with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as worker:
         try:
             activity, seen = agent_module.stacks.Activity(), list[Any]()
             assert activity.idle(worker.pid) is None
             deadline = time.monotonic() + 60
-            while idle not in seen and time.monotonic() < deadline:  # Its start is work, too.
+            while idle not in seen and time.monotonic() < deadline:  # Its start counts as work too.
                 activity.remember([worker.pid])
                 time.sleep(1.0)
                 seen.append(activity.idle(worker.pid))

@@ -23,10 +23,10 @@ def test_the_first_round_begins_when_all_nodes_are_ready() -> None:
     world.ready(members[1])
     sent = [world.last(m) for m in members]
     assert [verb for verb, _ in sent] == ["go"] * 3
-    assert [fields["rank"] for _, fields in sent] == [0, 1, 2], "by index, whoever was ready first"
+    assert [fields["rank"] for _, fields in sent] == [0, 1, 2], "by index, not by the order of becoming ready"
     assert all(fields["world"] == 3 and fields["round"] == 1 for _, fields in sent)
     first = {"rank": 0, "pod": "job-0-0", "host": "10.0.0.1", "port": 4000}
-    assert all(fields["members"] == [first] for _, fields in sent), "nobody needs another address"
+    assert all(fields["members"] == [first] for _, fields in sent), "no member needs another address"
     assert world.report()["state"] == "Forming"  # no workers yet
     world.join(*members)
     report = world.report()
@@ -34,7 +34,7 @@ def test_the_first_round_begins_when_all_nodes_are_ready() -> None:
 
 
 @pytest.mark.parametrize("mode", [STANDARD, FAST])
-def test_the_first_round_begins_with_fewer_after_half_a_minute(mode: str) -> None:
+def test_the_first_round_begins_with_fewer_members_after_half_a_minute(mode: str) -> None:
     world = World(3, 2, mode)
     members = [world.hello(i) for i in range(3)]
     world.ready(members[0])
@@ -46,7 +46,7 @@ def test_the_first_round_begins_with_fewer_after_half_a_minute(mode: str) -> Non
     assert world.round.world == 2 and world.verbs(members[2]) == ["welcome"]
 
 
-def test_one_less_starts_the_first_wait_anew() -> None:
+def test_losing_a_member_restarts_the_first_wait() -> None:
     world = World(3, 2)
     members = [world.hello(i) for i in range(2)]
     world.ready(*members)
@@ -60,7 +60,7 @@ def test_one_less_starts_the_first_wait_anew() -> None:
     assert world.round.world == 2
 
 
-def test_who_has_been_ready_for_longest_fills_the_gap_and_ranks_follow_the_indices() -> None:
+def test_the_spare_that_was_ready_first_fills_the_gap_and_ranks_follow_indices() -> None:
     world = World(3)
     members = world.form(3, spares=1)
     world.pass_time(5)
@@ -74,7 +74,7 @@ def test_who_has_been_ready_for_longest_fills_the_gap_and_ranks_follow_the_indic
 
 
 @pytest.mark.parametrize(("mode", "wait"), [(FAST, 0.0), (STANDARD, 10.0)])
-def test_a_group_continues_with_fewer_after_the_shrink_grace(mode: str, wait: float) -> None:
+def test_a_group_continues_with_fewer_members_after_the_shrink_grace(mode: str, wait: float) -> None:
     world, *members = formed(3, 2, mode)
     world.lose(members[0])
     world.ready(members[1], members[2])
@@ -97,7 +97,7 @@ def test_node_0_is_rank_0_whenever_it_trains() -> None:
     assert world.ranks() == [0, 1, 2]
 
 
-def test_a_group_of_fewer_that_breaks_waits_for_nobody_who_was_not_there() -> None:
+def test_a_reduced_group_that_breaks_does_not_wait_for_absent_members() -> None:
     world, *members = formed_by(2, 3, 2, STANDARD)
     world.fail(members[0])
     world.ready(*members)
@@ -131,7 +131,7 @@ def test_a_round_whose_workers_do_not_start_is_given_up() -> None:
 # ---- draining and fencing
 
 
-def test_who_does_not_drain_is_fenced_before_the_next_round() -> None:
+def test_a_member_that_does_not_drain_is_fenced_before_the_next_round() -> None:
     world, *members = formed(3, 2)
     world.lose(members[0])
     world.ready(members[1])
@@ -147,7 +147,7 @@ def test_who_does_not_drain_is_fenced_before_the_next_round() -> None:
     assert [entry["pod"] for entry in world.report()["lost"]] == ["job-2-0"]
 
 
-def test_two_that_do_not_drain_are_both_notified_before_a_round_forms() -> None:
+def test_two_members_that_do_not_drain_are_both_notified_before_a_round_forms() -> None:
     world, *members = formed(3, 1)
     world.lose(members[0])
     world.ready(world.hello(0, attempt=1))
@@ -184,7 +184,7 @@ def test_a_planned_restart_leaves_the_members_grace() -> None:
 
 
 def growing(grace: float) -> tuple[World, list[Member]]:
-    """Two members of a round that were just asked to make room for a third."""
+    """Two members of a round that were just asked to make room for a third member."""
     world = World(3, 1)
     members = [world.hello(i, grace=grace) for i in range(2)]
     world.ready(*members)
@@ -196,8 +196,10 @@ def growing(grace: float) -> tuple[World, list[Member]]:
     return world, members
 
 
-def test_a_connection_that_is_renewed_does_not_hurry_a_planned_restart() -> None:
-    """The launcher kills workers that save when it hears that the restart is planned no more."""
+def test_a_reconnection_does_not_hurry_a_planned_restart() -> None:
+    """If the launcher is notified that the restart is no longer planned, it kills workers that
+    save.
+    """
     world, members = growing(grace=100.0)
     position = {"round": 1, "rank": 0, "world": 2, "state": "Running"}
     for seconds in (50, 50):
@@ -206,12 +208,14 @@ def test_a_connection_that_is_renewed_does_not_hurry_a_planned_restart() -> None
         world.pass_time(seconds)
     assert "stop" not in world.verbs(members[0])
     world.pass_time(5)
-    assert world.last(members[0])[0] == "stop", "it has no more time than it had"
+    assert world.last(members[0])[0] == "stop", "it gets no additional time"
 
 
 @pytest.mark.parametrize("later", [0, 5])
 def test_a_member_that_has_saved_and_reconnects_leaves_others_time_to_save(later: float) -> None:
-    """Its `ready` was lost with the connection. For a loss the others would be killed while they save."""
+    """Its `ready` was lost with the connection. If that counted as a loss, the others would be
+    killed while they save.
+    """
     world, members = growing(grace=30.0)
     world.pass_time(later)
     assert world.resume(1, 1, 1, 2, "Ready") is members[1]
@@ -222,7 +226,9 @@ def test_a_member_that_has_saved_and_reconnects_leaves_others_time_to_save(later
 
 
 def test_a_rank_that_saves_before_its_launcher_is_asked_leaves_others_time_to_save() -> None:
-    """Ranks agree by themselves: one that has nothing to write leaves while its launcher still sleeps."""
+    """Ranks agree among themselves, so a rank that has nothing to write leaves while its launcher
+    still sleeps.
+    """
     world, members = growing(grace=100.0)
     world.fail(members[1], "ended with exit code 75", code=75)
     world.ready(members[1])
@@ -235,7 +241,7 @@ def test_a_rank_that_saves_before_its_launcher_is_asked_leaves_others_time_to_sa
 @pytest.mark.parametrize("error", ["Interrupted: SIGTERM", RESET])
 @pytest.mark.parametrize("later", [0.2, 5.0])
 def test_a_script_that_fails_when_asked_to_end_leaves_others_time_to_save(error: str, later: float) -> None:
-    """A handler of SIGTERM that raises, and the peers' errors after it, are how such a script ends."""
+    """Such a script ends with a handler of SIGTERM that raises, and with its peers' errors."""
     world, members = growing(grace=100.0)
     world.pass_time(later)
     world.fail(members[1], error)
@@ -247,7 +253,9 @@ def test_a_script_that_fails_when_asked_to_end_leaves_others_time_to_save(error:
 
 
 def test_a_loss_during_a_planned_restart_takes_the_time_to_save() -> None:
-    """Also from a member that cannot end its workers: the others waited for its grace."""
+    """This includes a member that cannot end its workers. The others used to wait for its grace
+    period.
+    """
     world, members = growing(grace=600.0)
     world.lose(members[1])
     assert world.resume(0, 1, 0, 2, "Running") is members[0] and world.last(members[0])[1]["planned"] is False
@@ -257,7 +265,9 @@ def test_a_loss_during_a_planned_restart_takes_the_time_to_save() -> None:
 
 @pytest.mark.parametrize("later", [0, 5])
 def test_a_loss_during_a_planned_restart_is_reported_at_once(later: float) -> None:
-    """Also when its cause has been decided already: those that save may be waiting for the lost one."""
+    """This holds even if its cause has been decided already, because the saving members may be
+    waiting for the lost one.
+    """
     world, members = growing(grace=30.0)
     world.pass_time(later)
     world.lose(members[1])
@@ -273,7 +283,7 @@ def test_a_ready_that_has_crossed_go_changes_nothing() -> None:
     assert world.report()["state"] == "Running" and first.state == "Running"
 
 
-def test_a_member_that_says_ready_while_its_round_runs_breaks_it() -> None:
+def test_a_member_that_sends_ready_while_its_round_runs_breaks_the_round() -> None:
     world, first, second = formed(2)
     world.coordinator.ready(first, 1, "h", 1)
     assert world.verbs(second)[-1] == "restart" and world.report()["state"] == "Restarting"
@@ -282,7 +292,7 @@ def test_a_member_that_says_ready_while_its_round_runs_breaks_it() -> None:
     assert world.incidents() == [("PeerLost", "job-0-0", 0)]
 
 
-def test_a_round_that_comes_apart_again_and_again_waits() -> None:
+def test_a_round_that_breaks_repeatedly_backs_off() -> None:
     world, *members = formed(2)
     for _ in range(3):
         number = world.round.number
@@ -296,19 +306,19 @@ def test_a_round_that_comes_apart_again_and_again_waits() -> None:
 # ---- leaving
 
 
-def test_leaving_is_no_failure_and_nobody_is_killed_while_it_saves() -> None:
+def test_leaving_is_not_a_failure_and_nobody_is_killed_while_it_saves() -> None:
     world, first, second = formed()
     world.coordinator.leaving(second, "ended by SIGTERM")
     world.fail(first, "SystemExit: 75", code=75)
     world.pass_time(0.6)
-    assert world.last(first)[1]["planned"] is True  # others of its node may still be saving
+    assert world.last(first)[1]["planned"] is True  # other ranks of its node may still be saving
     assert world.incidents() == [("Left", "job-1-0", 1)]
     world.lose(second)
     world.pass_time(5)
     assert world.incidents() == [("Left", "job-1-0", 1)] and world.report()["lost"] == []
 
 
-def test_nobody_waits_for_one_that_leaves_once_its_peers_are_broken() -> None:
+def test_nobody_waits_for_a_leaving_member_once_its_peers_are_broken() -> None:
     world = World()
     first, second, _ = world.form(2, spares=1)
     world.coordinator.leaving(second, "ended by SIGTERM")
@@ -320,7 +330,7 @@ def test_nobody_waits_for_one_that_leaves_once_its_peers_are_broken() -> None:
     assert world.incidents() == [("Left", "job-1-0", 1)]
 
 
-def test_a_left_member_frees_peers_that_hang() -> None:
+def test_a_member_that_has_left_frees_peers_that_hang() -> None:
     world, first, second = formed()
     world.coordinator.leaving(second, "ended by SIGTERM")
     world.pass_time(3)
@@ -338,8 +348,10 @@ def test_peers_that_have_agreed_to_save_finish_after_the_leaving_node() -> None:
     assert [f["planned"] for verb, f in world.heard[third.pod] if verb == "restart"] == [True]
 
 
-def test_one_that_leaves_still_leaves_over_a_new_connection() -> None:
-    """It was taken for gone: its peers' workers were killed in the step that they would have saved after."""
+def test_a_leaving_member_still_leaves_over_a_new_connection() -> None:
+    """Regression: it was considered gone, and its peers' workers were killed in the step before
+    their save.
+    """
     world, first, second = formed()
     world.coordinator.leaving(second, "ended by SIGTERM")
     assert world.resume(1, 1, 1, 2, "Running") is second and second.state == "Leaving"
@@ -372,7 +384,7 @@ def test_the_same_process_over_a_new_connection_continues() -> None:
     assert world.verbs(members[0])[-1] == "welcome"
 
 
-def test_a_go_that_was_lost_with_the_old_connection_is_made_good() -> None:
+def test_a_go_that_was_lost_with_the_old_connection_is_sent_again() -> None:
     world = World(2)
     members = [world.hello(i) for i in range(2)]
     world.ready(*members)
@@ -383,7 +395,7 @@ def test_a_go_that_was_lost_with_the_old_connection_is_made_good() -> None:
     assert world.round.number == 2 and sorted(world.ranks()) == [0, 1]
 
 
-def test_words_that_were_lost_with_the_old_connection_are_made_good() -> None:
+def test_lines_that_were_lost_with_the_old_connection_are_sent_again() -> None:
     world = World(2)
     members = [world.hello(i) for i in range(2)]
     world.ready(*members)
@@ -393,7 +405,7 @@ def test_words_that_were_lost_with_the_old_connection_are_made_good() -> None:
     assert world.report()["state"] == "Succeeded"
 
 
-def test_who_comes_back_while_its_round_drains_is_a_survivor() -> None:
+def test_a_member_that_returns_while_its_round_drains_is_a_survivor() -> None:
     world, first, second, third = formed(3)
     world.lose(second)
     assert [entry["pod"] for entry in world.report()["lost"]] == ["job-1-0"]
@@ -406,7 +418,7 @@ def test_who_comes_back_while_its_round_drains_is_a_survivor() -> None:
     assert world.ranks() == [0, 1, 2]
 
 
-def test_who_comes_back_when_the_group_went_on_ends_its_workers_and_waits() -> None:
+def test_a_member_that_returns_after_the_group_continued_ends_its_workers() -> None:
     world = World(2)
     first, second, _ = world.form(2, spares=1)
     world.lose(second)
@@ -440,7 +452,7 @@ def test_the_operator_knows_of_a_lost_pod_before_its_connection_ends() -> None:
 
 
 def test_a_deleted_pod_that_does_not_train_is_sent_away() -> None:
-    """Its launcher has not heard of its deletion. One that trains has, and may be saving."""
+    """Its launcher has not been notified of the deletion. A training member has, and may be saving."""
     world, *members = formed(2)
     spare = world.hello(2)
     for pod in ("job-0-0", "job-2-0", "job-3-0"):
@@ -450,8 +462,10 @@ def test_a_deleted_pod_that_does_not_train_is_sent_away() -> None:
     assert world.try_hello(3) is None, "it comes after the message"
 
 
-def test_an_empty_note_takes_the_one_before_back() -> None:
-    """A hundred notes are reported at most: those of pods that have fetched their data hid others."""
+def test_an_empty_note_withdraws_the_previous_one() -> None:
+    """At most a hundred notes are reported, and notes of pods that had fetched their data used to
+    hide others.
+    """
     world, first, second = formed(2)
     world.coordinator.note(first, "Data", "1 of 2 files")
     world.coordinator.note(second, "ColdWorkers", "torch is too old")
@@ -459,7 +473,7 @@ def test_an_empty_note_takes_the_one_before_back() -> None:
     assert world.report()["notes"] == [{"pod": "job-1-0", "kind": "ColdWorkers", "why": "torch is too old"}]
 
 
-def test_a_lost_member_is_reported_with_when_it_was_last_heard() -> None:
+def test_a_lost_member_is_reported_with_the_time_of_its_last_line() -> None:
     world, _, second = formed(2)
     world.silent.add(second.pod)
     world.pass_time(6)
@@ -474,7 +488,7 @@ def test_a_lost_member_is_reported_with_when_it_was_last_heard() -> None:
 # ---- the end
 
 
-def test_all_finished_is_success_for_spares_too() -> None:
+def test_the_job_succeeds_for_spares_too_when_all_have_finished() -> None:
     world = World(2)
     members = world.form(2, spares=1)
     for member in members[:2]:
@@ -494,16 +508,16 @@ def test_a_finished_node_may_go_before_its_peers() -> None:
     assert world.incidents() == []
 
 
-def test_a_finished_node_that_comes_back_is_still_finished() -> None:
+def test_a_finished_node_that_reconnects_is_still_finished() -> None:
     world, first, second = formed(2)
     world.coordinator.finished(second, 1)
     world.lose(second)
     world.resume(1, 1, 1, 2, "Finished")
     world.fail(first)
-    assert world.last(world.coordinator.members.by_index[1])[0] == "restart"  # its part must be run again after all
+    assert world.last(world.coordinator.members.by_index[1])[0] == "restart"  # its part must be run again
 
 
-def test_finished_in_a_broken_round_is_run_again() -> None:
+def test_a_member_that_finished_in_a_broken_round_runs_again() -> None:
     world, first, second = formed(2)
     world.lose(second)
     world.coordinator.finished(first, 1)
@@ -512,7 +526,7 @@ def test_finished_in_a_broken_round_is_run_again() -> None:
     assert world.round.number == 2
 
 
-def test_after_stop_nothing_forms() -> None:
+def test_no_round_forms_after_stop() -> None:
     world = World(2)
     members = world.form(2, spares=1)
     world.coordinator.stop(False, "suspended")
@@ -537,8 +551,8 @@ def test_recovery_is_measured_to_the_next_step() -> None:
     assert world.report()["recovery"] == {"lastSeconds": pytest.approx(5), "downSince": None}
 
 
-def test_who_lagged_in_a_round_is_forgotten_with_it() -> None:
-    """The ranks of the next round are others: a rank's name must not pass to another pod."""
+def test_lagging_ranks_are_forgotten_with_their_round() -> None:
+    """The next round numbers its ranks again, so a rank's lag must not pass to a different pod."""
     world, first, second = formed(2)
     world.coordinator.report_progress({"step": 1})
     world.coordinator.report_progress({"stragglers": [{"rank": 1, "slowdown": 2.0}]})
@@ -552,7 +566,7 @@ def test_who_lagged_in_a_round_is_forgotten_with_it() -> None:
     assert "stragglers" not in world.report()["progress"] and world.report()["progress"]["step"] == 1
 
 
-def test_a_fenced_rank_0_names_nobody_in_the_next_round_and_shows_no_life() -> None:
+def test_a_fenced_rank_0_names_no_rank_of_the_next_round_and_is_no_sign_of_life() -> None:
     world, first, second = formed(2)
     world.coordinator.report_progress({"step": 1})
     world.lose(second)
@@ -567,7 +581,7 @@ def test_a_fenced_rank_0_names_nobody_in_the_next_round_and_shows_no_life() -> N
     world.coordinator.report_progress(progress.check({"stragglers": lag, "round": f"{before['generation']}.{number}"}))
     assert world.report()["progress"]["stragglers"] == lag and "round" not in world.report()["progress"]
     world.coordinator.report_progress(progress.check({"stragglers": [], "round": f"{before['generation']}.1"}))
-    assert world.report()["progress"]["stragglers"] == lag, "nor does it take back what was named"
+    assert world.report()["progress"]["stragglers"] == lag, "it does not withdraw the named ranks either"
 
 
 def test_a_stopped_group_stays_stopped_when_the_last_node_joins() -> None:
@@ -581,7 +595,9 @@ def test_a_stopped_group_stays_stopped_when_the_last_node_joins() -> None:
 
 
 def test_the_stacks_of_a_round_do_not_reach_the_next_one() -> None:
-    """A coordinator that is taken over from while it collects stacks judges the later round as if nothing had hung."""
+    """A coordinator that is superseded while it collects stacks must not judge the later round as
+    if nothing had hung.
+    """
     world = World(attempt=1, hang_after=10.0)
     for index in range(2):
         world.resume(index, 7, index, 2)
@@ -607,7 +623,9 @@ def test_a_new_connection_does_not_extend_the_time_to_end_the_workers() -> None:
 
 @pytest.mark.parametrize("peer_first", [True, False], ids=["its peer has reported", "nobody has reported"])
 def test_a_failure_whose_report_was_lost_with_a_link_is_still_the_cause(peer_first: bool) -> None:
-    """The peer whose connection to it was reset was blamed, or nothing but a loss was known."""
+    """Regression: the peer whose connection to it was reset got the blame, or only a loss was
+    known.
+    """
     world, first, second = formed()
     world.silent.add(second.pod)
     world.pass_time(1)
@@ -634,10 +652,10 @@ def test_a_failure_that_is_reported_again_counts_once() -> None:
     assert world.incidents() == [("WorkerFailed", members[1].pod, 1)]
 
 
-# ---- the limit for what is awaited
+# ---- time limits of waits
 
 
-def test_what_comes_too_late_is_none_and_a_line_that_it_interrupts_is_not_lost() -> None:
+def test_a_wait_that_times_out_returns_none_and_keeps_the_partial_line() -> None:
     async def hear() -> tuple[bytes | None, bytes | None]:
         reader = asyncio.StreamReader()
         reader.feed_data(b"half a ")
@@ -648,7 +666,7 @@ def test_what_comes_too_late_is_none_and_a_line_that_it_interrupts_is_not_lost()
     assert asyncio.run(hear()) == (None, b"half a line\n")
 
 
-def test_what_has_come_while_the_process_stood_still_is_no_silence() -> None:
+def test_a_line_that_arrived_while_the_process_was_stopped_is_not_missed() -> None:
     async def hear() -> bytes | None:
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=ours)
@@ -666,7 +684,7 @@ def test_what_has_come_while_the_process_stood_still_is_no_silence() -> None:
     assert asyncio.run(hear()) == b"a line\n"
 
 
-def test_whoever_ends_the_task_ends_it_at_once() -> None:
+def test_cancelling_a_wait_cancels_it_at_once() -> None:
     async def cancel() -> str:
         task = asyncio.ensure_future(within(60, asyncio.sleep(60)))
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""What the coordinator takes for the first cause of a break."""
+"""How the coordinator chooses the first cause of a break."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 from coordinator_world import RESET, World, formed
 
 
-def test_the_first_exception_is_the_cause_even_when_its_consequence_is_heard_first() -> None:
+def test_the_first_exception_is_the_cause_even_if_its_consequence_arrives_first() -> None:
     world, first, second = formed()
     world.fail(first, RESET)
-    assert "restart" not in world.verbs(second)  # it may be writing its own traceback: not disturbed yet
+    assert "restart" not in world.verbs(second)  # it may be writing its own traceback, so it is not disturbed yet
     world.pass_time(0.2)
     world.fail(second, "ValueError: bug", ago=0.6)
     world.pass_time(2)
@@ -25,7 +25,7 @@ def test_the_first_exception_is_the_cause_even_when_its_consequence_is_heard_fir
         "RuntimeError: eof (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)",
     ],
 )
-def test_what_other_libraries_say_of_a_lost_peer_is_a_consequence(message: str) -> None:
+def test_errors_of_other_libraries_about_a_lost_peer_are_consequences(message: str) -> None:
     world, first, second = formed()
     world.fail(first, message)
     world.pass_time(0.3)
@@ -47,8 +47,8 @@ def test_what_other_libraries_say_of_a_lost_peer_is_a_consequence(message: str) 
         "Cuda failure 214 'uncorrectable ECC error encountered'",
     ],
 )
-def test_an_error_of_a_device_is_the_cause_of_what_peers_say_before(message: str) -> None:
-    """It takes longer to write its traceback than the connections take to close that end with it."""
+def test_a_device_error_is_the_cause_of_its_peers_earlier_errors(message: str) -> None:
+    """Writing its traceback takes longer than the peers take to notice the closed connections."""
     world, first, second = formed()
     world.fail(first, RESET, ago=0.1)
     world.fail(second, message)
@@ -57,7 +57,7 @@ def test_an_error_of_a_device_is_the_cause_of_what_peers_say_before(message: str
     assert world.incidents() == [("WorkerFailed", "job-1-0", 1)]
 
 
-def test_an_error_of_a_device_that_a_lost_peer_brought_is_its_consequence() -> None:
+def test_a_device_error_caused_by_a_lost_peer_is_a_consequence() -> None:
     world, first, second = formed()
     world.fail(first, "DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.27.5")
     world.pass_time(0.3)
@@ -67,14 +67,14 @@ def test_an_error_of_a_device_that_a_lost_peer_brought_is_its_consequence() -> N
     assert world.incidents() == [("PeerLost", "job-1-0", 1)]
 
 
-def test_a_worker_that_hangs_is_reported_although_only_connection_errors_are_known() -> None:
+def test_a_hanging_worker_is_reported_although_only_connection_errors_are_known() -> None:
     world, first, second = formed()
     world.fail(first, RESET)
     world.ready(first)
     world.pass_time(0.51)
     assert world.verbs(second)[-1] == "restart" and world.incidents() == []  # it may yet turn out to be the cause
     world.ready(second)
-    assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]  # nothing better is known
+    assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]  # no better cause is known
 
 
 def test_an_early_connection_error_is_the_consequence_of_the_silent_peer() -> None:
@@ -89,7 +89,7 @@ def test_an_early_connection_error_is_the_consequence_of_the_silent_peer() -> No
     assert world.incidents() == [("PeerLost", "job-1-0", 1)]
 
 
-def test_an_error_of_its_own_that_a_silent_peer_brought_is_its_consequence() -> None:
+def test_an_own_error_that_a_silent_peer_caused_is_a_consequence() -> None:
     world, first, second = formed()
     world.silent.add(second.pod)
     world.pass_time(3)
@@ -114,7 +114,7 @@ def test_a_failing_worker_restarts_the_others_at_once() -> None:
     assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]
 
 
-def test_what_fails_after_it_was_asked_to_end_is_no_cause() -> None:
+def test_a_failure_after_the_request_to_end_is_not_a_cause() -> None:
     world, first, second = formed()
     world.fail(first, RESET)
     world.pass_time(0.51)
@@ -132,7 +132,7 @@ def test_a_lost_peers_consequences_are_not_causes() -> None:
     assert world.incidents() == [("PeerLost", "job-1-0", 1)]
 
 
-def test_a_worker_killed_together_with_its_pod_is_the_pods_loss() -> None:
+def test_a_worker_killed_together_with_its_pod_is_the_loss_of_the_pod() -> None:
     world, first, _ = formed()
     world.fail(first, "killed by signal SIGKILL", code=-9)
     world.lose(first)
@@ -149,7 +149,7 @@ def test_a_worker_killed_alone_is_a_failure() -> None:
     assert world.report()["incidents"][0]["signal"] == "SIGKILL"
 
 
-def test_a_worker_that_the_memory_limit_killed_is_the_cause_of_its_pods_end() -> None:
+def test_a_worker_killed_by_the_memory_limit_is_the_cause_of_its_pods_end() -> None:
     world, first, second = formed()
     world.fail(second, RESET)
     world.fail(first, "killed by the kernel", code=-9, oom=True, ago=0.1)
@@ -181,13 +181,13 @@ def test_a_member_that_finished_first_is_the_cause_of_connection_errors() -> Non
     assert incident["message"] == "the workers of pod job-1-0 (group rank 1) ended with exit code 0 before the others"
 
 
-def test_a_rank_that_ended_with_0_is_the_cause_on_its_own_node_as_well() -> None:
-    """One of eight calls sys.exit() where a loss is not finite."""
+def test_a_rank_that_ended_with_0_is_the_cause_on_its_own_node_too() -> None:
+    """For example, one of eight ranks calls sys.exit() because a loss is not finite."""
     world, only = formed(1)
     world.fail(only, RESET)
     world.fail(only, "ended with exit code 0", code=0)
     world.pass_time(5)
-    assert world.incidents() == [], "no error of anybody's own is known yet"
+    assert world.incidents() == [], "no rank's own error is known yet"
     world.ready(only)
     incident = world.report()["incidents"][0]
     assert incident["kind"] == "WorkerFailed"
@@ -195,7 +195,7 @@ def test_a_rank_that_ended_with_0_is_the_cause_on_its_own_node_as_well() -> None
     assert (incident["message"], incident["consequences"]) == ("ended with exit code 0 before the others", 1)
 
 
-def test_a_rank_that_ended_with_0_breaks_nothing_and_hides_no_error() -> None:
+def test_a_rank_that_ended_with_0_neither_breaks_the_round_nor_hides_an_error() -> None:
     world, first, second = formed(2)
     world.fail(first, "ended with exit code 0", code=0)
     world.pass_time(5)
@@ -222,7 +222,7 @@ def test_an_exception_before_the_pods_loss_is_the_cause() -> None:
     assert world.incidents() == [("WorkerFailed", "job-0-0", 1)]
 
 
-def test_a_round_breaks_once_however_much_follows() -> None:
+def test_a_round_breaks_once_however_many_failures_follow() -> None:
     world, first, second, third = formed(3)
     world.pass_time(59)
     world.fail(first)

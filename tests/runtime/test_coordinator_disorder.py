@@ -1,6 +1,7 @@
-"""Calls of the coordinator in an order that no sane members or operator would produce: none may raise.
+"""Calls of the coordinator in an order that no sane member or operator would produce. None of them
+may raise.
 
-An exception would leave the decisions half made: a defect, whatever the other side did.
+An exception would leave decisions half made, which is a defect whatever the other side did.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Disorder:
         self.members: list[Member] = []
 
     def number(self) -> int:
-        """Of a round that is current, over or unheard of."""
+        """Draw a round that is current, over or unknown."""
         last = self.world.coordinator.rounds.last_number
         return self.chance.choice([last, last, last, max(0, last - 1), 0, last + 1, last + 1_000_000])
 
@@ -57,13 +58,15 @@ class Disorder:
             self.check_shortcuts()
 
     def check_shortcuts(self) -> None:
-        """What is kept, so that no line costs a look at every member, is what such a look would find."""
+        """Check that cached values, which save a look at every member for each line, equal a full
+        computation.
+        """
         members, current = self.world.coordinator.members, self.world.coordinator.rounds.current
         assert members.ready_count == len(members.ready())
         assert current is None or current.drains == bool(current.draining())
 
     def speak(self, member: Member, what: str) -> None:
-        """A line of a member. Of one that is lost, the server lets only failures through."""
+        """Send a line of a member. If the member is lost, the server passes on only failures."""
         chance, coordinator, number = self.chance, self.world.coordinator, self.number()
         if what == "fail":
             code, message = chance.choice([1, 75, -6, -9]), chance.choice(["ValueError: bug", RESET])
@@ -127,7 +130,7 @@ class Disorder:
             self.members.append(member)
 
     def group(self) -> None:
-        """Everybody is ready, then most often joins, then sometimes finishes."""
+        """Make all members ready, then most often join, then sometimes finish."""
         coordinator = self.world.coordinator
         for member in list(coordinator.members):
             if member.state != MemberState.LOST:

@@ -1,4 +1,4 @@
-"""How the coordinator finds hangs, and what it says of them."""
+"""How the coordinator finds hangs and reports them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Current thread 0x00007f4a99999740 (most recent call first):
 """
 
 
-def test_patience_changes_while_the_group_runs() -> None:
+def test_the_patience_can_change_while_the_group_runs() -> None:
     world, *members = formed(2)
     world.coordinator.report_progress({"step": 1})
     world.pass_time(100)
@@ -29,7 +29,7 @@ def test_patience_changes_while_the_group_runs() -> None:
     assert world.last(members[0]) == ("dump", {"round": 1})
 
 
-def test_a_hang_is_dumped_reported_and_restarted() -> None:
+def test_a_hang_is_dumped_reported_and_ended_by_a_restart() -> None:
     world, *members = formed(2, hang_after=60.0)
     for step in range(3):
         world.pass_time(50)
@@ -56,7 +56,7 @@ def test_a_hang_is_dumped_reported_and_restarted() -> None:
 
 
 def test_ranks_that_have_ended_or_failed_are_named_first_in_a_hang() -> None:
-    """The others wait for them, and only eight are named."""
+    """The others wait for these ranks, and only eight are named."""
     world, only = formed(1, hang_after=60.0)
     world.pass_time(60.1)
     texts = {10: f"{RANK_FAILED}ValueError: bug\n{DUMP}", 11: RANK_ENDED}
@@ -95,8 +95,8 @@ def test_a_hang_names_the_one_pod_that_the_others_wait_for(stacks: list[str], na
     assert (incident["kind"], incident["pod"]) == ("Hang", named)
 
 
-def test_time_in_which_the_coordinator_stood_still_is_no_hang() -> None:
-    """All processes of a machine stop together: a paused container or virtual machine."""
+def test_a_pause_of_the_coordinator_is_not_a_hang() -> None:
+    """All processes of a machine stop together if a container or virtual machine is paused."""
     world, *members = formed(2, hang_after=60.0)
     world.pass_time(50)
     world.coordinator.stood_still(45.0)
@@ -107,7 +107,9 @@ def test_time_in_which_the_coordinator_stood_still_is_no_hang() -> None:
 
 
 def looked_at(world: World, members: list[Any], *idle: bool | None) -> str:
-    """Return the state after the limit, when the ranks have been looked at: whether they did anything since."""
+    """Return the state after the limit, when the coordinator has looked whether the ranks did
+    anything since.
+    """
     dumps = world.verbs(members[0]).count("dump")
     world.pass_time(60.1)
     assert world.verbs(members[0]).count("dump") == dumps + 1
@@ -118,7 +120,7 @@ def looked_at(world: World, members: list[Any], *idle: bool | None) -> str:
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["none was ever counted", "the optimizer was compiled"])
-def test_steps_that_cannot_be_counted_are_no_hang_while_any_rank_works(counted: bool) -> None:
+def test_uncountable_steps_are_not_a_hang_while_any_rank_works(counted: bool) -> None:
     world, *members = formed(2, hang_after=60.0)
     if counted:
         world.coordinator.report_progress({"step": 9, "automatic": True})
@@ -133,7 +135,7 @@ def test_steps_that_cannot_be_counted_are_no_hang_while_any_rank_works(counted: 
     assert incident["kind"] == "Hang" and ": rank 0 in all_reduce (" in incident["message"]
 
 
-def test_a_script_that_reports_its_steps_is_countable_whatever_it_compiles() -> None:
+def test_a_script_that_reports_its_steps_is_countable_even_if_compiled() -> None:
     world, *members = formed(2, hang_after=60.0)
     world.coordinator.report_progress({"step": 9, "automatic": True, "uncountable": True})
     world.coordinator.report_progress({"step": 1})
@@ -143,7 +145,7 @@ def test_a_script_that_reports_its_steps_is_countable_whatever_it_compiles() -> 
     assert world.report()["state"] == "Restarting" and world.last(members[0])[0] == "dump"
 
 
-def test_a_hang_whose_ranks_give_no_stack_is_reported_all_the_same() -> None:
+def test_a_hang_whose_ranks_send_no_stack_is_still_reported() -> None:
     world, *members = formed(2, hang_after=60.0)
     world.coordinator.report_progress({"step": 1})
     world.pass_time(60.1)
@@ -153,7 +155,9 @@ def test_a_hang_whose_ranks_give_no_stack_is_reported_all_the_same() -> None:
 
 
 def overdue(seconds: float = 30) -> tuple[World, list[Any]]:
-    """A group without a limit whose next step is far beyond its pace of one in `seconds`; its ranks gave stacks."""
+    """A group without a limit whose next step takes far longer than the usual `seconds`. Its ranks
+    sent stacks.
+    """
     world, *members = formed(2)
     for step in range(20):
         assert "dump" not in world.verbs(members[0])
@@ -183,10 +187,10 @@ def test_without_a_limit_a_step_far_beyond_the_pace_is_only_reported(seconds: fl
     world.coordinator.report_progress({"step": 20})
     assert world.report()["overdue"] is None and world.report()["news"] > news
     world.pass_time(100_000)
-    assert world.report()["overdue"] is None, "so long a gap is its pace by now"
+    assert world.report()["overdue"] is None, "gaps of this length are its usual pace by now"
 
 
-def test_a_limit_that_is_set_while_a_step_is_overdue_ends_the_round() -> None:
+def test_setting_a_limit_while_a_step_is_overdue_ends_the_round() -> None:
     world, members = overdue()
     world.coordinator.set_patience(60, 1, 60)
     world.pass_time(4)
@@ -194,8 +198,10 @@ def test_a_limit_that_is_set_while_a_step_is_overdue_ends_the_round() -> None:
     assert world.report()["incidents"][0]["message"].startswith("no step for 604 s: no rank gave its stack")
 
 
-def test_a_limit_that_is_not_reached_yet_takes_the_overdue_step_from_the_report() -> None:
-    """It would be shown as that of a group without a limit. Once there is none, it is again."""
+def test_setting_a_limit_above_the_waiting_time_withdraws_the_overdue_step() -> None:
+    """Otherwise it would be shown as the step of a group without a limit. It returns once the limit
+    is removed.
+    """
     world, _ = overdue()
     world.coordinator.set_patience(3600, 1, 60)
     assert (world.report()["overdue"], world.report()["hangAfter"]) == (None, 3600)
@@ -203,7 +209,7 @@ def test_a_limit_that_is_not_reached_yet_takes_the_overdue_step_from_the_report(
     assert world.report()["overdue"] is not None
 
 
-def test_what_the_script_says_that_it_does_is_reported_with_the_overdue_step() -> None:
+def test_the_activity_that_the_script_reports_is_shown_with_the_overdue_step() -> None:
     world = World(2)
     world.form()
     for step in range(20):
@@ -221,7 +227,7 @@ def test_what_the_script_says_that_it_does_is_reported_with_the_overdue_step() -
     assert "activity" not in world.report()["progress"]
 
 
-def test_an_activity_ends_no_downtime_and_replaces_no_step_counter() -> None:
+def test_an_activity_ends_no_downtime_and_does_not_replace_the_step_counter() -> None:
     world, *members = formed(2)
     world.coordinator.report_progress({"automatic": True, "step": 1})
     world.fail(members[0])
@@ -234,7 +240,7 @@ def test_an_activity_ends_no_downtime_and_replaces_no_step_counter() -> None:
     assert world.report()["progress"]["step"] == 2 and world.report()["recovery"]["downSince"] is None
 
 
-def test_a_copy_that_has_come_into_the_bucket_is_shown_and_is_no_sign_of_life() -> None:
+def test_an_uploaded_copy_is_shown_and_is_not_a_sign_of_life() -> None:
     world, *members = formed(2, hang_after=60.0)
     world.coordinator.report_progress({"step": 1})
     world.fail(members[0])
@@ -252,7 +258,7 @@ def test_a_copy_that_has_come_into_the_bucket_is_shown_and_is_no_sign_of_life() 
     assert world.last(members[0])[0] == "dump", "no step for 60 s"
 
 
-def test_a_users_limit_holds_during_an_activity_which_the_incident_names() -> None:
+def test_a_users_limit_also_holds_during_an_activity_which_the_incident_names() -> None:
     world = World(2, hang_after=60.0)
     world.form()
     world.coordinator.report_progress({"activity": "saving a checkpoint"})
@@ -260,7 +266,7 @@ def test_a_users_limit_holds_during_an_activity_which_the_incident_names() -> No
     assert "no step for 60 s (the script reports: saving a checkpoint): " in world.report()["incidents"][0]["message"]
 
 
-def test_without_a_limit_and_with_few_reports_nothing_hangs() -> None:
+def test_without_a_limit_and_with_few_reports_no_hang_is_reported() -> None:
     world, *members = formed(2)
     for step in range(19):
         world.coordinator.report_progress({"step": step})
@@ -268,7 +274,7 @@ def test_without_a_limit_and_with_few_reports_nothing_hangs() -> None:
     assert "dump" not in world.verbs(members[0])
 
 
-def test_a_group_that_finishes_does_not_hang() -> None:
+def test_a_group_that_finishes_is_not_a_hang() -> None:
     world, *members = formed(2, hang_after=60.0)
     world.coordinator.finished(members[0], 1)
     world.pass_time(1000)

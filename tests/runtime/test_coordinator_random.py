@@ -1,7 +1,9 @@
-"""Random histories of a group: members come, fail, die, lose connections with lines in them; coordinators restart.
+"""Random histories of a group: members join, fail, die and lose connections that hold lines, and
+coordinators restart.
 
-Whatever happens: one round at a time, with the announced members and ranks; one incident per break; and the group
-trains again when nothing more happens.
+In each of them there is one round at a time, with the announced members and ranks, and one incident
+per break. The
+group trains again when the faults end.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ PLACES = 5
 
 
 class Node:
-    """A launcher as the wire's contract has it. Lines reach it when `read` is called, or never."""
+    """A launcher that follows the protocol. Lines reach it when `read` is called, or never."""
 
     def __init__(self, life: Life, index: int, attempt: int) -> None:
         self.life, self.index, self.attempt, self.pod = life, index, attempt, f"job-{index}-{attempt}"
@@ -39,7 +41,7 @@ class Node:
         return self.alive and self.place.get("state") in ("Running", "Finished")
 
     def connect(self) -> None:
-        """Say hello over a new connection; what the old one held is lost."""
+        """Send hello over a new connection. Lines on the old one are lost."""
         lines: list[tuple[str, dict[str, Any]]] = []
         self.lines, self.words, coordinator = lines, [], self.life.world.coordinator
 
@@ -52,27 +54,27 @@ class Node:
         self.member = coordinator.hello(self.pod, self.index, self.attempt, 1, send, 20.0, resume)
 
     def disconnect(self) -> None:
-        """The coordinator sees the end of the connection."""
+        """Let the coordinator see the end of the connection."""
         member, self.member = self.member, None
         if member is not None and member.send is self.send:
             self.life.world.coordinator.lost(member, "its connection ended")
 
     def die(self) -> None:
-        """The pod is gone; what it said last arrives before the end of its connection."""
+        """Remove the pod. Its last lines arrive before the end of its connection."""
         self.alive = False
         while self.words:
             self.deliver()
         self.disconnect()
 
     def deliver(self) -> None:
-        """One of its words arrives."""
+        """Deliver one of its lines."""
         if self.words:
             word = self.words.pop(0)
             if self.member is not None:
                 word()
 
     def read(self) -> None:
-        """Take in one line."""
+        """Read one line."""
         if not self.lines or not self.alive:
             return
         verb, fields = self.lines.pop(0)
@@ -95,7 +97,7 @@ class Node:
             self.words.append(lambda: self.life.world.coordinator.stacks(member, number, 0, "stack"))
 
     def work(self) -> None:
-        """Do what comes next."""
+        """Do the next thing that the protocol requires."""
         if not self.alive or self.member is None or self.leaving or self.stuck:
             return
         coordinator = self.life.world.coordinator
@@ -121,7 +123,7 @@ class Node:
             self.words.append(lambda: coordinator.ready(member, after, "10.0.0.1", 4000 + self.index))
 
     def fail(self, message: str, code: int = 1) -> None:
-        """A worker ends; the others are ended by the launcher."""
+        """End a worker. The launcher ends the others."""
         if self.working and self.member is not None and self.place["state"] == "Running" and not self.leaving:
             member, number, world = self.member, self.place["round"], self.life.world
             failure = WorkerFailure(member.source, 0, 0, code, None, message, "", world.now)
@@ -129,14 +131,16 @@ class Node:
             self.notified = True
 
     def end_with_0(self) -> None:
-        """One of its workers has left; that is reported beside the errors of others, and is none itself."""
+        """Let one of its workers leave. That is reported next to the errors of others, and is not
+        an error itself.
+        """
         if self.working and self.member is not None:
             member, number, world = self.member, self.place["round"], self.life.world
             failure = WorkerFailure(member.source, 0, 0, 0, None, "ended with exit code 0", "", world.now)
             self.words.append(lambda: world.coordinator.failure(member, number, failure))
 
     def leave(self) -> None:
-        """The pod is asked to end."""
+        """Ask the pod to end."""
         if self.alive and self.member is not None and not self.leaving:
             self.leaving = True
             member, coordinator = self.member, self.life.world.coordinator
@@ -151,7 +155,7 @@ class Life:
         self.world = World(3, 2, mode=mode, hang_after=50.0, ordered=ordered)
         self.nodes: list[Node] = []
         self.attempts = dict.fromkeys(range(PLACES), 0)
-        self.going: dict[str, Any] = {}  # the round whose `go` is being sent: pods notified so far
+        self.going: dict[str, Any] = {}  # the round whose `go` is being sent, with the pods notified so far
         self.highest, self.restarted_at = 0, 0.0
         self.expected: set[str] = set()  # members of a round that the last coordinator left whole
         self.rounds: list[Any] = []
@@ -161,7 +165,7 @@ class Life:
             self.world.coordinator.set_order([node.pod for node in self.nodes])
 
     def listen(self) -> None:
-        """Hear of every round that breaks, also of those that come and go between two checks."""
+        """Record every round that breaks, also those that come and go between two checks."""
         course = self.world.coordinator.rounds
         breaks = course.on_break
 
@@ -172,13 +176,13 @@ class Life:
         course.on_break = broken  # type: ignore[method-assign]
 
     def sent(self, node: Node, verb: str, fields: dict[str, Any]) -> None:
-        """Checks each `go` as it is sent."""
+        """Check each `go` as it is sent."""
         if verb != "go":
             return
         coordinator = self.world.coordinator
         if self.going.get("round") != fields["round"]:
             self.all_notified()
-            assert fields["round"] > self.highest, "a round's number came twice"
+            assert fields["round"] > self.highest, "a round's number was used twice"
             last, self.highest = self.highest, fields["round"]
             chosen = {member.pod: rank for rank, member in coordinator.rounds.current.members.items()}
             assert sorted(chosen.values()) == list(range(fields["world"]))
@@ -190,47 +194,51 @@ class Life:
                 assert not held or any(v == "stop" for v, _ in other.lines) or self.given_up(other, last), (
                     f"{other.pod} still works"
                 )
-        assert node.said_ready, f"{node.pod} has not said ready"
+        assert node.said_ready, f"{node.pod} has not sent ready"
         assert fields["members"] == self.going["members"] and len(fields["members"]) == 1
         self.going["notified"][node.pod] = fields["rank"]
 
     def check_order(self, ranks: dict[str, int]) -> None:
-        """Index 0 has rank 0; the others are in the order that was said last, and by index where nothing was said."""
+        """Check that index 0 has rank 0, and that the others follow the latest order, or their
+        indices without an order.
+        """
         places, indices = self.world.coordinator.rounds.order.places, {n.pod: n.index for n in self.nodes}
         ranked = sorted((pod for pod in ranks if indices[pod]), key=lambda pod: ranks[pod])
         assert ranked == sorted(ranked, key=lambda pod: (places.get(pod, 99), indices[pod]))
         assert all(ranks[pod] == 0 for pod in ranks if indices[pod] == 0)
 
     def expects(self, node: Node) -> bool:
-        """Whether the coordinator has only just begun and could hear of the round that the node is in."""
+        """Whether the coordinator has just begun and may still learn of the node's round."""
         return node.pod in self.expected and self.world.now < self.restarted_at + 4.0
 
     def given_up(self, node: Node, last: int) -> bool:
-        """Whether the group has continued without the node already, and has notified it."""
+        """Whether the group has continued without the node and has notified it."""
         notified = node.notified or any(verb == "restart" for verb, _ in node.lines)
         return notified and node.place["round"] < last
 
     def all_notified(self) -> None:
-        """The last `go` has reached exactly the members of its round, with the address of its rank 0."""
+        """Check that the last `go` reached exactly the members of its round, with the address of
+        its rank 0.
+        """
         if self.going:
             assert self.going["chosen"] == self.going["notified"]
             [first] = self.going["members"]
             assert (first["rank"], self.going["notified"][first["pod"]]) == (0, 0)
 
     def check(self) -> None:
-        """After each step."""
+        """Check the invariants, after each step."""
         self.all_notified()
         current = self.world.coordinator.rounds.current
         if current is not None and (not self.rounds or self.rounds[-1] is not current):
             self.rounds.append(current)
         over = all(r.judged for r in self.rounds if r is not current)
-        assert over, "a round began before the last one was over"
+        assert over, "a round began before the previous one was over"
         judged = len({id(r) for r in self.rounds if r.broken and r.judged})
         reported = sum(self.world.coordinator.rounds.incidents.counts.values())
         assert reported == judged, f"{reported} incidents for {judged} breaks"
 
     def restart_coordinator(self) -> None:
-        """All connections end; the next one knows nothing but its attempt."""
+        """End all connections. The next coordinator knows only its attempt."""
         self.attempt += 1
         last = self.world.coordinator.rounds.current
         whole = last is not None and not last.broken and not self.world.coordinator.rounds.held
@@ -247,7 +255,7 @@ class Life:
             node.member = None
 
     def replace(self, index: int) -> None:
-        """Another attempt at a place, once the last one is dead."""
+        """Start another attempt at a place whose last one is dead."""
         if any(n.alive for n in self.nodes if n.index == index):
             return
         self.attempts[index] += 1
@@ -255,7 +263,7 @@ class Life:
         self.nodes.append(Node(self, index, self.attempts[index]))
 
     def act(self, what: str, which: int) -> None:
-        """One random event."""
+        """Play one random event."""
         node = self.nodes[which % len(self.nodes)]
         connected = node.alive and node.member is not None
         if what == "read":
@@ -281,9 +289,9 @@ class Life:
         elif what == "cut" and connected:
             node.disconnect()
         elif what == "reconnect" and node.alive:
-            node.connect()  # where a connection is left, it is half open
+            node.connect()  # an abandoned connection is half open
         elif what == "stuck" and node.booted:
-            node.stuck = True  # it beats and hears, and does nothing: only fencing helps
+            node.stuck = True  # it sends and receives heartbeats but does nothing, so that only fencing helps
         elif what == "leave":
             node.leave()
         elif what == "replace":
@@ -292,7 +300,7 @@ class Life:
             self.world.coordinator.resize([3, 2, 4][which % 3], [2, 1][which % 2])
         elif what == "order":
             order = [node.pod for node in self.nodes if node.alive]
-            turn = which % PLACES  # Some are left out: the operator has not seen them yet.
+            turn = which % PLACES  # Some are left out, because the operator has not seen them yet.
             self.world.coordinator.set_order([*order[turn:], *order[:turn]][which % 3 :])
         elif what == "coordinator":
             self.restart_coordinator()
@@ -300,7 +308,7 @@ class Life:
             self.world.coordinator.report_progress({"step": which})
 
     def settle(self) -> None:
-        """Everybody hears everything and does what comes next."""
+        """Deliver all lines, and let every member do its next step."""
         for node in list(self.nodes):
             while node.alive and node.lines:
                 node.read()
@@ -309,7 +317,7 @@ class Life:
                 node.deliver()
 
     def calm(self) -> None:
-        """Nothing more happens; pods are replaced as the operator would. The group must run, whole."""
+        """Play on without faults, and replace pods as the operator would. The whole group must run."""
         self.world.coordinator.resize(3, 2)
         for seconds in range(400):
             for node in list(self.nodes):
@@ -347,7 +355,7 @@ EVENTS = [
     ordered=st.booleans(),
     events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 11)), min_size=3, max_size=60),
 )
-def test_a_group_survives_whatever_happens(mode: str, ordered: bool, events: list[tuple[str, int]]) -> None:
+def test_a_group_survives_any_random_history(mode: str, ordered: bool, events: list[tuple[str, int]]) -> None:
     life = Life(mode, ordered)
     for _ in range(3):
         life.settle()

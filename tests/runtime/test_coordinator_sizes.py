@@ -1,4 +1,4 @@
-"""How the coordinator lets a group grow and shrink, and backs off from failures that repeat."""
+"""How the coordinator lets a group grow and shrink, and backs off from repeated failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from coordinator_world import STANDARD, World, formed, formed_by
 
 
 @pytest.mark.parametrize(("joiners", "wait"), [(2, 10.0), (1, 60.0)])
-def test_joiners_are_paced(joiners: int, wait: float) -> None:
+def test_joining_members_interrupt_the_group_at_a_limited_rate(joiners: int, wait: float) -> None:
     world, *members = formed_by(2, 4, 2)
     new = [world.hello(2 + i) for i in range(joiners)]
     world.ready(*new)
@@ -42,14 +42,14 @@ def test_a_joiner_that_dies_before_the_others_have_drained_costs_no_wait() -> No
     assert world.round.number == 2 and world.round.world == 2
 
 
-def test_more_than_wanted_are_spares() -> None:
+def test_members_above_the_wanted_size_are_spares() -> None:
     world = World(2)
     members = world.form(2, spares=2)
     world.pass_time(1000)
     assert [m.state for m in members] == ["Running", "Running", "Ready", "Ready"]
 
 
-def test_a_smaller_size_applies_at_once_and_the_highest_places_step_back() -> None:
+def test_a_smaller_size_applies_at_once_and_drops_the_highest_indices() -> None:
     world, *members = formed(4)
     world.coordinator.resize(2, 2)
     assert all(
@@ -59,7 +59,7 @@ def test_a_smaller_size_applies_at_once_and_the_highest_places_step_back() -> No
     world.ready(*members[::-1])
     assert world.ranks() == [0, 1] and world.report()["nodes"] == 2
     assert world.incidents() == [("Joined", None, 0)]
-    world.coordinator.resize(2, 2)  # said again each pass
+    world.coordinator.resize(2, 2)  # sent again at each pass
     world.join(*members[:2])
     world.pass_time(100)
     assert world.round.number == 2
@@ -74,7 +74,7 @@ def test_a_larger_size_waits_for_its_nodes() -> None:
     assert world.last(members[0])[0] == "restart"
 
 
-def test_a_size_that_cannot_be_is_refused() -> None:
+def test_an_impossible_size_is_refused() -> None:
     world = World(2)
     with pytest.raises(ValueError, match="minNodes: must be from 1 to nodes"):
         world.coordinator.resize(2, 3)
@@ -95,14 +95,14 @@ def crash(world: World, members: list[Any]) -> float:
     return world.now - began
 
 
-def test_a_crash_loop_waits_longer_each_time_up_to_the_limit() -> None:
+def test_a_crash_loop_backs_off_longer_each_time_up_to_the_limit() -> None:
     world, *members = formed(2, backoff_initial=2.0, backoff_maximum=10.0)
     waits = [crash(world, members) for _ in range(5)]
     assert waits == pytest.approx([0, 2, 4, 8, 10], abs=0.2)
     assert [i["backoffSeconds"] for i in world.report()["incidents"]] == [0, 2, 4, 8, 10]
 
 
-def test_the_wait_is_reported() -> None:
+def test_the_back_off_is_reported() -> None:
     world, *members = formed(2)
     crash(world, members)
     world.fail(members[0])
@@ -112,7 +112,7 @@ def test_the_wait_is_reported() -> None:
     assert world.report()["backoffUntil"] is None and world.round.number == 3
 
 
-def test_a_new_furthest_step_ends_a_crash_loop_but_the_same_steps_again_do_not() -> None:
+def test_only_a_new_furthest_step_ends_a_crash_loop() -> None:
     world, *members = formed(2)
     world.coordinator.report_progress({"step": 10})
     assert crash(world, members) == 0
@@ -133,7 +133,7 @@ def test_a_minute_of_running_ends_a_crash_loop() -> None:
     assert crash(world, members) == 0
 
 
-def test_lost_nodes_do_not_wait() -> None:
+def test_lost_nodes_cause_no_back_off() -> None:
     world, first, second = formed(2)
     for attempt in range(1, 8):
         world.lose(second)

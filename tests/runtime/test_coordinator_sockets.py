@@ -1,4 +1,4 @@
-"""The coordinator's port: both protocols, by real sockets."""
+"""The coordinator's port: both protocols, over real sockets."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Wire:
         self.socket.sendall(data)
 
     def prove(self, token: str = TOKEN) -> str:
-        """Challenge the coordinator; the proof that a hello needs, made with the token."""
+        """Challenge the coordinator, and return the proof that a hello needs."""
         self.say("challenge", nonce="ours")
         answer = self.hear()
         place = str(answer["generation"]), str(answer["attempt"])
@@ -114,7 +114,7 @@ def ready(*wires: Wire, after: int = 0) -> None:
 
 
 def running(job: Job, count: int = 2, **more: Any) -> list[Wire]:
-    """Members of a running round 1; those beyond the job's nodes are spares."""
+    """Return the members of a running round 1. Members beyond the job's nodes are spares."""
     wires = [member(job, i, **more) for i in range(count)]
     assert all(w.hear() == {"t": "welcome", "generation": 0} for w in wires)
     ready(*wires)
@@ -184,8 +184,8 @@ def test_a_bad_hello_is_refused_with_its_reason(job: Job, change: dict[str, Any]
     assert job.status()["members"] == []
 
 
-def test_a_proof_holds_for_one_connection(job: Job) -> None:
-    """Whoever listens on the network cannot become a member with what it has heard."""
+def test_a_proof_is_valid_for_one_connection_only(job: Job) -> None:
+    """An eavesdropper on the network cannot become a member."""
     old, new = Wire(job), Wire(job)
     proof = old.prove()
     new.prove()
@@ -207,15 +207,15 @@ def test_a_members_bad_lines_are_answered_and_change_nothing(job: Job) -> None:
         assert answer["t"] == "error" and why in answer["why"]
     wire.say("hb")
     assert wire.hear()["t"] == "hb"
-    wire.raw(b'{"t":"' + b"x" * 400_000)  # longer than any line may be: this connection is given up
+    wire.raw(b'{"t":"' + b"x" * 400_000)  # longer than any line may be, so this connection is given up
     job.wait_until(lambda r: r["members"] == [], 5)
 
 
 @pytest.mark.parametrize("where", ["hello", "line"])
-def test_a_defect_that_a_line_meets_ends_its_connection_with_one_line(
+def test_a_defect_triggered_by_a_line_ends_the_connection_with_one_log_line(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And leaves no member behind whose connection has ended."""
+    """It leaves no member behind whose connection has ended."""
     logged: list[str] = []
     monkeypatch.setattr("ddpjob_runtime.coordinator.server.log", logged.append)
 
@@ -245,7 +245,7 @@ def test_a_defect_that_a_line_meets_ends_its_connection_with_one_line(
     assert left == []
 
 
-def test_bad_requests_say_what_is_wrong(job: Job) -> None:
+def test_bad_requests_are_answered_with_the_reason(job: Job) -> None:
     assert job.post("/v1/progress", {"step": 1}, token="wrong")[0] == 401
     assert job.post("/v1/progress", b"{")[0] == 400
     for path, body, why in (
@@ -282,7 +282,7 @@ def test_bad_requests_say_what_is_wrong(job: Job) -> None:
     assert job.status()["progress"] == {"updatedAt": None}
 
 
-def test_the_long_poll_answers_at_a_change(job: Job) -> None:
+def test_the_long_poll_is_answered_at_a_change(job: Job) -> None:
     news = job.status()["news"]
     timer = threading.Timer(
         0.3, lambda: job.post("/v1/progress", {"epoch": 1, "loss": 0.5, "metrics": {"accuracy": 0.9}})
@@ -298,7 +298,7 @@ def test_the_long_poll_answers_at_a_change(job: Job) -> None:
     assert 0.4 < time.monotonic() - started < 5 * slowness()
 
 
-def test_progress_of_the_script_beats_the_step_counter(job: Job) -> None:
+def test_the_scripts_own_progress_replaces_the_step_counter(job: Job) -> None:
     job.post("/v1/progress", {"step": 3, "automatic": True, "metrics": {"stepsPerSecond": 2.0}})
     assert job.status()["progress"]["step"] == 3
     job.post("/v1/progress", {"step": 30, "steps": 100, "loss": 1.0})
@@ -308,7 +308,7 @@ def test_progress_of_the_script_beats_the_step_counter(job: Job) -> None:
     assert (progress["step"], progress["steps"], progress["loss"]) == (30, 100, 0.9) and "metrics" not in progress
 
 
-def test_steps_are_counted_until_the_script_counts_them(job: Job) -> None:
+def test_counted_steps_are_used_until_the_script_reports_its_own(job: Job) -> None:
     job.post("/v1/progress", {"step": 3, "automatic": True, "metrics": {"stepsPerSecond": 2.0}})
     job.post("/v1/progress", {"epoch": 2, "loss": 0.5, "metrics": {"accuracy": 0.9}})
     job.post("/v1/progress", {"step": 4, "automatic": True, "metrics": {"stepsPerSecond": 3.0}})
@@ -358,8 +358,10 @@ def test_256_members_succeed_or_break_together(big_job: Job) -> None:
     assert resident < 80 * 1024
 
 
-def test_half_a_character_in_a_metric_s_name_does_not_break_the_page(job: Job) -> None:
-    r"""The format has no escape but for a backslash, a quote and a line's end: a reader refuses all of it."""
+def test_a_lone_surrogate_in_a_metric_name_does_not_break_the_page(job: Job) -> None:
+    r"""The format escapes only backslashes, quotes and line ends. A reader refuses the whole page
+    otherwise.
+    """
     job.post("/v1/progress", {"metrics": {"a\ud800": 1}})
     text = urllib.request.urlopen(f"http://127.0.0.1:{job.port}/metrics", timeout=5).read().decode()
     assert 'ddpjob_progress_metric{job_name="job",namespace="default",name="a?"} 1' in text
@@ -378,9 +380,9 @@ def test_a_spare_takes_over_at_once(job: Job) -> None:
     assert go["members"] == [{"rank": 0, "host": "10.0.0.9", "port": 77, "pod": "job-0-0"}]
 
 
-def test_a_failure_is_reported_with_all_that_is_known_of_it(job: Job) -> None:
+def test_a_failure_is_reported_with_all_its_details(job: Job) -> None:
     first, second = running(job)
-    now = 123.0  # of the member's own clock: only the age counts
+    now = 123.0  # on the member's own clock, so only the age counts
     first.say(
         "failure", round=1, rank=0, localRank=0, pid=7, exitCode=-9, signal="SIGKILL", message="out of memory",
         traceback="T", time=now - 2, sent=now, oom=True,
@@ -415,7 +417,7 @@ def test_a_hang_is_seen_and_its_stacks_are_kept(tmp_path: Path) -> None:
         assert incident["traceback"].count("most recent call first") == 2
 
 
-def test_another_coordinator_adopts_the_round_of_one_that_was_killed(job: Job) -> None:
+def test_a_new_coordinator_adopts_the_round_of_one_that_was_killed(job: Job) -> None:
     wires = running(job, 3)
     job.kill("coordinator")
     job.wait_exit("coordinator", 5)
@@ -436,7 +438,7 @@ def test_another_coordinator_adopts_the_round_of_one_that_was_killed(job: Job) -
     assert job.wait_until(lambda r: r["incidents"])["incidents"][0]["id"] == 1_000_001
 
 
-def test_another_size_restarts_the_group_and_leaves_time_to_save(job: Job) -> None:
+def test_a_change_of_size_restarts_the_group_and_leaves_time_to_save(job: Job) -> None:
     first, second = running(job, grace=7)
     assert job.post("/v1/size", {"nodes": 1, "minNodes": 1}) == (200, {})
     heard = first.hear()
@@ -459,7 +461,7 @@ def test_the_operator_knows_of_a_lost_pod_before_its_connection_ends(job: Job) -
     }
     heard = second.hear()
     assert heard["t"] == "stop" and heard["fenced"] is True
-    zombie = member(job, 1)  # it comes back: its place is not its own any more
+    zombie = member(job, 1)  # it reconnects, but its place has been taken
     assert zombie.hear()["fenced"] is True
     ready(first, after=1)
     report = job.wait_until(lambda r: r["incidents"])
@@ -477,14 +479,16 @@ def test_the_same_process_may_come_back_over_a_new_connection(job: Job) -> None:
     assert again.hear()["t"] == "done" and job.status()["incidents"] == []
 
 
-def test_a_pod_of_another_generation_is_not_let_in(job: Job) -> None:
+def test_a_pod_of_a_different_generation_is_rejected(job: Job) -> None:
     wire = member(job, 0, generation=3)
     assert wire.hear() == {"t": "welcome", "generation": 0} and wire.closed()
     assert job.status()["members"] == []
 
 
-def test_strangers_keep_nobody_out(job: Job) -> None:
-    """They hold connections open, and send what is no line and no request; members and the operator still come in."""
+def test_strangers_cannot_exhaust_the_connections(job: Job) -> None:
+    """Strangers hold connections open and send neither lines nor requests. Members and the operator
+    can still connect.
+    """
     kept = [socket.create_connection(("127.0.0.1", job.port), timeout=10) for _ in range(MAX_STRANGERS + 50)]
     for number, connection in enumerate(kept):
         with contextlib.suppress(OSError):
@@ -519,7 +523,7 @@ def test_pods_of_the_largest_job_connect_at_once_without_closing_others() -> Non
     assert set(closed) == {"10.9.9.9"}
 
 
-def test_the_report_is_for_those_who_know_the_token(job: Job) -> None:
+def test_the_report_requires_the_token(job: Job) -> None:
     assert b" 401 " in raw_http(job, b"GET /status HTTP/1.1\r\n\r\n").splitlines()[0]
     assert b" 401 " in raw_http(job, b"GET /status?news=0&wait=60 HTTP/1.1\r\n\r\n").splitlines()[0]
     assert b" 200 " in raw_http(job, b"GET /metrics HTTP/1.1\r\n\r\n").splitlines()[0]
@@ -535,8 +539,8 @@ def test_a_note_reaches_the_operator(job: Job) -> None:
     job.wait_until(lambda r: r["notes"] == [], 5)
 
 
-def test_notes_come_with_the_hello_of_a_member_that_another_coordinator_has_let_in(job: Job) -> None:
-    """Not after it: the operator would read a report in between."""
+def test_the_notes_of_a_reconnecting_member_arrive_with_its_hello(job: Job) -> None:
+    """If they came later, the operator could read a report in between."""
     wire = member(job, 0, notes={"ColdWorkers": "--no-python", "Data": ""})
     assert wire.hear()["t"] == "welcome"
     assert job.status()["notes"] == [{"pod": "job-0-0", "kind": "ColdWorkers", "why": "--no-python"}]
@@ -547,8 +551,9 @@ def test_notes_come_with_the_hello_of_a_member_that_another_coordinator_has_let_
 def test_a_member_that_reads_nothing_does_not_stop_the_others(job: Job) -> None:
     deaf, other = member(job, 0), member(job, 1)
     assert other.hear()["t"] == "welcome"
-    with pytest.raises(ConnectionError):  # answers pile up until it is given up
-        # Refusals repeat the verb: a hundredth of the messages that heartbeats would take.
+    with pytest.raises(ConnectionError):  # responses accumulate until the connection is given up
+        # Refusals repeat the verb, so a hundredth of the messages is enough, compared with
+        # heartbeats.
         for _ in range(20_000):
             deaf.raw(json.dumps({"t": "x" * 2000}).encode() + b"\n")
     other.say("hb")
@@ -580,7 +585,7 @@ def test_the_last_line_of_a_connection_that_is_closing_counts() -> None:
     )
 
 
-def test_the_silence_of_a_host_is_death(job: Job) -> None:
+def test_a_host_that_stays_silent_is_lost(job: Job) -> None:
     wire = member(job, 0)
     assert wire.hear()["t"] == "welcome"
     ready(wire)
@@ -592,8 +597,8 @@ def test_the_silence_of_a_host_is_death(job: Job) -> None:
     assert lost["pod"] == "job-0-0" and lost["why"].startswith("silent for ")
 
 
-def test_sigterm_after_the_group_has_finished_is_no_error(tmp_path: Path) -> None:
-    """kubectl showed the coordinator's pod of a job that had succeeded as an error."""
+def test_sigterm_after_the_group_has_finished_is_not_an_error(tmp_path: Path) -> None:
+    """Regression: kubectl showed the coordinator's pod of a succeeded job with an error."""
     job = Job(tmp_path, nodes=1, store=False, mode="Fast")
     job.start_coordinator()
     job.wait_until(lambda r: r["state"] == "Forming", 10)
@@ -608,7 +613,7 @@ def test_sigterm_after_the_group_has_finished_is_no_error(tmp_path: Path) -> Non
     assert job.wait_exit("coordinator", 2 * slowness()) == 0
 
 
-def test_sigterm_ends_it_at_once_and_a_dead_store_takes_it_along(tmp_path: Path) -> None:
+def test_sigterm_ends_the_coordinator_at_once_and_so_does_a_dead_store(tmp_path: Path) -> None:
     job = Job(tmp_path, store=False)
     job.start_coordinator()
     job.wait_until(lambda r: True)
@@ -641,7 +646,7 @@ def test_sigterm_ends_it_at_once_and_a_dead_store_takes_it_along(tmp_path: Path)
         (2, ("--store-port", "1"), "mode Fast has no store of its own"),
     ],
 )
-def test_what_is_wrong_at_the_start_is_named(tmp_path: Path, nodes: int, arguments: tuple[str, ...], why: str) -> None:
+def test_a_fault_at_the_start_is_named(tmp_path: Path, nodes: int, arguments: tuple[str, ...], why: str) -> None:
     job = Job(tmp_path, nodes=nodes, store=False, mode="Fast")
     job.start_coordinator(*arguments)
     assert job.wait_exit("coordinator", 10) == 2
@@ -668,7 +673,7 @@ def test_a_store_without_an_address_of_its_pod_ends_its_coordinator_with_the_rea
         "print(200_000 * '=')",
     ],
 )
-def test_what_an_image_prints_does_not_hide_that_the_store_is_ready(
+def test_output_of_the_image_does_not_hide_that_the_store_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prints: str
 ) -> None:
     pytest.importorskip("torch", reason="the store needs torch")
@@ -697,8 +702,8 @@ def test_an_image_without_a_usable_torch_is_named_in_one_line(tmp_path: Path, mo
     )
 
 
-def test_the_store_s_process_is_read_to_its_end() -> None:
-    """What the image prints once the store is ready fills no pipe, which would stop the store."""
+def test_the_output_of_the_stores_process_is_read_to_its_end() -> None:
+    """Otherwise the image's output after the start would fill the pipe and stop the store."""
 
     async def read() -> bytes:
         ready, output, said = list[bool](), asyncio.StreamReader(), bytearray()
@@ -717,8 +722,12 @@ def test_the_store_s_process_is_read_to_its_end() -> None:
 
 
 @pytest.mark.parametrize("how", ["asked", "store"])
-def test_it_ends_although_connections_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """From Python 3.12 on closing a server waits for its connections: a coordinator without its store stayed."""
+def test_the_coordinator_ends_although_connections_stay_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Regression: from Python 3.12 on, closing a server waits for its connections, so a coordinator
+    without its store stayed.
+    """
     if how == "store":
         pytest.importorskip("torch", reason="the store needs torch")
     (tmp_path / "sitecustomize.py").write_text(
@@ -746,7 +755,7 @@ def test_it_ends_although_connections_stay(tmp_path: Path, monkeypatch: pytest.M
 
 
 def clients(job: Job, count: int) -> list[MemberClient]:
-    """Launchers' connections, in a round that runs."""
+    """Connections of launchers in a running round."""
     found = []
     for index in range(count):
         identity = {"pod": f"job-{index}-0", "index": index, "attempt": 0, "pid": 100 + index, "generation": 0}
@@ -768,13 +777,13 @@ def clients(job: Job, count: int) -> list[MemberClient]:
 
 
 def stand_still(job: Job, seconds: float) -> None:
-    """The coordinator does not run for so long."""
+    """Stop the coordinator for `seconds`."""
     job.kill("coordinator", signal.SIGSTOP)
     time.sleep(seconds)
     job.kill("coordinator", signal.SIGCONT)
 
 
-def test_a_coordinator_that_stood_still_restarts_nobody(tmp_path: Path) -> None:
+def test_a_coordinator_that_was_stopped_restarts_nobody(tmp_path: Path) -> None:
     with contextlib.closing(started_job(tmp_path, 4)) as job:
         members = clients(job, 4)
         stand_still(job, 8)
@@ -785,8 +794,8 @@ def test_a_coordinator_that_stood_still_restarts_nobody(tmp_path: Path) -> None:
         assert "was stalled for" in job.log("coordinator").read_text()
 
 
-def test_a_coordinator_that_stood_still_calls_nothing_a_hang(tmp_path: Path) -> None:
-    """Its alarm for the next step rings as soon as it continues."""
+def test_a_coordinator_that_was_stopped_reports_no_hang(tmp_path: Path) -> None:
+    """Its timer for the next step fires as soon as it continues."""
     with contextlib.closing(started_job(tmp_path, 2, "--hang-after", "6")) as job:
         members = clients(job, 2)
         stand_still(job, 7)
@@ -809,11 +818,11 @@ time.sleep(1000)
 """
 
 
-def test_a_launcher_that_stood_still_restarts_nobody(job: Job) -> None:
+def test_a_launcher_that_was_stopped_restarts_nobody(job: Job) -> None:
     command = [sys.executable, "-c", LAUNCHER, f"127.0.0.1:{job.port}", TOKEN]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(RUNTIME.parent)}) as launcher:
         try:
-            [client] = clients(job, 1)  # The launcher is the job's other node.
+            [client] = clients(job, 1)  # This launcher is the job's other node.
             launcher.send_signal(signal.SIGSTOP)
             time.sleep(10)
             assert job.status()["state"] == "Running"
@@ -828,7 +837,7 @@ def test_a_launcher_that_stood_still_restarts_nobody(job: Job) -> None:
 
 
 def drop_all_packets(receiver: socket.socket) -> None:
-    """As if its host were gone: the kernel confirms nothing that is sent to it."""
+    """Make the socket look as if its host were gone: the kernel acknowledges nothing."""
     program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0 bytes
     fprog = struct.pack("HL", 1, ctypes.addressof(program))
     receiver.setsockopt(socket.SOL_SOCKET, 26, fprog)  # SO_ATTACH_FILTER
@@ -852,12 +861,17 @@ def test_a_member_whose_host_is_gone_is_lost_within_seconds(tmp_path: Path) -> N
         assert [lost["pod"] for lost in report["lost"]] == ["job-2-0"]
         assert "job-0-0 is silent" not in job.log("coordinator").read_text(), "its heartbeats are heard"
         limit = protocol.SILENCE_SECONDS + PROBE_SECONDS + RETURN_SECONDS - 1
-        assert protocol.SILENCE_SECONDS - 1 < time.monotonic() - began < limit * slowness(), "nobody waits for a return"
+        assert protocol.SILENCE_SECONDS - 1 < time.monotonic() - began < limit * slowness(), (
+            "no member waits for its return"
+        )
 
 
-def test_members_that_are_silent_all_at_once_are_waited_for(tmp_path: Path) -> None:
-    """Nobody hears this coordinator, so it judges nobody: its own host may be what is cut off. At last it loses all of
-    them at one moment: the operator replaces whom it hears of, and must not take the first one for the only one.
+def test_members_that_fall_silent_together_are_waited_for(tmp_path: Path) -> None:
+    """A coordinator that hears nobody judges nobody, because its own host may be partitioned. In
+    the end it loses all of
+    them in the same moment. The operator replaces the pods whose loss is reported, and must not
+    take the first for the
+    only one.
     """
     with contextlib.closing(started_job(tmp_path, 3)) as job:
         wires = running(job, 3)
@@ -876,7 +890,9 @@ def test_members_that_are_silent_all_at_once_are_waited_for(tmp_path: Path) -> N
 def test_a_silent_member_that_was_lost_with_others_and_speaks_again_is_disconnected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its connection was still open: it was answered, and never learned that it had to say hello again."""
+    """Regression: its connection was still open and answered, so it never learned that it had to
+    send hello again.
+    """
     monkeypatch.setattr(protocol, "SILENCE_SECONDS", 30.0)
     hear, cut_off = Server._hear, threading.Event()
 
@@ -894,10 +910,10 @@ def test_a_silent_member_that_was_lost_with_others_and_speaks_again_is_disconnec
         first, second = running(job)
         for wire in (first, second):
             wire.say("hb")
-            assert wire.hear()["t"] == "hb", "all that it has said before is taken in"
+            assert wire.hear()["t"] == "hb", "all its earlier lines are read"
         cut_off.set()
         first.say("note", kind="ColdWorkers", why="")
-        first.lines.read()  # until its connection ends: both are lost
+        first.lines.read()  # until both connections end as lost
         second.say("hb")
         answers = [json.loads(line)["t"] for line in second.lines]
         return answers, member(job, 1).hear()["t"]

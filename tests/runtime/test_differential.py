@@ -1,4 +1,6 @@
-"""What a script can notice: the same under torchrun, in Standard and in Fast, but for the rows of one table."""
+"""Everything that a script can notice is the same under torchrun, in Standard and in Fast, except
+for the rows of one table.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ PROBE = str(SCRIPTS / "probe.py")
 OF_A_RUN = {
     "MASTER_PORT", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS", "OUT",
 }  # fmt: skip
-"""Variables whose values are those of one run."""
+"""Variables whose values belong to a single run."""
 OF_THE_LAUNCHER = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_WORKER_IDENTICAL", "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_SIGNALS_TO_HANDLE",
@@ -40,18 +42,20 @@ DEFECTS = {
     "torch_variables": ("launcher/late_environment.py", "read_again(changed)\n\n", "pass\n\n"),
     "traceback": ("worker.py", "co_filename == __file__", "co_filename == ''"),
 }
-"""{the program that finds it: (file, what is there, what replaces it)}."""
+"""{the program that finds the defect: (file, original text, replacement)}."""
 
 
 @pytest.fixture(autouse=True)
 def without_nohup() -> Iterator[None]:
-    """Programs inherit that SIGHUP is ignored where the tests run under nohup; containers have no such thing."""
+    """Reset SIGHUP, which programs inherit as ignored if the tests run under nohup. Containers have
+    no such setting.
+    """
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
 
 
-def test_nothing_but_the_tables_rows_differs(tmp_path: Path) -> None:
+def test_there_are_no_differences_except_the_tables_rows(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     found = differential.run_corpus(tmp_path)
     print(differential.table(found))
@@ -70,7 +74,7 @@ def test_deliberate_defects_are_found(tmp_path: Path) -> None:
     found = differential.run_corpus(tmp_path, [*DEFECTS, "exit_codes"], runtime)
     differ = {name for name, _ in differential.differences(found)}
     print(differential.table(found))
-    assert differ == set(DEFECTS), "each is found, and by nothing that has not to do with it"
+    assert differ == set(DEFECTS), "each is found, and only by its own program"
 
 
 def test_every_difference_is_a_row_of_the_table_and_every_row_has_a_program() -> None:
@@ -88,7 +92,7 @@ def test_every_difference_is_a_row_of_the_table_and_every_row_has_a_program() ->
     assert all(f"def {name}(" in tests for name in others), "a row is proved by a program or by a test"
 
 
-# ---- what the corpus calls plain is what torchrun starts
+# ---- "plain" in the corpus is what torchrun starts
 
 
 def seen(path: Path) -> dict[str, Any]:
@@ -100,7 +104,7 @@ def seen(path: Path) -> dict[str, Any]:
     return content
 
 
-def test_plain_is_what_torchrun_starts_and_both_modes_are_like_it(tmp_path: Path) -> None:
+def test_plain_equals_what_torchrun_starts_and_both_modes_are_like_it(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     found = {}
     for mode in ("Standard", "Fast"):

@@ -1,4 +1,6 @@
-"""The fetch of storage.data.url: signatures, hostile servers and names, checksums, the lock, what was there before."""
+"""The fetch of storage.data.url: signatures, hostile servers and names, checksums, the lock, and
+earlier content.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ Answer = tuple[int, dict[str, str], bytes]
 
 
 class Server:
-    """Answers as an S3 server would, unless `answer` says otherwise; `content`: name below the prefix p/ -> bytes."""
+    """A server that answers as S3 does, unless `answer` is set. `content`: name below the prefix p/
+    -> bytes.
+    """
 
     def __init__(self) -> None:
         self.content: dict[str, bytes] = {}
@@ -50,7 +54,8 @@ class Server:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True  # Else each answer waits 40 ms for the acknowledgement of its headers.
+            # Otherwise each response waits 40 ms for the acknowledgement of its headers.
+            disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
                 outer.requests.append(self.path)
@@ -137,7 +142,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in found}
 
 
-def test_the_signature_is_that_of_the_example_in_aws_s_documentation() -> None:
+def test_the_signature_matches_the_example_in_awss_documentation() -> None:
     keys = Keys("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
     headers = {"Host": "examplebucket.s3.amazonaws.com", "Range": "bytes=0-9"}
     moment = time.strptime("20130524T000000Z", "%Y%m%dT%H%M%SZ")
@@ -146,18 +151,20 @@ def test_the_signature_is_that_of_the_example_in_aws_s_documentation() -> None:
     assert "SECRET" not in repr(keys) and "wJal" not in repr(keys)
 
 
-def test_what_the_bucket_has_is_there_and_a_second_fetch_reads_nothing(server: Server, tmp_path: Path) -> None:
+def test_the_buckets_content_is_fetched_and_a_second_fetch_only_lists(server: Server, tmp_path: Path) -> None:
     server.content = {"a b/ü+%": b"x" * 3_000_000, "empty": b"", "z/y/x": b"1"}
     fetch(server, tmp_path / "d")
     assert files(tmp_path / "d") == server.content
     asked = len(server.requests)
     fetch(server, tmp_path / "d")
-    assert len(server.requests) == asked + 1, "a listing alone"
+    assert len(server.requests) == asked + 1, "only a listing"
     assert not list((tmp_path / "d").glob(".ddpjob-part-*"))
 
 
-def test_a_connection_is_used_for_one_object_after_the_other(server: Server) -> None:
-    """Each second object waited a second for another connection, whatever the server said."""
+def test_a_connection_is_reused_for_one_object_after_the_other(server: Server) -> None:
+    """Regression: each second object waited a second for another connection, whatever the server
+    answered.
+    """
     server.content = {f"{n}": b"x" * n for n in (0, 1, 5, 3_000_000)}
     place = BucketPlace.read("s3://bucket/p", server.url, "")
     reader = Reader(place, Credentials({}, place.region))
@@ -171,7 +178,7 @@ def test_a_connection_is_used_for_one_object_after_the_other(server: Server) -> 
     reader.close()
 
 
-def test_what_has_changed_is_fetched_again_and_what_is_gone_is_removed(server: Server, tmp_path: Path) -> None:
+def test_changed_objects_are_fetched_again_and_deleted_ones_are_removed(server: Server, tmp_path: Path) -> None:
     server.content = {"same": b"s", "other": b"1", "f/gone": b"g", "edited": b"e", "was/a": b"folder"}
     fetch(server, tmp_path)
     (tmp_path / "edited").write_bytes(b"E")
@@ -185,7 +192,7 @@ def test_what_has_changed_is_fetched_again_and_what_is_gone_is_removed(server: S
     assert asked == {"other", "was", "edited"}, "a request may be repeated on a busy machine"
 
 
-def test_a_part_is_continued_where_it_was_cut_off(server: Server, tmp_path: Path) -> None:
+def test_an_interrupted_part_is_continued(server: Server, tmp_path: Path) -> None:
     server.content = {"big": os.urandom(1_000_000)}
     whole, cut = server.content["big"], True
 
@@ -210,7 +217,7 @@ def test_a_part_is_continued_where_it_was_cut_off(server: Server, tmp_path: Path
     assert files(tmp_path) == server.content and offsets == [0, 600_000]
 
 
-def test_a_part_of_another_version_or_boot_is_not_continued(
+def test_a_part_from_another_version_or_boot_is_not_continued(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.content = {"big": b"b" * 1000}
@@ -227,7 +234,7 @@ def test_a_part_of_another_version_or_boot_is_not_continued(
 
 
 @pytest.mark.parametrize("kind", ["md5", "sha256", "crc32"])
-def test_a_checksum_that_differs_is_never_used(server: Server, tmp_path: Path, kind: str) -> None:
+def test_data_with_a_wrong_checksum_is_never_used(server: Server, tmp_path: Path, kind: str) -> None:
     server.content, server.etags = {"a": b"content"}, {"a": "0" * 32 if kind == "md5" else "abc-2"}
     if kind != "md5":
         server.headers = {f"x-amz-checksum-{kind}": base64.b64encode(b"no").decode()}
@@ -236,7 +243,7 @@ def test_a_checksum_that_differs_is_never_used(server: Server, tmp_path: Path, k
     assert files(tmp_path) == {}
 
 
-def test_checksums_of_parts_and_of_encrypted_objects_are_no_object_s() -> None:
+def test_checksums_of_parts_and_of_encrypted_objects_are_ignored() -> None:
     md5, crc = hashlib.md5(b"x").hexdigest(), base64.b64encode(zlib.crc32(b"x").to_bytes(4, "big")).decode()
     for etag, headers, good in (
         (md5, {}, True),
@@ -271,7 +278,7 @@ def test_a_name_cannot_leave_the_folder(server: Server, tmp_path: Path, name: st
     assert files(tmp_path) == {}, "nothing is fetched of such a bucket"
 
 
-def test_names_that_are_in_each_other_s_way_are_refused() -> None:
+def test_names_that_collide_are_refused() -> None:
     for names, says in ((["a", "a"], "twice"), (["a", "a/b"], "the folder of"), ([], "has no objects")):
         with pytest.raises(BucketRefusal, match=says):
             check_names([Remote(name, 1, "e") for name in names], "s3://b/p")
@@ -319,7 +326,7 @@ def test_a_listing_that_is_too_large_is_not_read(
         fetch(server, tmp_path)
 
 
-def test_a_listing_that_breaks_off_is_read_again(server: Server, tmp_path: Path) -> None:
+def test_a_listing_that_breaks_off_is_retried(server: Server, tmp_path: Path) -> None:
     server.content = {"a": b"1"}
     cut, whole = [1], listing([("p/a", 1, server.etag("a"))])
 
@@ -333,7 +340,7 @@ def test_a_listing_that_breaks_off_is_read_again(server: Server, tmp_path: Path)
     assert files(tmp_path) == {"a": b"1"}
 
 
-def test_a_bucket_that_is_back_is_no_longer_called_away(
+def test_a_bucket_that_is_reachable_again_is_no_longer_reported_unreachable(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.content = {"a": b"1" * 1000}
@@ -361,7 +368,7 @@ def test_an_object_longer_than_listed_is_not_written(server: Server, tmp_path: P
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 10_000
 
 
-def test_a_bucket_that_changes_meanwhile_is_listed_again(server: Server, tmp_path: Path) -> None:
+def test_a_bucket_that_changes_during_the_fetch_is_listed_again(server: Server, tmp_path: Path) -> None:
     server.content = {"a": b"1"}
 
     def answer(path: str, query: object) -> Answer | None:
@@ -383,7 +390,7 @@ def test_a_bucket_that_changes_meanwhile_is_listed_again(server: Server, tmp_pat
         (400, {}, "ExpiredToken", "ExpiredToken"),
     ],
 )
-def test_what_no_wait_can_help_ends_the_fetch_at_once(
+def test_an_error_that_no_retry_can_fix_ends_the_fetch_at_once(
     server: Server, tmp_path: Path, status: int, headers: dict[str, str], code: str, says: str
 ) -> None:
     server.answer = lambda path, query: (status, headers, f"<Error><Code>{code}</Code></Error>".encode())
@@ -396,7 +403,7 @@ def test_what_no_wait_can_help_ends_the_fetch_at_once(
     ("status", "code"),
     [(503, "SlowDown"), (500, ""), (429, ""), (400, "RequestTimeout"), (403, "RequestTimeTooSkewed")],
 )
-def test_a_server_that_is_busy_is_asked_again(server: Server, tmp_path: Path, status: int, code: str) -> None:
+def test_a_busy_server_is_retried(server: Server, tmp_path: Path, status: int, code: str) -> None:
     server.content = {"a": b"1"}
     busy = [1] * 6
     server.answer = lambda path, query: (
@@ -406,21 +413,21 @@ def test_a_server_that_is_busy_is_asked_again(server: Server, tmp_path: Path, st
     assert files(tmp_path) == {"a": b"1"}
 
 
-def test_whoever_waits_for_nothing_any_more_is_let_go(server: Server, tmp_path: Path) -> None:
+def test_an_abandoned_fetch_stops_retrying(server: Server, tmp_path: Path) -> None:
     server.answer = lambda path, query: (500, {}, b"")
     with pytest.raises(FetchAbandoned):
         fetch(server, tmp_path, lambda: len(server.requests) > 3)
 
 
-def test_a_disk_without_room_is_named_before_anything_is_fetched(server: Server, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_before_anything_is_fetched(server: Server, tmp_path: Path) -> None:
     server.answer = lambda path, query: (200, {}, listing([("p/a", 2**59, "e")]))
     with pytest.raises(Unfit, match=r"512.0 .*TiB|524288.0 TiB of s3://bucket/p are missing"):
         fetch(server, tmp_path)
     assert len(server.requests) == 1
 
 
-def test_a_disk_without_locks_is_named(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lustre, unless it is mounted with -o flock."""
+def test_a_disk_without_file_locks_is_reported(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example Lustre, unless it is mounted with -o flock."""
 
     def without_locks(file: object, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -430,7 +437,7 @@ def test_a_disk_without_locks_is_named(server: Server, tmp_path: Path, monkeypat
         fetch(server, tmp_path)
 
 
-def test_what_others_wrote_into_the_record_harms_nobody(server: Server, tmp_path: Path) -> None:
+def test_entries_that_others_wrote_into_the_record_do_no_harm(server: Server, tmp_path: Path) -> None:
     server.content = {"a": b"1"}
     (tmp_path / "outside").write_text("mine")
     folder = tmp_path / "d"
@@ -472,11 +479,11 @@ def test_one_fetches_at_a_time_and_a_killed_holder_is_no_obstacle(server: Server
     assert not other.is_alive() and files(tmp_path) == {"a": b"1"}
 
 
-def test_progress_is_reported_when_it_is_news_and_taken_back_at_the_end(
+def test_progress_is_reported_when_it_changes_and_withdrawn_at_the_end(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.content = {f"{n}": b"x" * 1000 for n in range(20)}
-    assert fetch(server, tmp_path / "quick") == [], "what takes no time is no news"
+    assert fetch(server, tmp_path / "quick") == [], "a fetch that takes no time is not reported"
     monkeypatch.setattr(fetch_data, "FIRST_NEWS_SECONDS", 0.0)
     server.answer = lambda path, query: time.sleep(0.3)
     reported = fetch(server, tmp_path / "slow")
@@ -486,7 +493,7 @@ def test_progress_is_reported_when_it_is_news_and_taken_back_at_the_end(
     assert all("of 19.5 KiB" in text for text in reported[:-1])
 
 
-def test_an_authority_that_cannot_be_read_is_a_mistake_and_not_waited_for(
+def test_an_unreadable_certificate_authority_is_an_error_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "empty.pem").touch()
@@ -497,7 +504,7 @@ def test_an_authority_that_cannot_be_read_is_a_mistake_and_not_waited_for(
             list(Reader(place, Credentials({}, place.region)).objects())
 
 
-def test_keys_are_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_keys_are_removed_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in (("URL", "s3://b/p"), ("DIR", str(tmp_path)), ("AWS_ACCESS_KEY_ID", "k"),
                         ("AWS_SECRET_ACCESS_KEY", "s")):  # fmt: skip
         monkeypatch.setenv(f"DDPJOB_DATA_{name}", value)
@@ -509,8 +516,8 @@ def test_keys_are_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_what_google_unpacks_on_the_way_is_named(server: Server, begun: bool) -> None:
-    """As an object uploaded by `gcloud storage cp --gzip-local`: it was longer than its listing, each time."""
+def test_an_object_that_google_decompresses_on_the_way_is_reported(server: Server, begun: bool) -> None:
+    """An object uploaded by `gcloud storage cp --gzip-local` is always longer than its listing."""
     server.content = {"a": b"packed"}
     server.answer = lambda path, query: (
         (200, {"x-goog-stored-content-encoding": "gzip"}, b"what was packed") if path.endswith("/a") else None
@@ -521,7 +528,7 @@ def test_what_google_unpacks_on_the_way_is_named(server: Server, begun: bool) ->
         reader.open(next(reader.objects()), 3 if begun else 0)
 
 
-def test_weak_etags_are_refused_by_their_name(server: Server) -> None:
+def test_weak_etags_are_refused_with_their_name(server: Server) -> None:
     server.answer = lambda path, query: (200, {}, listing([("p/a", 1, "x")]).replace(b"&quot;x", b"W/&quot;x"))
     place = BucketPlace.read("s3://bucket/p", server.url, "")
     with pytest.raises(BucketRefusal, match=r'has weak ETags \(W/"x"\), .*use a server with strong ETags'):
@@ -532,13 +539,15 @@ def test_weak_etags_are_refused_by_their_name(server: Server) -> None:
     ("there", "missing"),
     [("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")],
 )
-def test_half_of_a_key_pair_is_named(there: str, missing: str) -> None:
-    """An empty value in the Secret. Requests were not signed, as those to a public bucket."""
+def test_half_of_a_key_pair_is_reported(there: str, missing: str) -> None:
+    """With an empty value in the Secret, requests used to be unsigned, like those to a public
+    bucket.
+    """
     with pytest.raises(BucketRefusal, match=f"{missing} is missing or empty, although {there}: set both"):
         Credentials({there: "x"}, "r").keys()
 
 
-def test_a_service_account_s_role_gives_keys_which_are_renewed(server: Server, tmp_path: Path) -> None:
+def test_a_service_accounts_role_gives_keys_which_are_renewed(server: Server, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("web-token\n")
     texts = iter(("2020-01-01T00:00:00Z", "2099-01-01T00:00:00.123456789Z"))  # The second one as MinIO writes it.
 
@@ -557,7 +566,7 @@ def test_a_service_account_s_role_gives_keys_which_are_renewed(server: Server, t
         Credentials({**variables, "AWS_WEB_IDENTITY_TOKEN_FILE": "/no"}, "r").keys()
 
 
-def test_pod_identity_gives_keys_and_nothing_gives_none(server: Server, tmp_path: Path) -> None:
+def test_pod_identity_gives_keys_and_without_it_there_are_none(server: Server, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("t")
     until = "2099-01-01T00:00:00Z"
     body = {"AccessKeyId": "i", "SecretAccessKey": "s", "Token": "t", "Expiration": until}
@@ -582,7 +591,7 @@ def test_pod_identity_gives_keys_and_nothing_gives_none(server: Server, tmp_path
         ((400, {}, b"<Error><Code>InvalidIdentityToken</Code></Error>"), BucketRefusal, "HTTP 400"),
     ],
 )
-def test_keys_that_cannot_be_had_for_now_are_asked_for_again(
+def test_a_temporary_failure_to_get_keys_is_retried(
     server: Server, answer: Answer, kind: type[Exception], says: str
 ) -> None:
     server.answer = lambda path, query: answer
@@ -591,8 +600,8 @@ def test_keys_that_cannot_be_had_for_now_are_asked_for_again(
         known.keys()
 
 
-def test_keys_that_a_server_calls_expired_are_renewed_before_their_time(server: Server, tmp_path: Path) -> None:
-    """By this node's clock, which is behind, they were good for an hour."""
+def test_keys_that_a_server_calls_expired_are_renewed_early(server: Server, tmp_path: Path) -> None:
+    """The clock of this node is slow, and by it the keys were valid for another hour."""
     server.content = {"a": b"1"}
     asked, expired = list[str](), [1]
 
@@ -608,7 +617,7 @@ def test_keys_that_a_server_calls_expired_are_renewed_before_their_time(server: 
     assert files(tmp_path) == {"a": b"1"} and len(asked) == 2
 
 
-def test_a_proxy_gets_its_name_and_password(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_gets_the_name_and_password_of_its_url(monkeypatch: pytest.MonkeyPatch) -> None:
     listening, got = socket.create_server(("127.0.0.1", 0)), list[bytes]()
 
     def serve() -> None:

@@ -1,4 +1,6 @@
-"""Workers forked from a process that has imported torch: a program must not notice, except that it starts sooner."""
+"""Workers forked from a process that has imported torch. A program must not notice, except that it
+starts sooner.
+"""
 
 from __future__ import annotations
 
@@ -88,10 +90,10 @@ def test_a_worker_sees_what_a_fresh_process_would_see(tmp_path: Path) -> None:
     assert first["temporary"] == str(tmp_path) and first["loggers"] == ["torch", True, False]
     assert first["torch_seconds"] < 0.5, "torch was there already"
     shared = [one for one, other in zip(first["random"], second["random"]) if one == other]
-    assert not shared, "no stream of random numbers is the same in two workers"
+    assert not shared, "no two workers share a stream of random numbers"
 
 
-def test_its_end_is_reported(tmp_path: Path) -> None:
+def test_the_end_of_a_worker_is_reported(tmp_path: Path) -> None:
     (tmp_path / "client.py").write_text("NAME = 'the script has a module called client'\n")
     own, loaders, fails = outcomes(tmp_path, OWN_MODULES, LOADERS, FAILS)
     assert (own["code"], own["out"]) == (0, "the script has a module called client\n")
@@ -144,7 +146,9 @@ def make_archive(folder: Path, *packages: str) -> None:
 
 
 def started_cold(folder: Path, text: str) -> str:
-    """What it prints in a process of its own, run by worker.py as in job pods, where the runtime is an archive."""
+    """Run code in a separate process through worker.py with the runtime in an archive, as in job
+    pods, and return its output.
+    """
     (folder / "script.py").write_text(text)
     make_archive(folder, "ddpjob_runtime", "ddpjob_pod")
     shutil.copy(RUNTIME / "worker.py", folder)
@@ -183,7 +187,7 @@ def test_workers_import_from_the_archive_without_compiling(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-def test_torchs_compiler_is_imported_when_something_needs_it(tmp_path: Path, mode: str) -> None:
+def test_torchs_compiler_is_imported_only_when_something_needs_it(tmp_path: Path, mode: str) -> None:
     if mode == "Standard":
         lines = started_cold(tmp_path, TRAINS).splitlines()
     else:
@@ -191,7 +195,8 @@ def test_torchs_compiler_is_imported_when_something_needs_it(tmp_path: Path, mod
         assert outcome["code"] == 0, (tmp_path / "err").read_text()
         lines = outcome["out"].splitlines()
     if TORCH < (2, 9) and lines[0] == "True False":
-        # DistributedDataParallel of older versions imports the compiler itself, as it would without this.
+        # DistributedDataParallel of older versions imports the compiler itself, with or without the
+        # fork server.
         assert lines[-1] == "torch.Size([1, 1]) True"
         return
     assert lines == [
@@ -212,7 +217,7 @@ ASKED = (
 )  # fmt: skip
 
 
-def test_anything_else_that_is_asked_of_it_is_answered_by_itself() -> None:
+def test_any_use_of_torchs_compiler_imports_it() -> None:
     code = f"""
 import os, sys; sys.path.insert(0, {str(RUNTIME.parent)!r})
 from ddpjob_pod import late_dynamo
@@ -277,12 +282,14 @@ environment = dict(os.environ, DDPJOB_LAUNCHER_PID=str(server.pid))
 worker = server.spawn(["--script", {script!r}], environment, None, None)
 open(flag, "w").close()
 """
-"""A fork server with one worker, whose pod may have no more processes."""
+"""A fork server with one worker, whose pod has reached its limit of processes."""
 
 
 @pytest.mark.parametrize("idle", [0.1, 600.0])
-def test_a_pod_with_too_many_processes_keeps_its_workers_and_says_why(tmp_path: Path, idle: float) -> None:
-    """The look whether torch's compiler can be forked was the end of the fork server, and so of all workers."""
+def test_a_pod_with_too_many_processes_keeps_its_workers_and_reports_why(tmp_path: Path, idle: float) -> None:
+    """Regression: the check whether torch's compiler can be forked ended the fork server, and so
+    all workers.
+    """
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)\n")
     code = NO_MORE_FORKS.format(
         runtime=str(RUNTIME.parent), flag=str(tmp_path / "flag"), script=str(tmp_path / "sleeps.py"), idle=idle
@@ -298,7 +305,9 @@ def test_a_pod_with_too_many_processes_keeps_its_workers_and_says_why(tmp_path: 
 
 
 def test_a_fork_that_fails_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each round tries again: the fork server would have no descriptors left for its workers' pipes."""
+    """Each round tries again, so the fork server would run out of descriptors for its workers'
+    pipes.
+    """
 
     def refuse() -> int:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -316,13 +325,13 @@ STARTS_THREAD = (
     "import threading, time\nthreading.Thread(target=time.sleep, args=(99,), name='poller', daemon=True).start()\n"
 )
 INITIALIZES_CUDA = (
-    "import torch\ntorch._C._cuda_getDeviceCount()\n"  # as torch.cuda.is_available() where NVML is not asked
+    "import torch\ntorch._C._cuda_getDeviceCount()\n"  # as torch.cuda.is_available() does if it does not ask NVML
 )
 OPENS_A_DEVICE = "import os\nfile = os.open('/dev/zero', os.O_RDONLY)\n"
 
 
 def why_not(folder: Path, preloaded: str, **modules: str) -> tuple[str, str]:
-    """(why a fork server with these modules refuses, its log)."""
+    """Return (why a fork server with these modules refuses, its log)."""
     for name, text in modules.items():
         (folder / f"{name}.py").write_text(text)
     code = (
@@ -354,7 +363,7 @@ def why_not(folder: Path, preloaded: str, **modules: str) -> tuple[str, str]:
         ("import os; os.abort()", "importing own_b (DDPJOB_PRELOAD) ended the process"),
     ],
 )  # fmt: skip
-def test_a_preloaded_module_that_a_fork_does_not_survive_is_named(tmp_path: Path, text: str, why: str) -> None:
+def test_a_preloaded_module_that_does_not_survive_a_fork_is_named(tmp_path: Path, text: str, why: str) -> None:
     assert why_not(tmp_path, "own_a, own_b", own_a="", own_b=text)[0] == why
 
 
@@ -371,7 +380,7 @@ def test_an_image_whose_python_starts_threads_runs_workers_cold(tmp_path: Path) 
     assert why == "Python starts threads at its start in this image (poller), and forked processes do not survive that"
 
 
-def test_a_module_that_does_not_come_to_an_end_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_module_whose_import_does_not_end_is_not_waited_for(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     server = object.__new__(forkserver.ForkServer)
     server._socket, server._buffer, server._lock = ours, b"", threading.RLock()
@@ -385,7 +394,7 @@ def test_a_module_that_does_not_come_to_an_end_is_not_waited_for(tmp_path: Path)
         os.kill(server.pid, 0)
 
 
-def test_settings_of_torch_without_their_source_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_torch_whose_source_is_missing_stay_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ModuleType("torch.own.config")
     settings.__dict__.update(_config={"a": None}, __file__="/no/such/folder/config.py")
     monkeypatch.setitem(sys.modules, settings.__name__, settings)
@@ -400,7 +409,7 @@ def test_exit_handlers_of_c_do_not_run(tmp_path: Path) -> None:
     assert (outcome["code"], outcome["out"]) == (0, "end\n")
 
 
-def test_a_worker_that_torchrun_starts_by_another_program_is_reported(tmp_path: Path) -> None:
+def test_a_worker_that_torchrun_starts_with_a_different_program_is_reported(tmp_path: Path) -> None:
     class Base:
         def _popen(self, args: list[str], env: dict[str, str]) -> str:
             return "cold"
@@ -412,7 +421,7 @@ def test_a_worker_that_torchrun_starts_by_another_program_is_reported(tmp_path: 
 
 
 @pytest.mark.parametrize("seam", ["get_subprocess_handler", "SubprocessHandler._popen"])
-def test_a_torch_that_starts_workers_in_another_way_runs_them_cold(monkeypatch: pytest.MonkeyPatch, seam: str) -> None:
+def test_a_torch_that_starts_workers_differently_runs_them_cold(monkeypatch: pytest.MonkeyPatch, seam: str) -> None:
     import torch
     import torch.distributed.elastic.multiprocessing.api as processes
     from torch.distributed.elastic.multiprocessing import subprocess_handler
@@ -433,7 +442,7 @@ def test_a_torch_that_starts_workers_in_another_way_runs_them_cold(monkeypatch: 
         ("multiprocessing.api", "PContext.__init__", "PContext.error_files"),
     ],
 )
-def test_a_torch_without_a_part_that_a_launcher_needs_is_refused(
+def test_a_torch_that_lacks_a_part_that_a_launcher_needs_is_refused(
     module: str, name: str, lacks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert torch_parts.missing() == []
@@ -474,7 +483,7 @@ def test_only_one_module_of_the_launcher_replaces_names_of_torch(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("kills", "said"), [(2, "has ended"), (3, "killed by the kernel: the container's memory")])
-def test_a_fork_server_that_was_killed_for_memory_says_so(
+def test_a_fork_server_killed_by_the_memory_limit_is_reported_as_such(
     kills: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forkserver.oom, "oom_kills", lambda: kills)
@@ -506,8 +515,8 @@ def test_the_end_of_an_earlier_worker_with_the_same_pid_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("unread", [b"", b'{"pid": 7, "code": 0}\n'])
-def test_it_ends_without_a_word_when_the_launcher_dies(unread: bytes, capfd: pytest.CaptureFixture[str]) -> None:
-    """The kernel resets a connection whose other end has not read everything."""
+def test_the_fork_server_ends_silently_when_the_launcher_dies(unread: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    """The kernel resets a connection if its other end has not read everything."""
     ours, theirs = socket.socketpair()
     theirs.sendall(unread)
     pid = os.fork()

@@ -1,4 +1,6 @@
-"""When a round without steps is looked at, reported and ended, with played ranks in virtual time."""
+"""When a round without steps is looked at, reported and ended, with simulated ranks in virtual
+time.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from coordinator_world import World
 from ddpjob_runtime.protocol import RANK_ENDED, Hangs, RankLook, WaitKind
 
 Played = Callable[[float], "dict[str, Any]"]
-"""What a rank does, by the seconds since the last step: fields of its look."""
+"""The behaviour of a rank: fields of its look, by the seconds since the last step."""
 
 
 def stack(place: str, file: str = "/app/train.py") -> str:
@@ -30,7 +32,7 @@ SPINS = {"gpu": True, "cpu": 5.0}
 
 
 class Group:
-    """A running round of `ranks` nodes, whose looks are answered by `plays`."""
+    """A running round of `ranks` nodes. `plays` answers their looks."""
 
     def __init__(self, *plays: Played | dict[str, Any], hangs: Hangs = Hangs.END, steps: int = 40, gap: float = 0.5):
         self.world = World(len(plays), hangs=hangs)
@@ -117,7 +119,9 @@ def waits(kind: str, call: str = "") -> dict[str, Any]:
         "two of four ranks in a lock": ([WAITS, LOCK, WAITS, LOCK], 25, None),
     }.values(),
 )
-def test_planted_hangs_are_named_and_ended(plays: list[Any], seconds: float, named: int | None) -> None:
+def test_planted_hangs_are_reported_with_their_rank_and_ended(
+    plays: list[Any], seconds: float, named: int | None
+) -> None:
     group = Group(*plays)
     assert group.ended_after() == pytest.approx(seconds, abs=1.5)
     [incident] = group.world.report()["incidents"]
@@ -150,7 +154,7 @@ def moving(now: float) -> dict[str, Any]:
         "ranks in one collective after another": [lambda now: {"text": stack(f"sum_{now}", C10D)}, WAITS],
     }.values(),
 )
-def test_ranks_that_do_anything_are_left_alone(plays: list[Any]) -> None:
+def test_ranks_with_any_activity_are_left_alone(plays: list[Any]) -> None:
     group = Group(*plays)
     assert group.ended_after(290) is None and group.world.report()["overdue"] is None
     assert len(group.looks) <= 12, "looks at ranks that work become rarer"
@@ -158,14 +162,14 @@ def test_ranks_that_do_anything_are_left_alone(plays: list[Any]) -> None:
 
 @pytest.mark.parametrize("seconds", [2, 5, 12])
 @pytest.mark.parametrize("begins", [0, 8, 14.9, 16, 19.9, 24])
-def test_short_stops_end_nothing(begins: float, seconds: float) -> None:
-    """The process stops for a while in a gap between steps, which is long for a good reason."""
+def test_short_pauses_end_nothing(begins: float, seconds: float) -> None:
+    """The process pauses in a long gap between steps that has a good reason."""
     stopped = {**NO_STACK, **waits("stopped")}
     group = Group(between(begins, begins + seconds, stopped, WORKS), WAITS)
     assert group.ended_after(40) is None
 
 
-def test_stopped_ranks_are_reported_and_continue() -> None:
+def test_ranks_that_are_stopped_by_a_signal_are_reported_and_not_ended() -> None:
     group = Group(between(0, 40, {**NO_STACK, **waits("stopped")}, WORKS), WAITS)
     group.pass_time(21)
     assert "rank 0 in no Python frame (a process of it is stopped" in group.world.report()["overdue"]["where"]
@@ -210,7 +214,7 @@ def test_each_activity_has_its_own_pace() -> None:
     assert group.ended_after() == pytest.approx(90, abs=2), "10 x 8 s, then two looks"
 
 
-def test_a_pace_that_is_not_known_yet_takes_longer() -> None:
+def test_a_hang_is_found_later_while_the_pace_is_unknown() -> None:
     assert Group(WAITS, LOCK, steps=3).ended_after() == pytest.approx(70, abs=2)
     group = Group(WAITS, LOCK)
     group.report(activity="exporting")
@@ -223,7 +227,7 @@ def test_the_first_step_may_take_long() -> None:
     assert group.ended_after(2000) == pytest.approx(610, abs=2)
 
 
-def test_a_look_that_lacks_a_member_proves_nothing() -> None:
+def test_a_look_that_lacks_a_member_proves_no_hang() -> None:
     group = Group(WAITS, LOCK)
     group.pass_time(17)
     group.silent = {0}
@@ -239,7 +243,7 @@ def test_only_looks_that_may_prove_a_hang_are_recorded() -> None:
     assert sent[:4] == [False, False, True, False] and sent.count(True) == 1
 
 
-def test_time_in_which_the_coordinator_stood_still_proves_nothing() -> None:
+def test_a_pause_of_the_coordinator_proves_no_hang() -> None:
     group = Group(WAITS, LOCK)
     group.pass_time(18)
     group.world.coordinator.stood_still(10.0)

@@ -1,4 +1,4 @@
-"""What the launcher checks before anything starts, and what it leaves behind at its end."""
+"""The launcher's checks before anything starts, and what it leaves behind at its end."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.parametrize("program", [("a.py",), ("-m", "a")])
 def test_arguments_of_a_script_are_not_taken_for_options_of_torchrun(option: str, program: tuple[str, ...]) -> None:
-    """Each is the beginning of an option of torchrun, of two of them mostly, which argparse calls ambiguous."""
+    """Each argument is a prefix of an option of torchrun, mostly of two, which argparse calls
+    ambiguous.
+    """
     pytest.importorskip("torch")
     run = import_torchrun.import_torchrun()
     given = [f"--{option}=1", f"--{option}", "x", "--", f"-{option}"]
@@ -99,7 +101,7 @@ launcher.main()
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
-def test_a_log_that_nobody_reads_loses_lines_and_stops_nobody() -> None:
+def test_a_log_without_a_reader_loses_lines_and_blocks_nobody() -> None:
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream:
         log = Log("coordinator", stream)
@@ -116,7 +118,7 @@ def test_a_log_that_nobody_reads_loses_lines_and_stops_nobody() -> None:
 
 
 def test_a_signal_that_pid_1_has_no_handler_for_does_not_end_the_node() -> None:
-    """The kernel ignores it for PID 1 alone: the launcher, its child, would be ended."""
+    """The kernel ignores the signal for PID 1 only, so the launcher, its child, would be ended."""
     unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
     if subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("this user cannot create a PID namespace")
@@ -153,7 +155,7 @@ def test_folders_of_stacks_are_removed_at_the_end_and_after_a_kill(
     os.close(descriptor)
 
 
-def test_another_launcher_that_starts_at_the_same_time_leaves_the_folder(
+def test_a_launcher_that_starts_at_the_same_time_leaves_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "tmp"
@@ -174,7 +176,7 @@ def test_another_launcher_that_starts_at_the_same_time_leaves_the_folder(
     assert Path(os.environ[stacks.ENVIRONMENT]).is_dir()
 
 
-def test_what_exists_passes() -> None:
+def test_existing_scripts_and_modules_pass() -> None:
     check_script("train.py")
     check_script(str(Path.cwd() / "pkg/train.py"))
     check_script("runnable")
@@ -191,7 +193,7 @@ def test_what_exists_passes() -> None:
     check_command(sys.executable)
 
 
-def test_a_script_in_a_folder_that_is_closed_to_the_user_is_named(tmp_path: Path) -> None:
+def test_a_script_in_a_folder_that_the_user_cannot_open_is_reported(tmp_path: Path) -> None:
     closed = tmp_path / "root"
     closed.mkdir()
     (closed / "train.py").write_text("")
@@ -219,7 +221,7 @@ def test_a_script_in_a_folder_that_is_closed_to_the_user_is_named(tmp_path: Path
         (check_command, "no-such-command", "not on PATH"),
     ],
 )
-def test_what_is_missing_is_named_with_where_it_was_looked_for(check: object, name: str, why: str) -> None:
+def test_a_missing_program_is_reported_with_the_places_searched(check: object, name: str, why: str) -> None:
     with pytest.raises(InitFailure) as caught:
         check(name)  # type: ignore[operator]
     assert why in str(caught.value)
@@ -240,7 +242,7 @@ def test_the_termination_log_keeps_the_end_of_a_traceback(tmp_path: Path, monkey
     )
 
 
-def test_what_all_ranks_of_a_node_report_waits_for_the_coordinator() -> None:
+def test_a_failure_of_all_ranks_of_a_node_waits_for_the_coordinator() -> None:
     """The first of them may be the cause."""
     client = MemberClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
     for rank in range(256):
@@ -261,8 +263,10 @@ def test_a_client_that_fails_ends_its_launcher(monkeypatch: pytest.MonkeyPatch) 
     assert ends == [(1, "Error", "the connection to the coordinator has failed: LookupError: unknown encoding: idna")]
 
 
-def test_the_first_name_is_looked_up_by_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """glibc reads the environment for it, and getenv in a thread crashes while another thread sets a variable."""
+def test_the_main_thread_resolves_the_first_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """glibc reads the environment for it, and getenv in a thread crashes if another thread sets a
+    variable meanwhile.
+    """
     lookers: list[threading.Thread] = []
     client = MemberClient("host:1", "token", {}, Mode.STANDARD, 1.0, lambda *end: None)
     monkeypatch.setattr("socket.getaddrinfo", lambda *_: lookers.append(threading.current_thread()))
@@ -273,7 +277,7 @@ def test_the_first_name_is_looked_up_by_the_main_thread(monkeypatch: pytest.Monk
 
 
 def test_a_failure_that_waits_for_a_coordinator_keeps_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next coordinator took it for one of the moment in which it heard of it."""
+    """Regression: the next coordinator dated the failure to the moment when it received it."""
     client = MemberClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
     written: list[dict[str, Any]] = []
     monkeypatch.setattr(client, "_write", lambda data: written.append(json.loads(data)) or True)
@@ -286,7 +290,7 @@ def test_a_failure_that_waits_for_a_coordinator_keeps_its_time(monkeypatch: pyte
     assert written[0]["sent"] - written[0]["time"] == pytest.approx(30)
 
 
-def test_what_a_connection_did_not_take_waits_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_a_connection_did_not_take_wait_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     client = MemberClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
     written: list[str] = []
     client.send("failure", round=1, message="ValueError: bug")
@@ -298,10 +302,12 @@ def test_what_a_connection_did_not_take_waits_for_the_next_one(monkeypatch: pyte
     assert written == ["failure", "joined"]
 
 
-def test_what_has_failed_is_said_again_to_the_coordinator_that_may_have_missed_it(
+def test_a_failure_is_sent_again_to_a_coordinator_that_may_have_missed_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A link that is cut takes lines that never arrive; another coordinator might count the break a second time."""
+    """A cut link accepts lines that never arrive. A new coordinator might count the break a second
+    time.
+    """
     client = MemberClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
     written: list[dict[str, Any]] = []
     monkeypatch.setattr(client, "_write", lambda data: written.append(json.loads(data)) or True)
@@ -319,7 +325,7 @@ def test_what_has_failed_is_said_again_to_the_coordinator_that_may_have_missed_i
     fail()
     client._ready = {"after": 1, "host": "", "port": 0}
     assert said_after_a_welcome() == ["failure", "ready"] and written[0]["traceback"]
-    assert said_after_a_welcome() == ["failure", "ready"], "a link that loses large packets takes this one"
+    assert said_after_a_welcome() == ["failure", "ready"], "a link that loses large packets passes this one"
     assert written[0]["message"] == "ValueError: bug" and not written[0]["traceback"]
     assert said_after_a_welcome() == ["ready"]
     fail()
@@ -332,14 +338,16 @@ def test_what_has_failed_is_said_again_to_the_coordinator_that_may_have_missed_i
 
 TOKEN = "the job's token"
 STRANGER: dict[str, object] = {}
-"""The answer of a coordinator with another token: its proof."""
+"""The response of a coordinator with a different token: its proof."""
 OLDER = {"t": "welcome", "generation": 1}
 OURS = {"t": "welcome", "generation": 2}
 
 
 @contextlib.contextmanager
 def coordinator(*answers: dict[str, object], heard: list[dict[str, object]] | None = None) -> Iterator[str]:
-    """Listens as a coordinator that gives one answer per connection, the last one again and again; yields host:port."""
+    """Listen as a coordinator that sends one response per connection, and repeats the last one.
+    Yields host:port.
+    """
 
     def talk(connection: socket.socket, answer: dict[str, object]) -> None:
         with connection.makefile("rb") as lines:
@@ -378,8 +386,10 @@ def client_of(address: str, seconds: float, ends: list[tuple[int, str, str]]) ->
 
 
 @pytest.mark.parametrize("first", [STRANGER, OLDER], ids=["of another job", "of an earlier generation"])
-def test_a_coordinator_that_is_not_this_pods_is_tried_again(first: dict[str, object]) -> None:
-    """A name server's cache, or an address that another pod has now, leads to it for a while."""
+def test_a_coordinator_that_is_not_this_pods_is_retried(first: dict[str, object]) -> None:
+    """A stale name-server entry, or an address that another pod has now, may lead to it for a
+    while.
+    """
     ends: list[tuple[int, str, str]] = []
     with coordinator(first, first, OURS) as address:
         client = client_of(address, 10.0, ends)
@@ -390,7 +400,7 @@ def test_a_coordinator_that_is_not_this_pods_is_tried_again(first: dict[str, obj
 
 
 @pytest.mark.parametrize(("only", "why"), [(STRANGER, "does not know this job's token"), (OLDER, "generation 2")])
-def test_a_pod_without_a_coordinator_of_its_own_gives_up(only: dict[str, object], why: str) -> None:
+def test_a_pod_without_its_own_coordinator_gives_up(only: dict[str, object], why: str) -> None:
     ends: list[tuple[int, str, str]] = []
     with coordinator(only) as address:
         client = client_of(address, 0.5, ends)
@@ -400,8 +410,8 @@ def test_a_pod_without_a_coordinator_of_its_own_gives_up(only: dict[str, object]
     assert (code, kind) == (protocol.EXIT_RENDEZVOUS_LOST, "RendezvousLost") and why in message
 
 
-def test_reconnecting_to_a_stranger_ends_too() -> None:
-    """Only a welcome begins the time to reconnect again."""
+def test_reconnecting_to_a_stranger_times_out_too() -> None:
+    """Only a welcome resets the time limit for reconnecting."""
     ends: list[tuple[int, str, str]] = []
     with coordinator(OURS, STRANGER) as address:
         client = client_of(address, 10.0, ends)
@@ -412,7 +422,7 @@ def test_reconnecting_to_a_stranger_ends_too() -> None:
 
 
 @pytest.mark.parametrize(("number", "planned"), [(7, True), (7, False), (6, True)])
-def test_another_coordinator_learns_whether_workers_are_saving(number: int, planned: bool) -> None:
+def test_a_new_coordinator_learns_whether_workers_are_saving(number: int, planned: bool) -> None:
     heard: list[dict[str, object]] = []
     with coordinator(OURS, heard=heard) as address:
         client = client_of(address, 10.0, [])
@@ -424,8 +434,10 @@ def test_another_coordinator_learns_whether_workers_are_saving(number: int, plan
     assert heard[1]["resume"] == {**client._position, "planned": number == 7 and planned}
 
 
-def test_every_coordinator_hears_the_last_note_of_each_kind() -> None:
-    """A later one knew nothing of a pod's cold workers, and a link that is cut takes lines that never arrive."""
+def test_every_coordinator_receives_the_last_note_of_each_kind() -> None:
+    """A later coordinator did not know of a pod's cold workers, and a cut link accepts lines that
+    never arrive.
+    """
     heard: list[dict[str, Any]] = []
     with coordinator(OURS, heard=heard) as address:
         client = client_of(address, 10.0, [])
@@ -440,7 +452,7 @@ def test_every_coordinator_hears_the_last_note_of_each_kind() -> None:
     assert notes.keys() == {protocol.DATA, protocol.COLD_WORKERS} and len(notes[protocol.COLD_WORKERS]) <= 1000
 
 
-def test_a_stranger_learns_nothing_but_a_random_number() -> None:
+def test_a_stranger_learns_only_a_random_number() -> None:
     heard: list[dict[str, object]] = []
     with coordinator(STRANGER, OURS, heard=heard) as address:
         client = client_of(address, 10.0, [])
@@ -451,8 +463,8 @@ def test_a_stranger_learns_nothing_but_a_random_number() -> None:
     assert set(heard[0]) == {"t", "nonce"} and heard[0] != heard[1] and TOKEN not in json.dumps(heard)
 
 
-def test_a_stranger_that_never_ends_its_line_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither its silence nor its flood holds the launcher up, or fills its memory."""
+def test_a_stranger_that_never_ends_its_line_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its silence nor its flood blocks the launcher or fills its memory."""
     monkeypatch.setattr(protocol, "SILENCE_SECONDS", 0.3)
     for flood in (b"", b"x" * 1_000_000):
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -474,11 +486,11 @@ def test_a_stranger_that_never_ends_its_line_is_left(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("line", [b"[" * 4000 + b"\n", b"\xff\n", b"{}\n", b'{"t":"refused","why":"go"}\n'])
 def test_no_line_of_a_stranger_ends_a_launcher(line: bytes) -> None:
-    """It may have the coordinator's address for a while."""
+    """A stranger may have the coordinator's address for a while."""
     ends: list[tuple[int, str, str]] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = client_of(f"127.0.0.1:{listener.getsockname()[1]}", 10.0, ends)
-        listener.settimeout(30)  # A connection that gets lost is given up after SILENCE_SECONDS.
+        listener.settimeout(30)  # A connection that fails silently is given up after SILENCE_SECONDS.
         client.start()
         for _ in range(2):
             connection, _ = listener.accept()
@@ -491,18 +503,16 @@ def test_no_line_of_a_stranger_ends_a_launcher(line: bytes) -> None:
     assert ends == []
 
 
-def test_addresses_and_lines() -> None:
+def test_addresses_lines_and_shortened_texts_have_the_wire_format() -> None:
     with pytest.raises(ValueError, match="host:port"):
         MemberClient("nowhere", "token", {}, Mode.STANDARD, 1.0, lambda *_: None)
     assert protocol.decode(protocol.encode("hello", pod="p")) == {"t": "hello", "pod": "p"}
     assert protocol.iso(protocol.time_of(0.25)) == "1970-01-01T00:00:00.250Z"
-    assert protocol.clip("abcdefgh", 6) == "a...gh", (
-        "a message's kind stands at its beginning, a traceback's error at its end"
-    )
+    assert protocol.clip("abcdefgh", 6) == "a...gh", "a message begins with its kind, a traceback ends with the error"
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 10), reason="torch uses importlib.metadata from Python 3.10 on")
-def test_torch_finds_the_package_that_it_does_not_require(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_finds_a_package_that_it_does_not_require(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_torchrun.importlib.util, "find_spec", lambda name: None)
     with import_torchrun._backport():
         from importlib_metadata import entry_points
@@ -513,7 +523,9 @@ def test_torch_finds_the_package_that_it_does_not_require(monkeypatch: pytest.Mo
     assert import_torchrun.BACKPORT not in sys.modules
 
 
-def test_a_rank_that_has_ended_takes_no_other_ranks_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_has_ended_does_not_take_other_ranks_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stacks, "WRITING_SECONDS", 0.0)
     monkeypatch.setenv(stacks.ENVIRONMENT, str(tmp_path))
     ended = subprocess.Popen([sys.executable, "-c", ""])
@@ -526,13 +538,13 @@ def test_a_rank_that_has_ended_takes_no_other_ranks_stacks(tmp_path: Path, monke
     assert found == {0: "(this rank has ended)", 1: "a stack"}
 
 
-def test_a_stack_shows_the_frames_of_the_script_alone() -> None:
+def test_a_stack_shows_only_the_frames_of_the_script() -> None:
     ours = [f'  File "{RUNTIME / name}", line 7 in run\n' for name in ("worker.py", "launcher/forkserver.py")]
     runpy = '  File "<frozen runpy>", line 88 in _run_code\n'
     script = 'Stack (most recent call first):\n  File "/job/train.py", line 3 in step\n'
     assert stacks.strip_runtime_frames(script + "".join(ours) + runpy) == script
     alone = "Stack (most recent call first):\n" + "".join(ours)
-    assert stacks.strip_runtime_frames(alone) == alone, "it has not come to the script"
+    assert stacks.strip_runtime_frames(alone) == alone, "it has not reached the script"
 
 
 def test_texts_are_shortened_by_whole_lines() -> None:
@@ -555,7 +567,7 @@ def _writes_its_stack(file: Path) -> Callable[[int, int], None]:
 
 @contextlib.contextmanager
 def _worker(folder: Path, name: str, text: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker that runs this script, which creates the file `up` when it is there."""
+    """A worker that runs this script, which creates the file `up` once it runs."""
     (folder / name).write_text(text)
     environment = {**os.environ, "RANK": "0", "DDPJOB_LAUNCHER_PID": str(os.getpid())}
     words = [sys.executable, "-u", str(RUNTIME / "worker.py"), "--script", str(folder / name)]
@@ -573,10 +585,12 @@ def _worker(folder: Path, name: str, text: str) -> Iterator[subprocess.Popen[byt
 WAITS = "def wait_for_ever():\n    open('up', 'w'); time.sleep(60)\n\nwait_for_ever()\n"
 
 
-def test_a_look_at_a_worker_reads_the_frames_of_its_main_thread_alone(
+def test_a_look_at_a_worker_reads_only_the_frames_of_its_main_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others continue to run meanwhile: faulthandler crashes a healthy process that way."""
+    """Its other threads continue to run meanwhile, in which case faulthandler would crash a healthy
+    process.
+    """
     monkeypatch.setenv(stacks.ENVIRONMENT, str(tmp_path))
     thread = "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     with _worker(tmp_path, "busy.py", f"import threading, time\n{thread}{WAITS}") as worker:
@@ -586,10 +600,10 @@ def test_a_look_at_a_worker_reads_the_frames_of_its_main_thread_alone(
     assert standstill.find_innermost(text) == f"wait_for_ever ({tmp_path / 'busy.py'}:4)"
 
 
-def test_a_look_leaves_a_worker_alone_that_has_become_another_program(
+def test_a_look_skips_a_worker_that_has_become_a_different_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its file is still there, its handler is not: the signal would end it."""
+    """Its file still exists but its handler does not, so the signal would end it."""
     monkeypatch.setenv(stacks.ENVIRONMENT, str(tmp_path))
     (tmp_path / "again.py").write_text(f"import time\n{WAITS}")
     becomes = "import os, sys\nos.execv(sys.executable, [sys.executable, 'again.py'])\n"
@@ -599,7 +613,7 @@ def test_a_look_leaves_a_worker_alone_that_has_become_another_program(
         assert worker.poll() is None
 
 
-def test_a_bucket_that_cannot_be_read_is_an_error_in_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_bucket_is_an_error_in_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPJOB_DATA_URL", "ftp://bucket/folder")
     with pytest.raises(InitFailure, match=r"^storage.data: 'ftp://bucket/folder'.*write s3://BUCKET/FOLDER"):
         launcher.data_to_fetch()
@@ -627,7 +641,9 @@ def test_a_failed_fetch_ends_the_launcher_with_the_code_for_its_reason(
 
 @pytest.mark.parametrize("program", ["launcher", "coordinator"])
 def test_a_signal_before_pid_1_has_imported_anything_is_not_lost(program: str) -> None:
-    """The kernel drops signals without a handler for PID 1, so the pod stayed for its whole grace period."""
+    """Regression: the kernel drops signals for PID 1 that have no handler, so the pod stayed for
+    its whole grace period.
+    """
     unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
     if subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("this user cannot create a PID namespace")
@@ -643,7 +659,7 @@ def test_a_signal_before_pid_1_has_imported_anything_is_not_lost(program: str) -
         "sys.path.insert(0, '')\n"
         f"runpy.run_path({str(RUNTIME)!r}, run_name='__main__')\n"
     )
-    # Nobody answers at this address, so the launcher would wait for minutes.
+    # This address does not answer, so the launcher would wait for minutes.
     env = {**os.environ, "DDPJOB_COORDINATOR": "127.0.0.1:1", "DDPJOB_TOKEN": "t", "DDPJOB_POD": "job-0-0"}
     env |= {"DDPJOB_INDEX": "0", "DDPJOB_ATTEMPT": "0", "DDPJOB_GENERATION": "0", "DDPJOB_RECOVERY": "Standard"}
     command = [*unshare, sys.executable, "-c", code]

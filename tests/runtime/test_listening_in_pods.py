@@ -1,4 +1,6 @@
-"""On which addresses the processes of job pods listen. Each pod has an address of its own, all of the loopback here."""
+"""The addresses on which the processes of job pods listen. Here each pod has its own loopback
+address.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_stores_listen_on_their_pods_address_and_the_coordinator_everywhere(tmp_
 
 
 def watch(job: Job) -> set[Where]:
-    """Every socket that was seen until all nodes ended. The script's ranks wait until they were looked at."""
+    """Collect every socket until all nodes have ended. The script's ranks wait until they were
+    looked at.
+    """
     seen, until = set[Where](), time.monotonic() + 240 * slowness()
     nodes = [process for name, process in job.processes.items() if name != "coordinator"]
     while any(process.poll() is None for process in nodes):

@@ -1,4 +1,6 @@
-"""Nodes watch their neighbours over real connections. Filters of sockets lose packets, as a cut network does."""
+"""Nodes watch their neighbours over real connections. Socket filters lose packets, as a partitioned
+network does.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ watched.run()
 
 
 class Ring:
-    """Watchers of this process, ticked by hand but for the time that packets need."""
+    """Watchers in this process, ticked by hand, except for the time that packets need."""
 
     def __init__(self, world: int, token: Callable[[int], str] = lambda rank: TOKEN) -> None:
         self.reports: list[Reports] = [[] for _ in range(world)]
@@ -65,7 +67,7 @@ class Ring:
             time.sleep(0.002)
 
     def links(self) -> list[list[int]]:
-        """Proved neighbours of each member."""
+        """Neighbours that each member has authenticated."""
         return [sorted(x.rank for x in member._links if x.rank is not None) for member in self.members]
 
     def stream(self, rank: int, to: int) -> socket.socket:
@@ -82,7 +84,7 @@ def ring(world: int, **more: Any) -> Iterator[Ring]:
             member.close()
 
 
-def test_every_node_is_watched_by_both_neighbours_and_nobody_else() -> None:
+def test_every_node_is_watched_by_its_two_neighbours_only() -> None:
     with ring(5) as made:
         made.tick(15)
         assert made.links() == [[1, 4], [0, 2], [1, 3], [2, 4], [0, 3]]
@@ -122,7 +124,7 @@ def test_a_neighbour_that_ends_is_not_reported() -> None:
         assert made.reports == [[], [], []]
 
 
-def test_a_watcher_that_was_stopped_itself_begins_to_measure_again() -> None:
+def test_a_watcher_that_was_stopped_restarts_its_measurement() -> None:
     with ring(3) as made:
         made.tick(15)
         drop_packets(made.stream(1, to=0))
@@ -167,7 +169,7 @@ def test_strangers_are_refused(line: bytes) -> None:
         assert all(len(member._links) == 2 for member in made.members)
 
 
-def test_a_stranger_at_the_next_nodes_address_is_not_believed() -> None:
+def test_a_stranger_at_the_next_nodes_address_is_not_trusted() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         reports: Reports = []
         node = Neighbours("127.0.0.1", TOKEN, lambda *report: reports.append(report))
@@ -186,7 +188,7 @@ def test_a_stranger_at_the_next_nodes_address_is_not_believed() -> None:
         node.close()
 
 
-def test_strangers_are_few_at_a_time() -> None:
+def test_the_number_of_strangers_at_a_time_is_limited() -> None:
     with ring(3) as made:
         made.tick(15)
         strangers = [socket.create_connection(("127.0.0.1", made.members[1].port)) for _ in range(14)]
@@ -196,7 +198,7 @@ def test_strangers_are_few_at_a_time() -> None:
             stranger.close()
 
 
-def test_an_overheard_greeting_does_not_fit_another_round() -> None:
+def test_an_overheard_greeting_is_useless_in_another_round() -> None:
     place = RingPlace(0, 1, 0, 3, None)
     proof = place.seal(TOKEN, "connects", 0, "a")
     assert place.is_sealed(proof, TOKEN, "connects", 0, "a")
@@ -221,7 +223,7 @@ def test_an_overheard_greeting_does_not_fit_another_round() -> None:
         ({}, None),
     ],
 )
-def test_only_an_address_is_connected_to(more: dict[str, Any], expected: tuple[str, int] | None) -> None:
+def test_the_watcher_connects_only_to_an_address(more: dict[str, Any], expected: tuple[str, int] | None) -> None:
     place = RingPlace.read(0, {"round": 3, "rank": 1, "world": 2, **more})
     assert place is not None and place.next == expected
     assert RingPlace.read(0, {"round": 3, "rank": 0, "world": 1, **more}) is None
@@ -229,12 +231,12 @@ def test_only_an_address_is_connected_to(more: dict[str, Any], expected: tuple[s
         RingPlace.read(0, {"round": 3, "rank": 2, "world": 2, **more})
 
 
-def test_nothing_is_watched_where_all_nodes_share_a_host() -> None:
+def test_nothing_is_watched_if_all_nodes_share_a_host() -> None:
     assert watch_neighbours("", TOKEN, lambda *report: None) is None
 
 
 class Peer:
-    """A watcher as a process. `prefix`: what puts it into a network namespace."""
+    """A watcher as a process. `prefix`: the command that puts it into a network namespace."""
 
     def __init__(self, host: str, rank: int, world: int, after: tuple[str, int], prefix: str = "") -> None:
         self.lines: list[str] = []
@@ -248,7 +250,7 @@ class Peer:
         self.port = int(found[1])
 
     def end(self) -> list[str]:
-        """What it has reported: round, rank, silent, time."""
+        """Its reports: round, rank, silent, time."""
         self.process.send_signal(signal.SIGCONT)
         self.process.kill()
         return [line for line in self.process.communicate()[0].splitlines() if line.startswith("report")]

@@ -1,4 +1,6 @@
-"""Launchers follow the job's latest coordinator, on loopback: earlier ones may run on, and strangers may answer."""
+"""Launchers follow the job's latest coordinator, on loopback. Earlier ones may still run, and
+strangers may answer.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ NAME = "coordinator.test"
 
 
 class Town:
-    """Coordinators at several loopback addresses, and what the name leads to."""
+    """Coordinators at several loopback addresses, and the addresses to which their name resolves."""
 
     def __init__(self, folder: Path, nodes: int) -> None:
         self.job = Job(folder, nodes, mode="Fast")
@@ -44,7 +46,7 @@ class Town:
         return process
 
     def join(self, seconds: float = 60) -> None:
-        """All members train."""
+        """Wait until all members train."""
         for index in range(self.job.nodes):
             identity = {"pod": f"job-{index}-0", "index": index, "attempt": 0, "pid": 1, "generation": 0}
             end = lambda *how: self.ends.append(how)  # noqa: E731
@@ -64,11 +66,11 @@ class Town:
         member.joined(go["round"])
 
     def at(self) -> list[str]:
-        """The address of the coordinator that each member is connected to."""
+        """The address of the coordinator to which each member is connected."""
         sockets = [member._socket for member in self.members if member.welcomed]
         found = []
         for stream in sockets:
-            with contextlib.suppress(OSError):  # it has just been left
+            with contextlib.suppress(OSError):  # the member has just left it
                 found += [stream.getpeername()[0]] if stream is not None else []
         return found
 
@@ -111,8 +113,8 @@ def test_members_leave_a_replaced_coordinator_without_losing_their_round(town: T
     assert "attempt 1, has taken over" in town.job.log("127.0.0.1-0").read_text()
 
 
-def test_members_that_are_cut_off_from_their_coordinator_follow_the_next_one(town: Town) -> None:
-    """It cannot be notified: it reads nothing that is sent to it."""
+def test_members_partitioned_from_their_coordinator_follow_the_next_one(town: Town) -> None:
+    """It cannot be notified, because it does not read."""
     old = town.start("127.0.0.1")
     town.join()
     old.send_signal(19)
@@ -120,14 +122,14 @@ def test_members_that_are_cut_off_from_their_coordinator_follow_the_next_one(tow
     town.names = ["127.0.0.2", "127.0.0.1"]
     until(lambda: town.at() == ["127.0.0.2"] * 3)
     old.send_signal(18)
-    town.names = ["127.0.0.1"]  # a name server's old answer
+    town.names = ["127.0.0.1"]  # a stale response of a name server
     time.sleep(3)
     assert town.at() == ["127.0.0.2"] * 3
     assert not any(member.must_restart(1) for member in town.members) and town.ends == []
 
 
-def test_a_replaced_coordinator_exits_at_the_operators_request_and_no_other(town: Town) -> None:
-    """The next one may have its address by now."""
+def test_only_a_replaced_coordinator_exits_at_the_operators_request(town: Town) -> None:
+    """The next coordinator may have its address by now."""
     second = town.start("127.0.0.1", attempt=1)
     assert town.job.post("/v1/exit", {"why": "replaced", "before": 1}) == (200, {})
     time.sleep(1)
@@ -137,7 +139,7 @@ def test_a_replaced_coordinator_exits_at_the_operators_request_and_no_other(town
     assert second.wait(20 * slowness()) == 0
 
 
-def test_nobody_goes_back_to_an_earlier_coordinator(town: Town) -> None:
+def test_no_member_returns_to_an_earlier_coordinator(town: Town) -> None:
     town.start("127.0.0.1")
     town.names = ["127.0.0.2"]
     later = town.start("127.0.0.2", attempt=1)
@@ -162,7 +164,7 @@ def test_another_jobs_coordinator_and_another_service_at_the_name_change_nothing
 
 
 def test_pods_of_a_generation_that_was_given_up_end(town: Town) -> None:
-    """Where the kubelet is dead nobody else ends them."""
+    """If the kubelet is dead, nothing else ends them."""
     town.start("127.0.0.1")
     town.join()
     town.start("127.0.0.2", generation=1)
@@ -174,7 +176,7 @@ def test_pods_of_a_generation_that_was_given_up_end(town: Town) -> None:
 
 @contextlib.contextmanager
 def relay(address: str, to: str, port: int, claim: dict[str, int]) -> Iterator[list[dict[str, Any]]]:
-    """Passes the proof of the coordinator at `to` on, with another place; yields the answers that it has given."""
+    """Relay the proof of the coordinator at `to` with a different place. Yields its responses."""
     given: list[dict[str, Any]] = []
 
     def serve() -> None:
@@ -198,7 +200,7 @@ def relay(address: str, to: str, port: int, claim: dict[str, int]) -> Iterator[l
 
 
 @pytest.mark.parametrize("claim", [{"attempt": 10**9}, {"generation": 7}], ids=["attempt", "generation"])
-def test_a_place_that_somebody_on_the_way_claims_is_not_believed(town: Town, claim: dict[str, int]) -> None:
+def test_a_place_claimed_by_a_man_in_the_middle_is_not_trusted(town: Town, claim: dict[str, int]) -> None:
     true = town.start("127.0.0.1")
     town.join()
     with relay("127.0.0.2", "127.0.0.1", town.job.port, claim) as given:
@@ -207,7 +209,7 @@ def test_a_place_that_somebody_on_the_way_claims_is_not_believed(town: Town, cla
     assert town.at() == ["127.0.0.1"] * 3 and town.ends == [] and true.poll() is None
 
 
-def test_two_addresses_of_one_coordinator_are_no_second_time(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_addresses_of_one_coordinator_are_one_coordinator(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_client, "LOOKUP_SECONDS", 3600)
     town.start("127.0.0.1")
     town.join()
@@ -238,8 +240,10 @@ def test_without_a_coordinator_members_train_until_they_need_a_round(town: Town)
     until(lambda: len(town.at()) == 2)
 
 
-def test_a_ready_that_is_said_while_the_coordinator_lets_it_in_is_sent() -> None:
-    """Between the welcome's arrival and the lock: `wait_go` finds no welcome yet, and sends nothing."""
+def test_a_ready_sent_during_the_admission_arrives() -> None:
+    """The race is between the welcome's arrival and the lock: `wait_go` finds no welcome yet and
+    sends nothing.
+    """
     sent: list[bytes] = []
     identity = {"pod": "job-0-0", "generation": 0}
     client = MemberClient("host:1", TOKEN, identity, Mode.FAST, 1.0, lambda *end: None)

@@ -1,4 +1,4 @@
-"""The speed of a training, from the counts that it reports."""
+"""The training speed, computed from reported step counts."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ def speeds(reports: list[tuple[float, float]]) -> list[float | None]:
     return seen
 
 
-def test_a_steady_script_has_a_steady_speed_whenever_it_is_looked_at() -> None:
-    """Steps of 0.3 s were shown as 2, 4 and 2 again, because a look each half second sees whole steps."""
+def test_a_steady_script_has_a_steady_speed_at_every_look() -> None:
+    """Regression: steps of 0.3 s appeared as 2 and 4 steps/s in turn, because a look each half
+    second sees whole steps.
+    """
     looks = [(int(moment / 0.3), moment) for moment in (0.5 * n for n in range(1, 120))]
     settled = [speed for speed, (_, moment) in zip(speeds(looks), looks) if moment > 6]
     assert all(speed == pytest.approx(1 / 0.3, rel=0.08) for speed in settled)
 
 
 def test_the_first_speed_needs_a_second_or_five_steps() -> None:
-    assert speeds([(1, 10.0), (5, 10.03)]) == [None, None], "a step of a few milliseconds says nothing"
+    assert speeds([(1, 10.0), (5, 10.03)]) == [None, None], "a step of a few milliseconds is too short to measure"
     assert speeds([(1, 10.0), (2, 11.0)])[-1] == 1.0
     assert speeds([(1, 10.0), (1 + FIRST_STEPS, 10.5)])[-1] == pytest.approx(10)
     assert speeds([(1, 10.0), (90, 10.0)]) == [None, None], "the same moment"
 
 
-def test_a_count_that_falls_begins_the_window_anew() -> None:
+def test_a_count_that_falls_restarts_the_window() -> None:
     shown = speeds([(100, 0.0), (200, 10.0), (20, 40.0), (24, 42.0)])
-    assert shown == [None, 10.0, None, 2.0], "a script that starts again is measured from there"
+    assert shown == [None, 10.0, None, 2.0], "a restarted script is measured from its restart"
 
 
 def test_the_speed_of_long_steps_follows_a_change_within_a_minute() -> None:
@@ -42,7 +44,7 @@ def test_the_speed_of_long_steps_follows_a_change_within_a_minute() -> None:
     assert LONGEST_SECONDS == 60
 
 
-def test_the_window_stays_small_and_right_with_many_reports() -> None:
+def test_the_window_stays_small_and_correct_with_many_reports() -> None:
     pace, now, chance = Pace(), 0.0, random.Random(3)
     for count in range(20_000):
         pace.add(count, now)

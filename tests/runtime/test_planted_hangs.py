@@ -1,4 +1,6 @@
-"""Real ranks that hang in different ways are found, named and ended (all in `benchmarks.hangs`)."""
+"""Real ranks that hang in different ways are found, reported and ended (all kinds in
+`benchmarks.hangs`).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ PLANTED = {
     "lock": "rank 1 in hang_lock (",
     "server": "rank 1 in hang_server (",
 }
-"""Kinds that differ in what the kernel shows, and what the message says."""
+"""Kinds that differ in the kernel's state and in the message."""
 
 
 def hangs(folder: Path, kind: str, found: dict[str, str]) -> None:
@@ -54,7 +56,7 @@ def test_planted_hangs_end_by_themselves(tmp_path: Path) -> None:
 
 
 def worker(act: str) -> int:
-    """Start a process in a session of its own, as a worker is, and return its pid."""
+    """Start a process in its own session, like a worker, and return its pid."""
     return os.posix_spawn(
         "/usr/bin/env",
         ["env", "python3", "-c", f"import os, signal, socket, sys, time\n{act}"],
@@ -73,7 +75,7 @@ def worker(act: str) -> int:
         ("signal.pause()", None, ""),
     ],
 )
-def test_what_a_worker_waits_for_is_read(
+def test_the_reason_why_a_worker_waits_is_read_from_the_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str, wait: WaitKind | None, call: str
 ) -> None:
     os.mkfifo(tmp_path / "pipe")

@@ -1,4 +1,6 @@
-"""spec.preflight in the pods: who is at fault, by itself; then real launchers whose node, or link, is defective."""
+"""spec.preflight in the pods: first the verdict alone, then real launchers with a defective node or
+link.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def result(rank: int, problem: str = "", rate: float = 900.0) -> NodeResult:
 def check(
     world: int, bad: set[int] = frozenset(), links: set[frozenset[int]] = frozenset(), procs: int = 1
 ) -> LinkVerdict:  # type: ignore[assignment]
-    """The verdict on nodes of which `bad` ones fail with everybody, and `links` fail between two."""
+    """Return the verdict if the nodes `bad` fail with every partner, and `links` fail between two
+    nodes.
+    """
     results: dict[str, dict[int, NodeResult]] = {}
     for stage, groups in stages(world, procs):
         results[stage] = {}
@@ -53,7 +57,7 @@ def check(
 
 @pytest.mark.parametrize("world", range(1, 9))
 @pytest.mark.parametrize("procs", [1, 2])
-def test_no_node_is_in_two_groups_of_a_stage_and_every_neighbour_is_tried(world: int, procs: int) -> None:
+def test_a_stage_uses_each_node_once_and_every_neighbour_is_tested(world: int, procs: int) -> None:
     pairs: list[tuple[int, ...]] = []
     for _, groups in stages(world, procs):
         members = [rank for group in groups for rank in group]
@@ -65,7 +69,7 @@ def test_no_node_is_in_two_groups_of_a_stage_and_every_neighbour_is_tried(world:
 
 
 @pytest.mark.parametrize("world", [3, 4, 5, 8])
-def test_one_bad_node_is_named_wherever_it_is(world: int) -> None:
+def test_one_bad_node_is_named_at_any_position(world: int) -> None:
     for bad in range(world):
         verdict = check(world, {bad})
         assert list(verdict.culprits) == [bad], (world, bad)
@@ -73,13 +77,13 @@ def test_one_bad_node_is_named_wherever_it_is(world: int) -> None:
         assert verdict.ends is None
 
 
-def test_two_bad_nodes_apart_are_named_at_once_and_the_good_one_between_them_is_not() -> None:
+def test_two_bad_nodes_are_named_at_once_and_the_good_one_between_them_is_not() -> None:
     assert list(check(8, {2, 5}).culprits) == [2, 5]
     assert list(check(8, {2, 4}).culprits) == [2, 4]
     assert list(check(8, {0, 7}).culprits) == [7], "the next check finds the other one"
 
 
-def test_a_link_names_both_of_its_nodes_and_neither_is_the_culprit() -> None:
+def test_a_bad_link_names_both_its_nodes_and_blames_neither() -> None:
     verdict = check(4, links={frozenset((1, 2))})
     assert not verdict.culprits
     assert verdict.ends == 2
@@ -90,7 +94,7 @@ def test_a_link_names_both_of_its_nodes_and_neither_is_the_culprit() -> None:
     assert "it is unknown which of the two is at fault" in verdict.failed
 
 
-def test_where_nothing_works_nobody_is_the_culprit() -> None:
+def test_if_every_test_fails_no_node_is_blamed() -> None:
     verdict = check(4, {0, 1, 2, 3})
     assert not verdict.culprits
     assert verdict.failed
@@ -109,7 +113,7 @@ def test_a_node_that_fails_alone_explains_its_links() -> None:
     }
 
 
-def test_a_slow_link_fails_only_below_what_is_asked_for() -> None:
+def test_a_slow_link_fails_only_below_the_required_bandwidth() -> None:
     def slow(least: float) -> LinkVerdict | None:
         results = {
             stage: {rank: result(rank, rate=50.0 if {2} & set(group) else 900.0) for group in groups for rank in group}
@@ -124,7 +128,7 @@ def test_a_slow_link_fails_only_below_what_is_asked_for() -> None:
     assert "50 MB/s, less than 100" in failed.failed
 
 
-def test_a_group_that_is_slow_while_its_pairs_are_not_may_train() -> None:
+def test_a_slow_group_whose_pairs_are_fast_may_train() -> None:
     results = {
         stage: {r: result(r, rate=50.0 if stage == "group" else 900.0) for r in range(4)} for stage, _ in stages(4, 1)
     }
@@ -139,7 +143,7 @@ def test_a_verdict_is_the_same_on_every_node() -> None:
     assert LinkVerdict.read(json.loads(json.dumps(verdict.write()))) == verdict
 
 
-def test_settings_that_cannot_be_read_name_their_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_settings_are_reported_with_their_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DDPJOB_PREFLIGHT", raising=False)
     assert PreflightSettings.read() is None
     monkeypatch.setenv("DDPJOB_PREFLIGHT", '{"group": true}')
@@ -149,7 +153,7 @@ def test_settings_that_cannot_be_read_name_their_variable(monkeypatch: pytest.Mo
     assert NodePreflight(PreflightSettings.read(), 1).wanted_seconds > 0  # type: ignore[arg-type]
 
 
-def test_lines_of_json_that_an_image_prints_are_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_lines_printed_by_an_image_are_not_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text("""print('{"level": "info", "message": "the image of the team"}')\n""")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     preflight = NodePreflight(PreflightSettings(False, 60, 0, 0, "", "auto", ""), 1)
@@ -157,7 +161,7 @@ def test_lines_of_json_that_an_image_prints_are_no_result(tmp_path: Path, monkey
     assert preflight.node_problem(lambda: False) == ""
 
 
-def test_what_nccl_chose_is_read_from_its_log() -> None:
+def test_the_choice_of_nccl_is_read_from_its_log() -> None:
     head = "node1:123:456 [0] NCCL INFO "
     ib = f"{head}NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:10.0.0.1<0>\n{head}Using network IB\n"
     ib += f"{head}Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
@@ -171,8 +175,8 @@ def test_what_nccl_chose_is_read_from_its_log() -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_the_interface_of_gloo_is_that_of_the_hosts_own_address(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a cluster of IPv6 alone as well."""
+def test_gloo_uses_the_interface_of_the_hosts_own_address(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This includes clusters with only IPv6."""
     interfaces = {**hardware_check._interfaces(), "10.1.2.3": "eth7"}
     known = address != "::1" or "0" * 31 + "1 " in Path("/proc/net/if_inet6").read_text()
     assert interfaces.get(address) == ("lo" if known else None)
@@ -182,7 +186,7 @@ def test_the_interface_of_gloo_is_that_of_the_hosts_own_address(address: str, mo
     assert hardware_check._gloo_interface() == "eth8"
 
 
-def test_a_folder_that_takes_no_file_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable_is_reported(tmp_path: Path) -> None:
     assert hardware_check.folder_problem(tmp_path, "job-0-0") == ""
     assert list(tmp_path.iterdir()) == []
     gone = tmp_path / "gone"
@@ -218,7 +222,7 @@ def start_node(job: Job, index: int, attempt: int = 0, FAULT: str = "", FAULTY: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["Fast"], indirect=True)
-def test_a_node_that_computes_wrong_ends_before_it_is_in_a_round(job: Job) -> None:
+def test_a_node_that_computes_wrong_ends_before_its_first_round(job: Job) -> None:
     start(job, "product", "job-1-0", group=False)
     assert job.wait_exit("job-1-0", 180) == 80, job.all_logs()
     end = job.end("job-1-0")
@@ -231,7 +235,7 @@ def test_a_node_that_computes_wrong_ends_before_it_is_in_a_round(job: Job) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["Standard"], indirect=True)  # Links are checked in Fast by tests/local.
+@pytest.mark.parametrize("job", ["Standard"], indirect=True)  # tests/local checks links in Fast.
 def test_the_node_whose_sums_are_wrong_is_found_among_its_peers(job: Job) -> None:
     start(job, "sum", "job-1-0")
     assert job.wait_exit("job-1-0", 300) == 80, job.all_logs()
@@ -247,7 +251,7 @@ def test_the_node_whose_sums_are_wrong_is_found_among_its_peers(job: Job) -> Non
 
 
 def take_part(place: Network, rank: int, world: int, folder: Path, seconds: float) -> None:
-    """A node's part of a check of links, in its own network."""
+    """One node's part of a link check, in its own network."""
     import torch.distributed as dist
 
     sys.stdout = sys.stderr = (folder / f"{rank}.log").open("w")
@@ -257,7 +261,7 @@ def take_part(place: Network, rank: int, world: int, folder: Path, seconds: floa
     settings = PreflightSettings(True, seconds, 8.0, 0, "", "auto", "")
     verdict = NodePreflight(settings, 1).check_links(store, rank, world, place.address(rank), lambda: False)
     (folder / f"{rank}.json").write_text(json.dumps(verdict.write()))
-    if rank == 0:  # It has the store.
+    if rank == 0:  # This pod has the store.
         store.wait([f"done/{other}" for other in range(1, world)])
     else:
         store.set(f"done/{rank}", "")

@@ -1,4 +1,4 @@
-"""Progress reports of a job's pods: they prove that they know the token, and never send it."""
+"""Progress reports of a job's pods. They prove knowledge of the token and never send it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Post = Callable[[str, int], bool]
 
 
 class Relay:
-    """Stands between a client and the coordinator, and keeps every request that it passes on."""
+    """A relay between a client and the coordinator that keeps every request."""
 
     def __init__(self, port: int) -> None:
         self.port, self.requests = port, list[bytes]()
@@ -45,7 +45,7 @@ class Relay:
             client.close()
 
     def send(self, request: bytes) -> bytes:
-        """A request once more, and the coordinator's answer."""
+        """Send a request once more, and return the coordinator's response."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=10) as other:
             other.sendall(request)
             return b"".join(iter(lambda: other.recv(65536), b""))
@@ -122,13 +122,13 @@ def test_the_token_is_proved_and_never_sent(
     relay, post = Relay(job.port), client(monkeypatch)
     assert post(relay.address, 3) and post(relay.address, 4)
     assert job.status()["progress"]["step"] == 4
-    assert len(relay.requests) == 3, "the first one learns the coordinator's number"
+    assert len(relay.requests) == 3, "the first request learns the coordinator's number"
     assert not any(TOKEN.encode() in request for request in relay.requests)
     assert all(b"DDPJob-Proof: " in request for request in relay.requests)
 
 
 @CLIENTS
-def test_a_stranger_at_the_coordinator_s_address_does_not_get_the_token(
+def test_a_stranger_at_the_coordinators_address_does_not_get_the_token(
     client: Callable[[pytest.MonkeyPatch], Post], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     received: list[bytes] = []
@@ -155,15 +155,15 @@ def test_a_stranger_at_the_coordinator_s_address_does_not_get_the_token(
 def test_a_report_names_its_round(
     job: Job, client: Callable[[pytest.MonkeyPatch], Post], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank 0 that was fenced must not show its step as the next round's."""
+    """A fenced rank 0 must not show its step as that of the next round."""
     monkeypatch.setenv("DDPJOB_FENCE", "0.7")
     relay, post = Relay(job.port), client(monkeypatch)
     assert post(relay.address, 3)
     assert b'"round": "0.7"' in relay.requests[-1]
 
 
-def test_a_step_has_the_moment_in_which_it_was_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A post that comes late, or again after a failure, has the speed of the steps. The last one has none."""
+def test_a_step_is_dated_to_the_moment_of_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late or repeated post must show the speed of the steps. The last post has no speed."""
     from ddpjob_report import link
 
     posted, clock = list[dict[str, Any]](), [50.0]
@@ -183,12 +183,12 @@ def test_a_step_has_the_moment_in_which_it_was_reported(monkeypatch: pytest.Monk
     assert client._send({"step": 31, "steps": 100}) and posted[2] == {"step": 31, "steps": 100}
 
 
-def test_the_worker_seals_as_the_protocol_says() -> None:
+def test_the_worker_signs_as_the_protocol_requires() -> None:
     parts = ("request", "", "nonce", "POST", "/v1/progress", b'{"a": "\xc3\xa9"}')
     assert worker.seal(TOKEN, *parts) == protocol.seal(TOKEN, *parts)
 
 
-def test_a_request_that_changes_something_is_taken_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_changes_something_is_accepted_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relay at the coordinator's former address cannot send a message again."""
     relay, post = Relay(job.port), by_worker(monkeypatch)
     assert post(relay.address, 3)
@@ -196,20 +196,20 @@ def test_a_request_that_changes_something_is_taken_once(job: Job, monkeypatch: p
     assert post(relay.address, 7)
     assert relay.send(first).startswith(b"HTTP/1.1 401 ")
     assert job.status()["progress"]["step"] == 7
-    assert post(relay.address, 8), "others are taken as before"
+    assert post(relay.address, 8), "other requests are still accepted"
 
 
-def test_used_nonces_are_few_and_expire_with_the_coordinator_s_number() -> None:
+def test_used_nonces_are_few_and_expire_with_the_coordinators_number() -> None:
     server = object.__new__(coordinator_server.Server)
     server.renew()
     first, most = server.instance, coordinator_server.MAX_NONCES
     assert all(server.use(str(number)) for number in range(most - 1)) and not server.use("5")
     assert server.instance == first and len(server._used) == most - 1
     assert server.use("last")
-    assert server.instance != first and not server._used, "what was used holds for the new number neither"
+    assert server.instance != first and not server._used, "a used request is invalid for the new number too"
 
 
-def test_a_script_s_figures_arrive_with_the_speed_and_the_time_left(
+def test_a_scripts_figures_arrive_with_the_speed_and_the_time_left(
     job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import ddpjob_report
@@ -231,15 +231,17 @@ def test_a_script_s_figures_arrive_with_the_speed_and_the_time_left(
     ddpjob_report.report(step=31)
     link.close()
     progress = job.status()["progress"]
-    assert (progress["epoch"], progress["step"], progress["loss"]) == (1, 31, None), "also what came last"
+    assert (progress["epoch"], progress["step"], progress["loss"]) == (1, 31, None), "the last report too"
     assert progress["metrics"].keys() <= {"accuracy", "stepsPerSecond"}
     link._link._send({"what": 1})  # type: ignore[attr-defined]
     link._link._send({"what": 1})  # type: ignore[attr-defined]
     assert capsys.readouterr().err.count("the coordinator refuses a report: ") == 1
 
 
-def test_the_speed_of_counted_steps_is_of_those_that_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first are posted a hundredth of a second after the thread has begun, which is no speed."""
+def test_the_speed_of_counted_steps_covers_only_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first steps are posted a hundredth of a second after the thread has begun, which gives no
+    valid speed.
+    """
     monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
     monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
     counter = worker.StepCounter(SimpleNamespace(register_optimizer_step_post_hook=lambda hook: None))
@@ -263,13 +265,13 @@ def test_the_speed_of_counted_steps_is_of_those_that_were_timed(monkeypatch: pyt
 
 
 def torch_without_gpu(**fields: Any) -> Any:
-    """What the step counter asks of torch."""
+    """The part of torch that the step counter uses."""
     cuda = SimpleNamespace(is_initialized=lambda: False)
     return SimpleNamespace(compiler=SimpleNamespace(is_compiling=lambda: False), cuda=cuda, **fields)
 
 
-def test_steps_that_may_go_uncounted_from_now_on_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled optimizer's run no hook, and neither do those that a CUDA graph repeats."""
+def test_steps_that_can_no_longer_be_counted_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled optimizer's steps run no hook, and neither do steps that a CUDA graph repeats."""
     monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
     monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
     hooks, posted = list[Any](), list[dict[str, Any]]()
@@ -281,7 +283,7 @@ def test_steps_that_may_go_uncounted_from_now_on_are_reported(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", SimpleNamespace(counters={"frames": frames}))  # type: ignore[arg-type]
 
     def looks() -> bool:
-        """Whether a look at the counter, half a second later, says so."""
+        """Whether a look at the counter, half a second later, reports it."""
         posted.clear()
         waits = [None, EOFError]
 
@@ -320,7 +322,7 @@ def test_steps_that_may_go_uncounted_from_now_on_are_reported(monkeypatch: pytes
 def test_an_optimizer_with_an_early_state_shows_that_the_script_resumed(
     monkeypatch: pytest.MonkeyPatch, before: Any, after: Any, known: list[str]
 ) -> None:
-    """DCP makes an empty step before it loads. An optimizer that keeps no state tells nothing."""
+    """DCP makes an empty step before it loads. An optimizer without state proves nothing."""
     monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
     monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
     monkeypatch.setitem(sys.modules, "torch", torch_without_gpu())
@@ -349,10 +351,10 @@ def test_an_optimizer_with_an_early_state_shows_that_the_script_resumed(
     ("collectives", "exchanging"),
     [([3, 4, 5], True), ([0, 7, 9, 9, 9], True), ([3, 3, 3], False), ([3, 4, 4, 5, 6], False), ([0, 0, 0], False)],
 )
-def test_ranks_exchange_if_there_are_collectives_in_each_of_the_first_steps(
+def test_ranks_exchange_if_each_of_the_first_steps_has_collectives(
     monkeypatch: pytest.MonkeyPatch, collectives: list[int], exchanging: bool
 ) -> None:
-    """Later ones may be those of an evaluation."""
+    """Collectives in later steps may be those of an evaluation."""
     monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
     monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
     made, hooks, posted = [0], list[Any](), list[dict[str, Any]]()
@@ -408,7 +410,7 @@ def test_a_program_that_steps_without_a_group_is_reported_until_it_forms_one(
 
 
 @pytest.mark.parametrize("kind", ["link", "curves"])
-def test_what_a_script_reports_last_is_kept_though_what_came_before_is_on_its_way(
+def test_the_last_report_of_a_script_is_kept_while_an_earlier_one_is_being_sent(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from ddpjob_report import curve_file, link
@@ -463,10 +465,10 @@ ddpjob_report.copy_checkpoint(folder / "a.pt", 9)
 
 
 @pytest.mark.parametrize("reports", ["first", "never"])
-def test_a_copy_is_reported_when_it_is_there_and_not_with_the_next_step(
+def test_a_copy_is_reported_as_soon_as_it_exists(
     job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reports: str
 ) -> None:
-    """Of a script that hangs, or has ended, the newest copy was not shown."""
+    """Regression: if a script hung or had ended, its newest copy was not shown."""
     pytest.importorskip("obstore", reason="pip install obstore")
     folder = tmp_path / "pod"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""The report is read as strictly as it is written."""
+"""The operator reads the report as strictly as the coordinator writes it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def a_report() -> Report:
     return world.coordinator.report()
 
 
-def test_what_the_coordinator_writes_is_what_the_operator_reads() -> None:
+def test_the_operator_reads_what_the_coordinator_writes() -> None:
     report = a_report()
     read = Report.read(json.loads(json.dumps(report.write())))
     assert read.state is CoordinatorState.RESTARTING and read.incidents[0].kind is IncidentKind.WORKER_FAILED
-    assert read.incidents[0].message == "ValueError: \\udcff", "no API takes halves of surrogate pairs"
+    assert read.incidents[0].message == "ValueError: \\udcff", "no API accepts lone surrogates"
     assert (read.nodes, read.min_nodes, read.mode, read.progress["step"]) == (3, 2, Mode.STANDARD, 3)
     assert Report.read(read.write()) == read
     assert read.lost[0].since == datetime(1970, 1, 1, 0, 16, 41, tzinfo=timezone.utc)
@@ -56,7 +56,7 @@ def test_what_the_coordinator_writes_is_what_the_operator_reads() -> None:
         ({"world": 2**63}, f"report.world: must be a finite number of at most 64 bits, not {2**63}"),
     ],
 )
-def test_what_is_wrong_is_named(change: dict[str, Any], error: str) -> None:
+def test_a_wrong_field_of_the_report_is_named(change: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError) as caught:
         Report.read({**a_report().write(), **change})
     assert str(caught.value) == error
@@ -90,7 +90,7 @@ EXTREMES: tuple[Any, ...] = (
 
 
 def as_read(world: World) -> Report:
-    """The report as the operator has it. Raises what its reading raises."""
+    """The report as the operator reads it. Raises the reader's errors."""
     text = http_api._report(world.coordinator.report()).encode(errors="backslashreplace")
     assert len(text) <= protocol.largest_report(world.coordinator.settings.nodes)
     return Report.read(json.loads(text))
@@ -98,7 +98,7 @@ def as_read(world: World) -> Report:
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: str(line["t"]))
 def test_no_line_of_a_member_makes_the_report_unreadable(line: dict[str, Any]) -> None:
-    """Nor does it raise anything but a ValueError, which is answered."""
+    """It raises only a ValueError, which the server answers."""
     for name in [name for name in line if name != "t"]:
         for value in EXTREMES:
             world = World(2)
@@ -133,11 +133,11 @@ def test_no_order_of_the_operators_port_makes_the_report_unreadable() -> None:
 
 @pytest.mark.parametrize("nodes", [1, 8, 1024])
 @pytest.mark.parametrize("character", ["x", "\0", "\N{GRINNING FACE}"])
-def test_the_largest_report_of_a_coordinator_is_one_that_the_operator_reads(nodes: int, character: str) -> None:
-    """With all spares, names as long as they may be, 60 incidents, notes and metrics.
+def test_the_operator_reads_the_largest_possible_report(nodes: int, character: str) -> None:
+    """It has all spares, names of the greatest length, 60 incidents, notes and metrics.
 
-    Tracebacks stay where texts are as they are in practice: ASCII, messages of one paragraph, and pods' names of
-    63 characters.
+    Tracebacks and texts are like those in practice: ASCII, messages of one paragraph, and pod names
+    of 63 characters.
     """
     world, text = World(nodes), character * protocol.MAX_TRACEBACK
     coordinator, pods = world.coordinator, nodes + protocol.MAX_SPARES
@@ -162,14 +162,14 @@ def test_the_largest_report_of_a_coordinator_is_one_that_the_operator_reads(node
         assert len(report.incidents[-1].traceback) >= 3000 and len(report.progress["metrics"]) == 100
 
 
-def test_words_format_as_their_values_in_every_python() -> None:
+def test_texts_format_like_their_values_in_every_python() -> None:
     assert (f"{Mode.FAST}", str(Mode.FAST), f"{Mode.FAST:>5}", Command.SIZE.path) == (
         "Fast", "Fast", " Fast", "/v1/size",
     )  # fmt: skip
     assert json.dumps({"mode": Mode.FAST}) == '{"mode": "Fast"}' and {Mode.FAST: 1}["Fast"] == 1  # type: ignore[index]
 
 
-def test_ranks_that_lag_are_checked_and_merged() -> None:
+def test_lagging_ranks_are_checked_and_merged() -> None:
     from ddpjob_runtime.coordinator import progress
 
     two = [{"rank": 3, "slowdown": 1.8}, {"rank": 0, "slowdown": 2}]

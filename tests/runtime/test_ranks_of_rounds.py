@@ -1,4 +1,6 @@
-"""In which order the coordinator numbers the ranks of a round, and how long it waits for that order."""
+"""The order in which the coordinator numbers the ranks of a round, and how long it waits for that
+order.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ def pods(*indices: int) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", [STANDARD, FAST])
-def test_ranks_are_numbered_in_the_order_that_the_operator_says(mode: str) -> None:
+def test_ranks_are_numbered_in_the_operators_order(mode: str) -> None:
     world = World(4, mode=mode, ordered=True)
     world.coordinator.set_order(pods(0, 2, 1, 3))
     members = world.form(4)
@@ -31,10 +33,10 @@ def test_the_first_round_waits_for_the_order() -> None:
     world.pass_time(1)
     assert world.coordinator.rounds.current is None
     world.coordinator.set_order(pods(0, 2, 1))
-    assert world.ranks() == [0, 2, 1], "it begins with the last word that it waited for"
+    assert world.ranks() == [0, 2, 1], "it begins with the last entry that it waited for"
 
 
-def test_it_waits_for_those_only_whose_places_are_missing_and_not_for_long() -> None:
+def test_a_round_waits_briefly_and_only_for_members_without_a_place() -> None:
     world = World(3, ordered=True)
     members = [world.hello(i) for i in range(3)]
     world.coordinator.set_order(pods(0, 2))
@@ -42,11 +44,11 @@ def test_it_waits_for_those_only_whose_places_are_missing_and_not_for_long() -> 
     world.pass_time(ORDER_SECONDS - 0.1)
     assert world.coordinator.rounds.current is None
     world.pass_time(0.2)
-    assert world.ranks() == [0, 2, 1], "whose place is not known is the last"
+    assert world.ranks() == [0, 2, 1], "a member without a place is the last"
 
 
-def test_the_time_for_a_place_begins_when_the_member_comes() -> None:
-    """Import of torch and fetching of data come after that: a slow start waits for nothing."""
+def test_the_time_limit_for_a_place_begins_when_the_member_connects() -> None:
+    """Importing torch and fetching data come after that, so a slow start waits for nothing."""
     world = World(2, ordered=True)
     members = [world.hello(i) for i in range(2)]
     world.pass_time(ORDER_SECONDS + 1)
@@ -72,7 +74,7 @@ def test_a_later_order_changes_no_running_round_and_the_next_one_follows_it() ->
 
 
 @pytest.mark.parametrize("mode", [STANDARD, FAST])
-def test_a_replacement_has_no_place_until_the_operator_says_so(mode: str) -> None:
+def test_a_replacement_waits_for_the_operator_to_assign_its_place(mode: str) -> None:
     world = World(3, mode=mode, ordered=True)
     world.coordinator.set_order(pods(0, 2, 1))
     members = world.form(3)
@@ -85,7 +87,7 @@ def test_a_replacement_has_no_place_until_the_operator_says_so(mode: str) -> Non
     assert world.round.number == 2 and world.ranks() == [0, 2, 1], "node 0 has rank 0 whenever it trains"
 
 
-def test_without_the_operator_a_replacement_trains_all_the_same() -> None:
+def test_without_the_operator_a_replacement_still_trains() -> None:
     world = World(3, ordered=True)
     world.coordinator.set_order(pods(0, 2, 1))
     members = world.form(3)
@@ -93,7 +95,7 @@ def test_without_the_operator_a_replacement_trains_all_the_same() -> None:
     world.ready(*members[1:])
     world.ready(world.hello(0, attempt=1))
     world.pass_time(ORDER_SECONDS + 0.1)
-    assert world.ranks() == [0, 2, 1], "index 0 first, whether its place is known or not"
+    assert world.ranks() == [0, 2, 1], "index 0 first, even if its place is unknown"
 
 
 def test_a_spare_that_takes_over_has_its_place_already() -> None:
@@ -103,10 +105,10 @@ def test_a_spare_that_takes_over_has_its_place_already() -> None:
     assert world.ranks() == [0, 1, 2]
     world.lose(members[1])
     world.ready(members[0], members[2])
-    assert world.ranks() == [0, 3, 2], "nobody waits"
+    assert world.ranks() == [0, 3, 2], "no member waits"
 
 
-def test_an_order_that_ends_puts_the_indices_in_its_place_and_nobody_waits_any_more() -> None:
+def test_an_order_that_ends_restores_the_order_of_the_indices_without_a_wait() -> None:
     world = World(3, ordered=True)
     world.coordinator.set_order(pods(0, 2, 1))
     members = world.form(3)
@@ -118,7 +120,7 @@ def test_an_order_that_ends_puts_the_indices_in_its_place_and_nobody_waits_any_m
     assert world.ranks() == [0, 1, 2]
 
 
-def test_a_round_taken_over_keeps_its_ranks_and_the_next_waits_for_the_order() -> None:
+def test_an_adopted_round_keeps_its_ranks_and_the_next_waits_for_the_order() -> None:
     world = World(3, mode=FAST, ordered=True)
     world.coordinator.set_order(pods(0, 2, 1))
     world.form(3)
@@ -134,14 +136,14 @@ def test_a_round_taken_over_keeps_its_ranks_and_the_next_waits_for_the_order() -
     assert world.round.number > 1 and world.ranks() == [0, 2, 1]
 
 
-def test_the_report_shows_which_order_it_has() -> None:
+def test_the_report_shows_the_current_order() -> None:
     world = World(3, ordered=True)
     assert world.report()["order"] == ""
     world.coordinator.set_order(pods(0, 2, 1))
     news, mark = world.coordinator.news, world.report()["order"]
     assert mark == order_mark(pods(0, 2, 1)) != order_mark(pods(0, 1, 2))
     world.coordinator.set_order(pods(0, 2, 1))
-    assert world.coordinator.news == news, "the same once more is no news, or the operator would never rest"
+    assert world.coordinator.news == news, "a repeated order is not a change, or the operator would never rest"
     world.coordinator.set_order(pods(0, 1, 2))
     assert world.coordinator.news > news and world.report()["order"] == order_mark(pods(0, 1, 2))
 

@@ -1,4 +1,4 @@
-"""Groups that meet at the store beside the coordinator (Standard), in threads of one process."""
+"""Groups that meet at the store next to the coordinator (Standard), in threads of one process."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters  # noq
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The coordinator's."""
+    """The coordinator's settings."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the launcher does
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
 
 
 class Client:
-    """What a handler asks of the coordinator: one word to begin, then whether the round is over."""
+    """A coordinator as a handler sees it: one call to begin, then whether the round is over."""
 
     why = "a node was lost"
 
@@ -69,7 +69,7 @@ def handler(rank: int, world: int, store: Any) -> StandardRendezvous:
 
 
 @pytest.mark.parametrize("world", [3, 40])
-def test_a_group_has_the_ranks_of_the_coordinator_and_the_address_of_its_rank_0(world: int, store: Any) -> None:
+def test_a_group_has_the_coordinators_ranks_and_the_address_of_its_rank_0(world: int, store: Any) -> None:
     handlers = [handler(rank, world, store) for rank in range(world)]
     with ThreadPoolExecutor(world) as threads:
         infos = list(threads.map(lambda h: h.next_rendezvous(), handlers))
@@ -83,11 +83,11 @@ def test_a_group_has_the_ranks_of_the_coordinator_and_the_address_of_its_rank_0(
         (first.master_addr, first.master_port)
     }
     infos[0].store.set("word", "of all")
-    assert infos[-1].store.get("word") == b"of all", "they share the store"
+    assert infos[-1].store.get("word") == b"of all", "the members share the store"
 
 
-def test_no_launcher_unpickles_what_is_in_the_store(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """c10d's own forming does: whoever writes its state runs code on every node."""
+def test_no_launcher_unpickles_content_of_the_store(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """c10d's own rendezvous does: a client that can write its state runs code on every node."""
     monkeypatch.setattr(Bomb, "exploded", [])
     store.set("torch.rendezvous.job", b64encode(pickle.dumps((Bomb(), 1))).decode())
     handlers = [handler(rank, 2, store) for rank in range(2)]
@@ -113,7 +113,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
-def test_a_store_listens_on_its_address_alone(host: str) -> None:
+def test_a_store_listens_only_on_its_address(host: str) -> None:
     before = listening([os.getpid()])
     try:
         made = serve(host)
@@ -143,13 +143,13 @@ def test_a_port_in_use_is_refused() -> None:
         serve("127.0.0.1", first.port)
 
 
-def test_a_round_finds_nothing_of_an_earlier_one(store: Any) -> None:
+def test_a_round_does_not_see_an_earlier_one(store: Any) -> None:
     earlier, later = handler(0, 2, store), handler(1, 2, store)
     later_client: Any = later._client
     later_client.words[0]["round"] = 8
     assert earlier.next_rendezvous().rank == 0
     threading.Timer(0.5, later_client.over.set).start()
-    with pytest.raises(EOFError):  # The address that it would have found is that of a dead rank 0.
+    with pytest.raises(EOFError):  # The earlier round's address belongs to a dead rank 0.
         later.next_rendezvous()
 
 
@@ -157,7 +157,7 @@ def test_a_round_that_is_over_is_left_although_its_rank_0_never_came(store: Any)
     late = handler(1, 2, store)
     client: Any = late._client
     threading.Timer(0.2, client.over.set).start()
-    with pytest.raises(EOFError):  # It asks for the next round, and there is none.
+    with pytest.raises(EOFError):  # It asks for the next round, which does not exist.
         late.next_rendezvous()
     assert client.words == []
 
@@ -166,7 +166,9 @@ def test_a_round_that_is_over_is_left_although_its_rank_0_never_came(store: Any)
 def test_a_store_that_listens_is_waited_for_while_a_name_server_is_slow(
     listens: bool, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch looks up the name of the address before it connects: each try was over before that had an answer."""
+    """Regression: torch looks up the name of the address before it connects, and each attempt timed
+    out before the response.
+    """
     tried = list[float]()
 
     def connect(host: str, port: int, timeout: timedelta, **more: Any) -> Any:
@@ -212,7 +214,7 @@ print(kernels.activate_meta.__module__, type(kernels).__name__, distances())
 """
 
 
-def test_it_needs_no_kernels_for_tensors_without_data_and_they_come_when_asked_for() -> None:
+def test_kernels_for_meta_tensors_are_imported_only_on_demand() -> None:
     command = [sys.executable, "-c", LEAN]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120 * slowness(), check=False)
     assert done.stdout.splitlines() == [

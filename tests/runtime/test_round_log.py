@@ -1,4 +1,6 @@
-"""What outlives the pods: a line for each round, break and end in the checkpoint folder, and never a delay."""
+"""The log that outlives the pods: a line for each round, break and end in the checkpoint folder,
+without any delay.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def records(world: World, pod: str) -> list[dict[str, Any]]:
     return [fields for verb, fields in world.heard[pod] if verb == "record"]
 
 
-def test_rank_0_writes_down_rounds_breaks_and_the_end() -> None:
+def test_rank_0_records_rounds_breaks_and_the_end() -> None:
     world, *members = formed(2)
     world.coordinator.report_progress({"step": 3, "loss": 0.5})
     world.fail(members[1], "ValueError: bug")
@@ -38,7 +40,7 @@ def test_rank_0_writes_down_rounds_breaks_and_the_end() -> None:
     assert world.verbs(members[0])[-2:] == ["record", "done"]
 
 
-def test_rank_0_writes_down_where_a_round_continued_and_what_it_repeated_once_each() -> None:
+def test_rank_0_records_once_where_a_round_continued_and_what_it_repeated() -> None:
     world, *members = formed(2)
     world.coordinator.report_progress({"step": 3})
     start = {"step": 90, "source": "memory", "made": 91}
@@ -54,7 +56,7 @@ def test_rank_0_writes_down_where_a_round_continued_and_what_it_repeated_once_ea
     world.pass_time(2)
     world.ready(*members)
     world.pass_time(5)
-    assert not {"start", "stepsAtRisk"} & world.coordinator.report().progress.keys(), "they were of that round"
+    assert not {"start", "stepsAtRisk"} & world.coordinator.report().progress.keys(), "they belonged to that round"
 
 
 def test_another_member_writes_when_rank_0_is_lost() -> None:
@@ -68,7 +70,7 @@ def test_another_member_writes_when_rank_0_is_lost() -> None:
     assert world.verbs(members[1])[-2:] == ["record", "stop"]
 
 
-def test_no_line_is_longer_than_a_connection_bears() -> None:
+def test_no_line_exceeds_the_limit_of_a_connection() -> None:
     world, *members = formed(2)
     wide = "\N{GRINNING FACE}" * 100
     world.coordinator.report_progress({"metrics": {f"{number:03}{wide[3:]}": 1.0 for number in range(100)}})
@@ -86,7 +88,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_lines_are_appended_after_one_that_was_cut(folder: Path) -> None:
+def test_lines_are_appended_after_an_incomplete_one(folder: Path) -> None:
     path = folder / protocol.ROUNDS_FILE
     path.write_text('{"event": "rou')
     log = RoundLog()
@@ -98,7 +100,7 @@ def test_lines_are_appended_after_one_that_was_cut(folder: Path) -> None:
     assert json.loads(lines[1])["job"] == "first" and "t" not in json.loads(lines[1])
 
 
-def test_the_file_does_not_grow_without_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_the_file_is_limited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(round_log, "MAX_BYTES", 1000)
     log = RoundLog()
     for number in range(60):
@@ -109,7 +111,7 @@ def test_the_file_does_not_grow_without_end(folder: Path, monkeypatch: pytest.Mo
     assert all(file.stat().st_size < 1200 for file in files) and '"round": 59' in files[0].read_text()
 
 
-def test_a_volume_that_is_not_there_is_not_made_and_one_that_hangs_costs_lines_alone(
+def test_a_missing_volume_is_not_created_and_a_hanging_one_only_loses_lines(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(folder / "unmounted"))

@@ -1,4 +1,6 @@
-"""Fast recovery with real torchrun and gloo: unchanged scripts, nodes are launchers on 127.0.0.1."""
+"""Fast recovery with real torchrun and gloo. The scripts are unchanged, and the nodes are launchers
+on 127.0.0.1.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def made(job: Job, rank: int) -> list[tuple[float, int, int]]:
 
 
 def recovery_seconds(job: Job, since: float, ranks: int = 2) -> float:
-    """From `since` until each rank has made a step in a process that was not there before."""
+    """Seconds from `since` until each rank has made a step in a new process."""
     before = {pid for rank in range(ranks) for when, pid, _ in made(job, rank) if when < since}
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -69,7 +71,9 @@ def kinds(report: Report) -> list[tuple[str, str]]:
 
 
 def with_a_spare(job: Job, steps: int) -> tuple[str, ...]:
-    """Two of three nodes have made more than `steps` steps. Returns their script with its arguments."""
+    """Wait until two of three nodes have made more than `steps` steps. Returns their script with
+    its arguments.
+    """
     script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02")
     job.start_coordinator()
     for index in range(3):
@@ -85,7 +89,9 @@ def test_a_spare_takes_over_at_once(job: Job) -> None:
     job.kill(victim)
     took = recovery_seconds(job, killed)
     print(f"a spare took over in {took:.3f} s")
-    assert took < 10 * slowness(), "the figure is the benchmark's; here only that nothing waits for a time-out"
+    assert took < 10 * slowness(), (
+        "the benchmark measures the figure; this only checks that nothing waits for a timeout"
+    )
     index = int(victim.split("-")[1])
     job.start_node(index, *script, attempt=1)
     left = [f"job-{i}-0" for i in range(3) if i != index]
@@ -124,7 +130,7 @@ def test_no_step_is_lost_with_the_coordinator(job: Job) -> None:
     job.start_coordinator(attempt=1)
     report = job.wait_until(lambda r: r["state"] == "Running" and states(r) == ["Running", "Running"])
     assert before > 10 and report["round"] == 1
-    job.kill("job-1-0")  # the new one does all that the old one did
+    job.kill("job-1-0")  # the new one does everything that the old one did
     job.start_node(1, *script, attempt=1)
     report = finish(job, "job-0-0", "job-1-1")
     assert [steps for _, _, steps in made(job, 0)][:before] == list(range(before)), (
@@ -153,7 +159,7 @@ def test_it_shrinks_at_once_and_grows_again(tmp_path: Path) -> None:
         )
 
 
-def test_a_hang_is_seen_and_shown(job: Job) -> None:
+def test_a_hang_is_detected_and_shown(job: Job) -> None:
     script = (STEPS, "--steps", "30", "--ddp", "--sleep", "0.02", "--hang-at", "10")
     job.start_coordinator("--hang-after", "3")
     job.start_node(0, *script)
@@ -175,7 +181,7 @@ def test_steps_without_an_optimizer_are_no_hang_until_every_rank_stands_still(jo
     job.start_node(0, *script)
     job.start_node(1, *script)
     report = job.wait_until(lambda r: r["progress"].get("uncountable") or r["incidents"], 60)
-    assert not report["incidents"], "it works, and no step of it can be counted"
+    assert not report["incidents"], "it works, although its steps cannot be counted"
     report = job.wait_until(lambda r: r["incidents"], 60)
     [incident] = report["incidents"]
     assert incident["kind"] == "Hang" and "wait_for_ever" in incident["message"], incident
@@ -185,7 +191,7 @@ def test_steps_without_an_optimizer_are_no_hang_until_every_rank_stands_still(jo
 
 
 def test_a_frozen_node_is_fenced(job: Job) -> None:
-    """Its peers continue with another one; when it wakes up it ends."""
+    """Its peers continue with another node. When the frozen node wakes up, it ends."""
     with_a_spare(job, steps=3)
     victim = next(m["pod"] for m in job.status()["members"] if m["state"] == "Running")
     frozen = [
@@ -214,7 +220,7 @@ def parent_of(pid: int, victim: str, job: Job) -> bool:
     return f"DDPJOB_POD={victim}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
-def test_a_crash_loop_slows_down(job: Job) -> None:
+def test_a_crash_loop_backs_off(job: Job) -> None:
     script = (STEPS, "--steps", "8", "--raise-at", "0", "--always", "--ddp", "--sleep", "0")
     job.start_coordinator("--backoff", "1:60")
     job.start_node(0, *script)
@@ -238,7 +244,7 @@ def test_a_script_finds_modules_as_if_python_had_started_it(tmp_path: Path, mode
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-def test_steps_of_a_script_that_reports_none_are_counted(tmp_path: Path, mode: str) -> None:
+def test_steps_of_a_script_that_reports_no_steps_are_counted(tmp_path: Path, mode: str) -> None:
     with contextlib.closing(Job(tmp_path, nodes=1, mode=mode)) as job:
         job.start_coordinator()
         job.start_node(0, STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02")
@@ -248,7 +254,7 @@ def test_steps_of_a_script_that_reports_none_are_counted(tmp_path: Path, mode: s
         assert report["progress"]["step"] == len(made(job, 0)), "the last count is posted at the end"
 
 
-def test_programs_that_cannot_be_forked_run_cold_and_say_so_to_each_coordinator(job: Job) -> None:
+def test_programs_that_cannot_be_forked_run_cold_and_report_it_to_each_coordinator(job: Job) -> None:
     command = (sys.executable, STEPS, "--steps", "100000", "--sleep", "0.03")
     job.start_coordinator()
     job.start_node(0, *command, torchrun=("--no-python",))
@@ -281,7 +287,7 @@ NO_LOGS = {
     "a full disk": ["sh", "-c", 'exec "$@" > /dev/full 2>&1', "sh"],
     "a pipe that nobody reads": [sys.executable, "-c", UNREAD],
 }
-"""Start programs that cannot write their logs."""
+"""A command that starts programs that cannot write their logs."""
 
 
 class Unlogged(Job):
@@ -293,8 +299,10 @@ class Unlogged(Job):
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 @pytest.mark.parametrize("why", NO_LOGS)
-def test_what_cannot_write_its_log_loses_the_lines_alone(tmp_path: Path, why: str, mode: str) -> None:
-    """As on a laptop whose disk the checkpoints have filled, or while a host's container runtime hangs."""
+def test_a_log_that_cannot_be_written_only_loses_its_lines(tmp_path: Path, why: str, mode: str) -> None:
+    """This happens on a laptop whose disk is full of checkpoints, or while a host's container
+    runtime hangs.
+    """
     job = Unlogged(tmp_path, mode=mode)
     job.start = NO_LOGS[why]
     try:
@@ -323,7 +331,7 @@ os._exit(3)
 
 
 def test_an_error_file_that_cannot_be_read_does_not_end_the_node(tmp_path: Path) -> None:
-    """A full disk leaves an empty one, a worker that is killed a half."""
+    """A full disk leaves an empty file, and a killed worker half a file."""
     (tmp_path / "unreadable.py").write_text(UNREADABLE)
     with contextlib.closing(Job(tmp_path, nodes=1, mode="Fast")) as job:
         job.start_coordinator("--backoff", "0.1:0.1")
@@ -341,14 +349,14 @@ import ddpjob_runtime.launcher.oom as oom
 oom.FILES = (pathlib.Path(os.environ["OUT"], "memory.events"),)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Starts a launcher whose container's counter of processes killed for memory is a file of the test."""
+"""A command that starts a launcher whose counter of processes killed for memory is a file of the
+test.
+"""
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM])
-def test_a_fork_server_that_was_killed_for_memory_ends_its_node_with_the_reason(
-    job: Job, number: signal.Signals | None
-) -> None:
-    """Also where the launcher is asked to end before it has noticed."""
+def test_a_fork_server_killed_for_memory_ends_its_node_with_the_reason(job: Job, number: signal.Signals | None) -> None:
+    """This holds even if the launcher is asked to end before it has noticed."""
     job.start_coordinator()
     prefix, options = (PYTHON, "-c", COUNTED), ("--nnodes=1", "--monitor-interval=1")
     path = os.pathsep.join((str(RUNTIME.parent), os.environ.get("PYTHONPATH", "")))

@@ -36,7 +36,7 @@ def job(folder: Path) -> Iterator[Job]:
 
 
 class Proxy:
-    """Passes bytes between launchers and the coordinator until it is asked to cut."""
+    """A relay between launchers and the coordinator that can be cut."""
 
     def __init__(self, target: int) -> None:
         self.target, self.listener = target, socket.create_server(("127.0.0.1", 0))
@@ -74,7 +74,7 @@ def stepping(job: Job, rank: int = 0, steps: int = 3) -> bool:
 
 
 def finish(job: Job, *names: str, seconds: float = 90) -> Report:
-    """All named launchers end with 0 and the coordinator calls it a success."""
+    """Wait until all named launchers end with 0 and the coordinator reports success."""
     assert [job.wait_exit(name, seconds) for name in names] == [0] * len(names), job.all_logs()
     report = job.status()
     assert report["state"] == "Succeeded"
@@ -128,7 +128,7 @@ def test_exceptions_restart_in_place_and_name_rank_and_line(job: Job) -> None:
         and "worker.py" not in first["traceback"]
         and "runpy" not in first["traceback"]
     )
-    # Rank 0 had finished when rank 1 failed: both run again, and nobody called it a success.
+    # Rank 0 had finished when rank 1 failed, so both run again and no success is reported.
     assert (last["kind"], last["rank"], last["message"]) == (
         "WorkerFailed",
         1,
@@ -151,8 +151,10 @@ if "RANK" not in os.environ:  # The launcher alone: workers do not rendezvous.
 NAMES_ITS_RANK = "import os\nprint('index', os.environ['DDPJOB_INDEX'], 'has rank', os.environ['RANK'])\n"
 
 
-def test_clocks_a_minute_apart_and_a_late_node_0_change_nothing(folder: Path) -> None:
-    """c10d compares the nodes' clocks, and numbers the nodes by their addresses; the coordinator does neither."""
+def test_clock_differences_of_a_minute_and_a_late_node_0_have_no_effect(folder: Path) -> None:
+    """c10d compares the nodes' clocks and numbers the nodes by their addresses. The coordinator
+    does neither.
+    """
     (folder / "skewed").mkdir()
     (folder / "skewed" / "sitecustomize.py").write_text(SKEWED)
     (folder / "names_its_rank.py").write_text(NAMES_ITS_RANK + Path(STEPS).read_text())
@@ -180,7 +182,7 @@ if not pathlib.Path("stuck").exists():
 """
 
 
-def test_torchrun_that_gives_up_is_no_success(folder: Path) -> None:
+def test_torchrun_that_gives_up_is_not_a_success(folder: Path) -> None:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     if not hasattr(LocalElasticAgent, "_check_uninterruptible_state_timeout"):
@@ -193,7 +195,7 @@ def test_torchrun_that_gives_up_is_no_success(folder: Path) -> None:
         assert report["round"] == 2, "its workers were started again"
 
 
-def test_a_node_lost_after_its_peer_has_finished_is_no_success(job: Job) -> None:
+def test_a_node_lost_after_its_peer_has_finished_is_not_a_success(job: Job) -> None:
     script = (STEPS, "--steps", "3", "--late", "60")
     job.start_coordinator()
     job.start_node(0, *script)
@@ -224,8 +226,8 @@ def test_a_node_asked_to_end_lets_its_workers_save_and_is_not_a_failure(job: Job
     assert [(i["kind"], i["pod"]) for i in report["incidents"]] == [("Left", "job-1-0")]
 
 
-def test_a_coordinator_that_stands_still_costs_no_pod(job: Job) -> None:
-    """One node still works, the other has finished. Both find the coordinator silent, and meet it again."""
+def test_a_coordinator_that_is_stopped_for_a_while_costs_no_pod(job: Job) -> None:
+    """One node still works, and the other has finished. Both notice the silence and reconnect."""
     job.start_coordinator()
     job.start_node(0, STEPS, "--steps", "3", "--late", "60")
     job.start_node(1, STEPS, "--steps", "3", "--late", "60")
@@ -239,7 +241,7 @@ def test_a_coordinator_that_stands_still_costs_no_pod(job: Job) -> None:
     assert (report["round"], report["incidents"]) == (1, [])
 
 
-def test_a_cut_connection_costs_a_restart_and_nothing_more(folder: Path) -> None:
+def test_a_cut_connection_costs_only_a_restart(folder: Path) -> None:
     with contextlib.closing(Job(folder, nodes=1)) as job:
         job.start_coordinator()
         job.wait_until(lambda r: True)
@@ -271,14 +273,17 @@ def test_commands_without_python_and_several_processes_per_node(folder: Path) ->
         assert incident["message"] == "ended with exit code 7" and incident["traceback"] == ""
 
 
-def test_what_cannot_start_says_why(folder: Path) -> None:
-    """A missing script or module, a refused argument, no torch, no place for temporary files.
+def test_a_node_that_cannot_start_reports_why(folder: Path) -> None:
+    """The reasons are a missing script or module, a refused argument, a missing torch, and no place
+    for temporary files.
 
-    Each ends with 78 and an incident, and the termination log has the reason if it can be written.
+    Each node ends with 78 and an incident, and the termination log has the reason if it can be
+    written.
     """
     (folder / "broken" / "torch").mkdir(parents=True)
     (folder / "broken" / "torch" / "__init__.py").write_text("raise OSError('libtorch.so is missing')")
-    read_only = ("sh", "-c", 'ulimit -f 0; exec "$@"', "sh")  # No file can be written, as with a read-only root.
+    # No file can be written, as with a read-only root file system.
+    read_only = ("sh", "-c", 'ulimit -f 0; exec "$@"', "sh")
     with contextlib.closing(Job(folder, nodes=5, store=False)) as job:
         job.start_coordinator()
         job.start_node(0, "no/such/script.py")
@@ -298,14 +303,14 @@ def test_what_cannot_start_says_why(folder: Path) -> None:
         assert job.end("job-0-0") == {"kind": "InitFailure", "message": text[0], "traceback": ""}
 
 
-def test_tokens_attempts_and_stop(folder: Path) -> None:
+def test_wrong_tokens_are_retried_newer_attempts_take_over_and_stop_ends_nodes(folder: Path) -> None:
     with contextlib.closing(Job(folder, store=False)) as job:
         job.start_coordinator()
         job.start_node(1, STEPS, DDPJOB_TOKEN="another job's")
         job.start_node(0, STEPS)
         job.wait_until(lambda r: [m["pod"] for m in r["members"]] == ["job-0-0"])
         job.start_node(0, STEPS, attempt=1)
-        assert job.wait_exit("job-0-0") == 79  # a newer attempt takes the place
+        assert job.wait_exit("job-0-0") == 79  # a newer attempt takes over the place
         assert "job-0-1" in job.end("job-0-0")["message"]
         job.wait_until(lambda r: [m["pod"] for m in r["members"]] == ["job-0-1"])
         assert job.post("/v1/stop", {"ok": False, "why": "the budget is spent"}) == (200, {})
@@ -315,8 +320,10 @@ def test_tokens_attempts_and_stop(folder: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a PID namespace")
-def test_as_first_process_of_a_container(folder: Path) -> None:
-    """PID 1 passes SIGTERM on, ends with the launcher's code, and the namespace takes everything with it."""
+def test_a_launcher_works_as_the_first_process_of_a_container(folder: Path) -> None:
+    """As PID 1 it passes SIGTERM on and ends with the launcher's code. The namespace ends all other
+    processes.
+    """
     with contextlib.closing(Job(folder, nodes=1)) as job:
         job.start_coordinator()
         launcher = job.start_node(0, STEPS, "--steps", "1000", prefix=("unshare", "--pid", "--fork", "--mount-proc"))

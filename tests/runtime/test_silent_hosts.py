@@ -1,4 +1,6 @@
-"""A host loses its network: the real coordinator, clients and neighbours in network namespaces, without torch."""
+"""A host loses its network. The real coordinator, clients and neighbours run in network namespaces,
+without torch.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ NODES, SPARE = 3, 3
 PORT = 29401
 
 
-def test_a_spare_takes_over_from_a_cut_host_which_comes_back_as_the_spare(tmp_path: Path) -> None:
+def test_a_spare_takes_over_from_a_partitioned_host_which_returns_as_the_spare(tmp_path: Path) -> None:
     need_namespaces()
     log = tmp_path / "coordinator.log"
     environment = {
@@ -44,7 +46,7 @@ def test_a_spare_takes_over_from_a_cut_host_which_comes_back_as_the_spare(tmp_pa
     processes: list[subprocess.Popen[bytes]] = []
 
     def said(pattern: str) -> list[float]:
-        """When the coordinator logged such a line, in Unix seconds."""
+        """Unix time at which the coordinator logged such a line."""
         lines = (line.partition(" ") for line in log.read_text().splitlines() if re.search(pattern, line))
         return [datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp() for when, _, _ in lines]
 
@@ -61,7 +63,7 @@ def test_a_spare_takes_over_from_a_cut_host_which_comes_back_as_the_spare(tmp_pa
             until(lambda: said("round 1 runs") and len(said("'t': 'ready'")) == NODES + 1)
             [first] = re.findall(r"round 1 begins with 3 nodes: (.*)", log.read_text())
             victim = int(first.split(", ")[1].split("-")[1])
-            time.sleep(2)  # Its neighbours have connected.
+            time.sleep(2)  # Its neighbours are connected.
             cut = time.time()
             made.run(victim, "ip link set eth0 down")
             until(lambda: said("round 2 runs"))

@@ -1,4 +1,6 @@
-"""The coordinator's state machines: objects own their state, code and documentation keep to the tables."""
+"""The coordinator's state machines: objects own their state, and code and documentation follow the
+tables.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ TABLES = {
 
 
 def foreign_assignments(tree: ast.AST) -> list[int]:
-    """Lines on which a class assigns, or deletes, an attribute of an object other than `self`."""
+    """Lines on which a class assigns or deletes an attribute of an object other than `self`."""
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     attributes = [node for scope in classes for node in ast.walk(scope) if isinstance(node, ast.Attribute)]
     changed = [node for node in attributes if isinstance(node.ctx, (ast.Store, ast.Del))]
@@ -29,13 +31,13 @@ def foreign_assignments(tree: ast.AST) -> list[int]:
 
 
 @pytest.mark.parametrize("path", sorted(COORDINATOR.glob("*.py")), ids=lambda path: path.name)
-def test_every_class_assigns_its_own_attributes_only(path: Path) -> None:
+def test_every_class_assigns_only_its_own_attributes(path: Path) -> None:
     lines = foreign_assignments(ast.parse(path.read_text()))
     assert lines == [], f"in these lines of {path.name} call a method of the object that owns the attribute"
 
 
 @pytest.mark.parametrize("line", ["other.x = 1", "self.x.y = 1", "a, other.x = 1, 2", "other.x += 1", "del other.x"])
-def test_the_check_sees_an_assignment(line: str) -> None:
+def test_the_check_finds_an_assignment(line: str) -> None:
     assert foreign_assignments(ast.parse(f"class A:\n def f(self, other):\n  self.x = 1\n  {line}\n")) == [4]
 
 
@@ -48,7 +50,7 @@ def test_every_state_has_its_row(kind: type) -> None:
     )
 
 
-def test_a_transition_that_the_table_does_not_have_is_a_defect() -> None:
+def test_a_transition_that_is_not_in_the_table_is_a_defect() -> None:
     state = State(CoordinatorState.FORMING, states.COORDINATOR_TRANSITIONS)
     state.become(CoordinatorState.FORMING)
     state.become(CoordinatorState.STOPPED)
@@ -58,7 +60,7 @@ def test_a_transition_that_the_table_does_not_have_is_a_defect() -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_the_drawing_is_the_table(name: str) -> None:
+def test_the_drawing_matches_the_table(name: str) -> None:
     """docs/protocol.md draws each table; `State.become` enforces it."""
     page = (ROOT / "docs" / "protocol.md").read_text()
     [drawing] = re.findall(rf"<!-- states: {name} -->\n```mermaid\nstateDiagram-v2\n(.*?)```", page, re.S)

@@ -1,4 +1,6 @@
-"""A coordinator that was started after another: it takes the members' round over, or finds out that it is no more."""
+"""A coordinator that replaces an earlier one: it adopts the members' round, or learns that the
+round is over.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ def second(nodes: int = 2, min_nodes: int | None = None) -> World:
     return World(nodes, min_nodes, attempt=1)
 
 
-def test_it_adopts_the_round_when_all_are_back() -> None:
+def test_a_new_coordinator_adopts_the_round_when_all_members_are_back() -> None:
     world = second()
     members = [world.resume(i, 7, 1 - i, 2) for i in range(2)]
     report = world.report()
@@ -27,7 +29,7 @@ def test_it_adopts_the_round_when_all_are_back() -> None:
     assert world.ranks() == [0, 1], "the next round is numbered by index again"
 
 
-def test_numbers_continue_beyond_any_that_an_earlier_coordinator_gave() -> None:
+def test_numbers_continue_above_all_numbers_of_earlier_coordinators() -> None:
     world = second()
     members = [world.hello(i) for i in range(2)]
     world.ready(*members)
@@ -38,7 +40,7 @@ def test_numbers_continue_beyond_any_that_an_earlier_coordinator_gave() -> None:
     assert world.report()["incidents"][0]["id"] == 1_000_001
 
 
-def test_spares_that_are_back_first_do_not_make_a_second_group() -> None:
+def test_spares_that_return_first_do_not_form_a_second_group() -> None:
     world = second(2, 1)
     spares = [world.hello(2 + i) for i in range(2)]
     world.ready(*spares)
@@ -60,12 +62,14 @@ def test_late_members_are_waited_for_until_the_round_is_known_to_be_over() -> No
 
 
 def test_members_that_are_gone_are_not_waited_for() -> None:
-    """Of a Kubernetes node with the coordinator and a member: the others are in a collective with it."""
+    """A Kubernetes node with the coordinator and a member was lost. The other members are in a
+    collective with it.
+    """
     world = second(4, 2)
     members = [world.resume(i, 7, i, 4) for i in range(2)]
     world.coordinator.gone("job-3-0", "its node was lost")
     world.pass_time(BROKEN_SECONDS + 1)
-    assert world.verbs(members[0]) == ["welcome"], "one of two may still come back"
+    assert world.verbs(members[0]) == ["welcome"], "one of two may still return"
     world.coordinator.gone("job-2-0", "its node was lost")
     world.pass_time(BROKEN_SECONDS - 0.5)
     assert world.verbs(members[0]) == ["welcome"], "it may have been a spare"
@@ -75,7 +79,7 @@ def test_members_that_are_gone_are_not_waited_for() -> None:
     assert world.round.world == 2
 
 
-def test_one_that_does_not_come_back_breaks_the_round() -> None:
+def test_a_member_that_does_not_return_breaks_the_round() -> None:
     world = second(2)
     first = world.resume(0, 7, 0, 2)
     world.pass_time(ADOPT_SECONDS + 0.1)
@@ -101,7 +105,7 @@ def test_a_failure_shortens_the_wait_and_is_the_cause() -> None:
     assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]
 
 
-def test_an_error_of_communication_is_the_consequence_of_who_does_not_come_back() -> None:
+def test_a_communication_error_is_a_consequence_of_a_member_that_does_not_return() -> None:
     world = second(2)
     first = world.resume(0, 7, 0, 2)
     world.fail(first, "RuntimeError: gloo: Connection closed by peer")
@@ -112,8 +116,10 @@ def test_an_error_of_communication_is_the_consequence_of_who_does_not_come_back(
     assert "node rank(s) 1 of round 7 did not come back" in world.report()["incidents"][0]["message"]
 
 
-def test_a_rank_that_stepped_aside_did_so_for_who_does_not_come_back() -> None:
-    """It left with a node that was asked to end, and had saved with it: that was counted as a failure of the job."""
+def test_a_rank_that_left_is_a_consequence_of_a_member_that_does_not_return() -> None:
+    """Regression: it left with a node that was asked to end, and had saved. That counted as a
+    failure of the job.
+    """
     world = second(2)
     first = world.resume(0, 7, 0, 2, "Ready")
     world.fail(first, "SystemExit: 75", code=75)
@@ -134,7 +140,9 @@ def test_a_broken_round_whose_members_are_all_back_continues_at_once() -> None:
 
 @pytest.mark.parametrize("first", ["Ready", "Running"])
 def test_members_that_save_for_a_planned_restart_keep_their_time(first: str) -> None:
-    """The earlier coordinator has asked them to end: one has saved already, or saves before the other."""
+    """The earlier coordinator has asked them to end. One of them has saved already, or saves before
+    the other.
+    """
     world = second()
     members = []
     for i, state in enumerate([first, "Running"]):
@@ -164,7 +172,7 @@ def test_a_late_member_leaves_others_time_to_save_for_a_planned_restart() -> Non
 
 
 def test_a_member_that_is_gone_ends_a_planned_restart_of_an_earlier_coordinator() -> None:
-    """Those that save may be waiting for it."""
+    """Saving members may be waiting for it."""
     world = second(2)
     resume = {"round": 7, "rank": 0, "world": 2, "state": "Running", "planned": True}
     first = world.hello(0, resume=resume, grace=100.0)
@@ -173,7 +181,7 @@ def test_a_member_that_is_gone_ends_a_planned_restart_of_an_earlier_coordinator(
     assert [fields["planned"] for verb, fields in world.heard[first.pod] if verb == "restart"] == [True, False]
 
 
-def test_the_newest_round_is_the_one() -> None:
+def test_the_newest_round_is_adopted() -> None:
     world = second(2)
     stale = world.resume(0, 6, 0, 2)
     world.resume(1, 7, 0, 2)
@@ -216,8 +224,10 @@ def test_a_malformed_resume_names_the_field(resume: object, why: str) -> None:
     assert world.report()["members"] == []
 
 
-def test_a_member_of_a_superseded_coordinator_is_told_why_and_not_stopped() -> None:
-    """Its launcher looks for the later coordinator, with its workers. Nothing that it says is an illegal transition."""
+def test_a_member_of_a_superseded_coordinator_is_notified_and_not_stopped() -> None:
+    """Its launcher looks for the later coordinator and keeps its workers. None of its lines is an
+    illegal transition.
+    """
     world = World(2)
     world.form(2)
     world.coordinator.replaced(0, 1)
@@ -228,14 +238,14 @@ def test_a_member_of_a_superseded_coordinator_is_told_why_and_not_stopped() -> N
         assert world.heard["job-0-1"][-1] == ("error", {"why": why})
 
 
-def test_a_first_coordinator_waits_for_nobody_to_come_back() -> None:
+def test_a_first_coordinator_waits_for_no_member_to_return() -> None:
     world = World(2, mode=FAST)
     world.restart_coordinator(CoordinatorSettings(2, 2, mode=FAST))
     world.ready(world.hello(0), world.hello(1))
     assert world.round.number == 1
 
 
-def test_a_newer_round_is_found_after_an_older_one_was_taken_for_it() -> None:
+def test_a_newer_round_replaces_an_older_one_that_was_adopted_first() -> None:
     world = second(2)
     older = [world.resume(i, 6, i, 2) for i in range(2)]
     assert world.report()["state"] == "Running"

@@ -1,4 +1,4 @@
-"""When two witnesses, a neighbour and the coordinator, make an early loss. In virtual time."""
+"""When two witnesses, a neighbour and the coordinator, prove an early loss, in virtual time."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from ddpjob_runtime.coordinator.members import Member
 
 
 def cut(world: World, *members: Member) -> None:
-    """Their hosts have no network."""
+    """Cut the network of their hosts."""
     for member in members:
         world.silent.add(member.pod)
         world.cut.add(member.pod)
 
 
 def heal(world: World, *members: Member) -> None:
-    """The network is back."""
+    """Repair the network."""
     for member in members:
         world.silent.discard(member.pod)
         world.cut.discard(member.pod)
 
 
 def report(world: World, by: Member, of: Member, silent: bool = True) -> None:
-    """A line from a neighbour."""
+    """Send a line from a neighbour."""
     assert of.rank is not None
     world.coordinator.neighbour(by, world.round.number, of.rank, silent)
 
 
 def lost(world: World) -> list[str]:
-    """What the operator reads."""
+    """The report that the operator reads."""
     return [entry["pod"] for entry in world.report()["lost"]]
 
 
@@ -59,7 +59,7 @@ def test_a_stopped_process_whose_host_acknowledges_is_not_lost() -> None:
     assert lost(world) == []
 
 
-def test_a_report_about_an_earlier_round_does_not_displace_those_of_this_one() -> None:
+def test_a_report_about_an_earlier_round_does_not_replace_reports_of_this_one() -> None:
     world = World(4)
     members = world.form(4, spares=1)
     cut(world, members[2])
@@ -69,7 +69,7 @@ def test_a_report_about_an_earlier_round_does_not_displace_those_of_this_one() -
     assert lost(world) == ["job-2-0"]
 
 
-def test_neither_witness_alone_makes_a_loss() -> None:
+def test_one_witness_alone_proves_no_loss() -> None:
     world = World(4)
     members = world.form(4, spares=1)
     report(world, members[1], members[2])
@@ -81,7 +81,7 @@ def test_neither_witness_alone_makes_a_loss() -> None:
     assert lost(world) == [] and world.round.number == 1
 
 
-def test_a_withdrawn_report_is_no_witness() -> None:
+def test_a_withdrawn_report_is_not_a_witness() -> None:
     world = World(4)
     members = world.form(4, spares=1)
     cut(world, members[2])
@@ -108,13 +108,13 @@ def test_a_report_that_is_not_repeated_expires() -> None:
 def test_a_member_that_sends_something_meanwhile_is_alive() -> None:
     world = World(4)
     members = world.form(4, spares=1)
-    world.cut.add(members[2].pod)  # It sends, but nothing comes back from its kernel.
+    world.cut.add(members[2].pod)  # It sends, but its kernel acknowledges nothing.
     report(world, members[1], members[2])
     world.pass_time(5)
     assert lost(world) == []
 
 
-def test_nobody_is_lost_early_without_a_spare_for_each() -> None:
+def test_nobody_is_lost_early_unless_there_is_a_spare_for_each() -> None:
     world = World(6)
     members = world.form(6)
     cut(world, members[2])
@@ -139,7 +139,7 @@ def test_nobody_is_lost_early_without_a_spare_for_each() -> None:
     assert lost(world) == ["job-2-0", "job-3-0"]
 
 
-def test_a_spare_that_is_cut_off_too_does_not_count() -> None:
+def test_a_spare_that_is_partitioned_too_does_not_count() -> None:
     world = World(4)
     members = world.form(4, spares=1)
     cut(world, members[2], members[4])
@@ -177,7 +177,7 @@ def test_a_look_that_came_late_is_repeated() -> None:
     assert lost(world) == []
 
 
-def test_reports_about_other_rounds_or_ranks_do_nothing() -> None:
+def test_reports_about_other_rounds_or_ranks_have_no_effect() -> None:
     world = World(4)
     members = world.form(4, spares=1)
     cut(world, members[2])
@@ -191,7 +191,7 @@ def test_reports_about_other_rounds_or_ranks_do_nothing() -> None:
     assert lost(world) == []
 
 
-def test_a_silent_member_that_comes_back_is_the_next_spare() -> None:
+def test_a_silent_member_that_returns_is_the_next_spare() -> None:
     world = World(2)
     members = world.form(2, spares=1)
     cut(world, members[1])

@@ -1,4 +1,6 @@
-"""A program run through worker.py must not be able to tell: everything is compared with Python's own way to run it."""
+"""A program run through worker.py must not be able to tell. Every test compares it with Python's
+own way to run it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ print(json.dumps(seen))
 def both(
     folder: Path, mode: str, *what: str, **env: str
 ) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
-    """(as Python runs it, as worker.py runs it)."""
+    """Return (the result under Python, the result under worker.py)."""
     python = {"--script": [], "--module": ["-m"]}[mode]
     run = [[sys.executable, "-u", *python, *what], [sys.executable, "-u", WORKER, mode, *what]]
     first, second = (
@@ -60,7 +62,7 @@ def same(pair: tuple[subprocess.CompletedProcess[str], subprocess.CompletedProce
     assert (through.returncode, through.stdout, through.stderr) == (direct.returncode, direct.stdout, direct.stderr)
 
 
-def test_a_script_sees_what_it_would_see(tmp_path: Path) -> None:
+def test_a_script_sees_the_same_environment_as_under_python(tmp_path: Path) -> None:
     script = write(tmp_path, "sub/probe.py", PROBE)
     pair = both(tmp_path, "--script", script, "--lr", "0.1")
     same(pair)
@@ -68,7 +70,7 @@ def test_a_script_sees_what_it_would_see(tmp_path: Path) -> None:
     same(both(tmp_path, "--script", str(tmp_path / script)))
 
 
-def test_modules_packages_folders_and_archives(tmp_path: Path) -> None:
+def test_modules_packages_folders_and_archives_run_as_under_python(tmp_path: Path) -> None:
     write(tmp_path, "pkg/__init__.py", "")
     write(tmp_path, "pkg/probe.py", "from . import other\n" + PROBE)
     write(tmp_path, "pkg/other.py", "")
@@ -99,12 +101,13 @@ def test_modules_packages_folders_and_archives(tmp_path: Path) -> None:
         "import os\nif os.fork() == 0:\n    raise ValueError('in a child')\nos.wait()\n",
     ],
 )
-def test_every_way_to_end_is_the_same(tmp_path: Path, text: str) -> None:
+def test_every_way_to_end_gives_the_same_exit_code(tmp_path: Path, text: str) -> None:
     same(both(tmp_path, "--script", write(tmp_path, "ending.py", text)))
 
 
-def test_ctrl_c_ends_by_the_signal(tmp_path: Path) -> None:
-    # A shell's background job ignores SIGINT, and so would the script: it takes the handler of a foreground one.
+def test_ctrl_c_ends_the_program_by_the_signal(tmp_path: Path) -> None:
+    # A shell's background job ignores SIGINT, and the script would inherit that. So it gets the
+    # handler of a foreground job.
     lines = (
         "import os, signal, time",
         "signal.signal(signal.SIGINT, signal.default_int_handler)",
@@ -201,7 +204,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_refusal_of_ddpjob_report_ends_as_a_refused_configuration(tmp_path: Path) -> None:
+def test_a_refusal_of_ddpjob_report_ends_like_a_refused_configuration(tmp_path: Path) -> None:
     (tmp_path / "refuse.py").write_text(
         "from ddpjob_report.resume import check_group\ncheck_group('the Trainer', 1, 'write use_cpu=True')\n"
     )
@@ -214,7 +217,7 @@ def test_a_refusal_of_ddpjob_report_ends_as_a_refused_configuration(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_data_loader_workers_of_every_start_method(tmp_path: Path) -> None:
+def test_data_loader_workers_start_with_every_start_method(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     script = write(tmp_path, "loading.py", LOADER)
     through = subprocess.run(
@@ -243,7 +246,7 @@ print(len(connections))
 
 
 @pytest.mark.slow
-def test_counting_steps_asks_nobody_even_without_coordinator(tmp_path: Path) -> None:
+def test_counting_steps_makes_no_requests_even_without_a_coordinator(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     script, connections = write(tmp_path, "counted.py", COUNTED), {}
     for rank in ("0", "1"):  # only rank 0 counts
@@ -286,8 +289,10 @@ def test_a_command_keeps_its_signals_and_dies_with_its_launcher(tmp_path: Path) 
     raise AssertionError("the command outlived its launcher")
 
 
-def test_a_program_of_python_exec_may_start_it_and_nobody_may_whose_launcher_is_gone(tmp_path: Path) -> None:
-    """Such as a profiler: the worker ended at once, and without a word."""
+def test_python_exec_of_a_program_may_start_it_unless_its_launcher_is_gone(tmp_path: Path) -> None:
+    """Regression: under such a program, for example a profiler, the worker ended at once and
+    silently.
+    """
     wrapper, script = tmp_path / "wrapper", write(tmp_path, "hello.py", "print('hello')\n")
     wrapper.write_text(f'#!/bin/sh\n{sys.executable} "$@"\nexit $?\n')
     wrapper.chmod(0o755)
@@ -300,7 +305,7 @@ def test_a_program_of_python_exec_may_start_it_and_nobody_may_whose_launcher_is_
         assert (ended.returncode, ended.stdout) == (code, said), ended.stderr
 
 
-# ---- what it may import of DDPJob
+# ---- packages of DDPJob that it may import
 
 IMPORTS = """
 import sys
@@ -324,8 +329,8 @@ def mounted(folder: Path) -> Path:
     return Path(shutil.copytree(RUNTIME.parent, folder / "mounted", ignore=shutil.ignore_patterns("__pycache__")))
 
 
-def test_job_pods_find_it_beside_the_runtime(tmp_path: Path) -> None:
-    """In an image that has nothing of DDPJob; also in processes that multiprocessing spawns."""
+def test_job_pods_find_ddpjob_report_next_to_the_runtime(tmp_path: Path) -> None:
+    """The image has nothing of DDPJob. Processes spawned by multiprocessing find the package too."""
     folder = mounted(tmp_path)
     script = tmp_path / "train.py"
     script.write_text(IMPORTS)
@@ -339,7 +344,7 @@ def test_job_pods_find_it_beside_the_runtime(tmp_path: Path) -> None:
     )
 
 
-def test_an_image_s_own_comes_first(tmp_path: Path) -> None:
+def test_a_package_of_the_image_takes_precedence(tmp_path: Path) -> None:
     (tmp_path / "ddpjob_report.py").write_text("OWN = True\n")
     script = tmp_path / "train.py"
     script.write_text("import ddpjob_report, sys\nprint(ddpjob_report.OWN, sys.path[-1].endswith('mounted'))\n")
@@ -362,8 +367,8 @@ if sys.argv[2] == "ends":
 """
 
 
-def test_what_a_killed_rank_was_building_is_built_again(tmp_path: Path) -> None:
-    """torch waits forever for a builder that is no more, up to some release after 2.6."""
+def test_an_extension_that_a_killed_rank_was_building_is_built_again(tmp_path: Path) -> None:
+    """Some releases of torch after 2.6 wait forever for a builder that is gone."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         pytest.skip("needs torch")
@@ -411,7 +416,7 @@ STAYING = {
 
 
 def short_of_patience(folder: Path) -> str:
-    """worker.py, which lets a failed program's process stay for less time."""
+    """Source of worker.py with a shorter time that a failed program's process may stay."""
     text = Path(WORKER).read_text()
     assert "STAY_SECONDS = 10.0" in text
     (folder / "worker.py").write_text(text.replace("STAY_SECONDS = 10.0", "STAY_SECONDS = 0.3"))
@@ -432,14 +437,16 @@ def test_a_process_that_stays_after_its_program_has_failed_is_ended(kind: str, t
 
 
 def test_a_process_that_stays_after_its_program_has_finished_is_left_alone(tmp_path: Path) -> None:
-    """It may still upload what it has saved."""
+    """The process may still be uploading its save."""
     script = write(tmp_path, "stays.py", "import atexit, time\natexit.register(time.sleep, 1)\n")
     command = [sys.executable, "-u", short_of_patience(tmp_path), "--script", script]
     assert subprocess.run(command, cwd=tmp_path, timeout=60 * slowness(), check=False).returncode == 0
 
 
 def of_torchrun(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """What torchrun in a `command` starts as PYTHON_EXEC, and the reason of its container's end."""
+    """The program that torchrun in a `command` starts as PYTHON_EXEC, and the reason of its
+    container's end.
+    """
     given = {
         "TORCHELASTIC_ERROR_FILE": str(folder / f"error-{env.get('RANK')}.json"),
         "DDPJOB_TERMINATION_LOG": str(folder / "end"),
@@ -473,17 +480,17 @@ def test_the_first_rank_of_a_round_that_fails_is_the_reason_of_the_containers_en
         return found["rank"], found["restart"]
 
     assert reason("3", "0") == (3, 0)
-    assert reason("1", "0") == (3, 0), "one that follows it"
+    assert reason("1", "0") == (3, 0), "a later failure"
     assert reason("2", "1") == (2, 1), "torchrun has restarted its workers"
     (tmp_path / "end").write_text("[" * 3000)
     assert reason("5", "0") == (5, 0)
 
 
-def test_a_rank_that_cannot_begin_says_so(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_begin_reports_why(tmp_path: Path) -> None:
     of_torchrun(tmp_path, write(tmp_path, "fails.py", "import no_such_module\n"), RANK="0")
     assert json.loads((tmp_path / "end").read_text())["init"] is True
 
 
-def test_a_torch_without_the_lock_of_builders_is_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_torch_without_the_lock_of_builders_is_left_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     worker.mend_baton(SimpleNamespace())
     assert "this torch has no FileBaton.try_acquire" in capsys.readouterr().err

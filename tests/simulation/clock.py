@@ -11,7 +11,7 @@ EPOCH_SECONDS = EPOCH.timestamp()
 
 
 class Clock:
-    """Seconds since EPOCH, and what is due when.
+    """Seconds since EPOCH, and the planned calls with their times.
 
     Events of the same moment happen in the order in which they were planned.
     """
@@ -27,7 +27,9 @@ class Clock:
         heapq.heappush(self._due, (self.now + seconds, self._planned, function))
 
     def step(self, until: float) -> bool:
-        """Let the next event happen; False when none is due before `until`, which it then is."""
+        """Let the next event happen. If none is due before `until`, move the clock to `until` and
+        return False.
+        """
         if not self._due or self._due[0][0] > until:
             self.now = max(self.now, until)
             return False
@@ -46,5 +48,5 @@ class Clock:
 
 
 def stamp(seconds: float) -> str:
-    """RFC 3339 in whole seconds, as in Kubernetes objects."""
+    """Format a time as RFC 3339 in whole seconds, as Kubernetes objects do."""
     return (EPOCH + timedelta(seconds=int(seconds))).strftime("%Y-%m-%dT%H:%M:%SZ")

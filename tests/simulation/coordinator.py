@@ -54,14 +54,14 @@ class CoordinatorProcess:
         self.network.say(f"{self.pod.name}: {text}")
 
     def encode(self, verb: str, fields: dict[str, Any]) -> bytes:
-        """A line to a launcher."""
+        """Send a line to a launcher."""
         if verb != "hb":
             self._log(f"-> {verb} {fields if verb != 'go' else (fields['round'], fields['rank'], fields['world'])}")
         line: bytes = production.encode(verb, **fields)
         return line
 
     def _hear(self) -> None:
-        """Heartbeats that have arrived by now: all of them, of the connections that work."""
+        """Heartbeats that have arrived so far on each working connection."""
         for connection in self.connections:
             if connection.member is not None and connection.frozen_since is None and connection.down_open:
                 self.real.hear(connection.member)
@@ -71,14 +71,14 @@ class CoordinatorProcess:
         return all(c.frozen_since is None for c in self.connections if c.member is member and c.send is member.send)
 
     def silence(self, connection: Connection) -> float:
-        """Seconds after which it gives a silent connection up."""
+        """Seconds of silence after which the coordinator drops a connection."""
         starting = connection.member is not None and connection.member.state == "Starting"
         return production.STARTING_SECONDS if starting else production.SILENCE_SECONDS
 
     # ---- connections
 
     def receive(self, connection: Connection, line: bytes) -> None:
-        """A line has arrived."""
+        """Handle a line of a launcher."""
         self._hear()
         if connection.nonces is None:
             connection.nonces = self.real.prove(line, connection.send)
@@ -94,7 +94,7 @@ class CoordinatorProcess:
                 self.stop(0)
 
     def lost(self, connection: Connection, why: str) -> None:
-        """A connection has ended."""
+        """Handle the end of a connection."""
         if connection.member is not None and self.alive:
             if connection.frozen_since is None:
                 self._hear()
@@ -109,7 +109,7 @@ class CoordinatorProcess:
         return self.real.status()
 
     def post(self, verb: str, token: str, body: bytes) -> int:
-        """`POST /v1/VERB`; the HTTP status."""
+        """Handle `POST /v1/VERB` and return the HTTP status."""
         self._hear()
         status = self.real.post(verb, token, body)
         if self.real.exits and self.alive:
@@ -119,13 +119,13 @@ class CoordinatorProcess:
     # ---- ends
 
     def stop(self, exit_code: int) -> None:
-        """It ends by itself, or by a signal that it hears."""
+        """End by itself, or by a signal that the process can handle."""
         if self.alive:
             self.kill()
             self._ended(exit_code, "")
 
     def kill(self) -> None:
-        """The process is gone."""
+        """Remove the process."""
         if not self.alive:
             return
         self.alive = self.listening = False

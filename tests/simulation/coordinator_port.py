@@ -1,4 +1,6 @@
-"""The HTTP half of a simulated coordinator's port, on a real socket: an operator reaches it as it reaches a pod's."""
+"""The HTTP half of a simulated coordinator's port, on a real socket. An operator reaches it like a
+real pod's port.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,13 @@ from ddpjob_runtime.coordinator import http_api
 from .coordinator import CoordinatorProcess
 
 COORDINATOR_PORT = 29401
-"""The port beside that of the jobs' rendezvous, by default."""
+"""The default port: the one after the jobs' rendezvous port."""
 
 
 async def listen(process: CoordinatorProcess, address: str) -> asyncio.AbstractServer:
-    """Serve on a loopback address of its own, until the caller closes the server. The clock is the event loop's."""
+    """Serve on a separate loopback address until the caller closes the server. The clock is the
+    event loop's.
+    """
     server = process.real.server
     server._change = asyncio.Event()
     process.on_change = server._on_change

@@ -1,4 +1,4 @@
-"""Defects that are put in on purpose, to show that the seeds find them."""
+"""Defects that are planted on purpose, to show that the seeds find them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from .story import KINDS
 
 @dataclass(frozen=True)
 class Defect:
-    """`wrong` in the place of `attribute` of `owner`; `seed` finds it, as the first of so many."""
+    """Put `wrong` in the place of `owner.attribute`. `seed` is the first seed that finds the
+    defect.
+    """
 
     part: str
     faults: tuple[str, ...]
-    """The kinds of fault that are played, so that few seeds are needed; none: all."""
+    """The kinds of fault to play, so that few seeds are needed. Empty means all."""
     owner: Any
     attribute: str
     wrong: Any
@@ -42,7 +44,7 @@ class Defect:
 
 
 class _Blind(View):
-    """Sees no pods of its slots."""
+    """Never see the pods of its slots."""
 
     pods = property(lambda self: (None,) * len(self.status.slots))  # type: ignore[assignment]
     coordinator = property(lambda self: None)  # type: ignore[assignment]
@@ -88,7 +90,7 @@ DEFECTS: dict[str, Defect] = {
 
 
 def finds(seed: int, faults: tuple[str, ...] = ()) -> str:
-    """What a seed finds; empty: nothing."""
+    """Return what a seed finds, or an empty string."""
     story = KINDS["agents" if "agent" in faults else ""](seed)
     story.only = faults
     try:
@@ -99,7 +101,7 @@ def finds(seed: int, faults: tuple[str, ...] = ()) -> str:
 
 
 def first_that_finds(defect: Defect, limit: int) -> tuple[int, str]:
-    """The first seed that finds a defect, and what it says; -1: none below `limit`."""
+    """Return the first seed below `limit` that finds a defect, with its message, or -1."""
     with defect.applied():
         for seed in range(limit):
             found = finds(seed, defect.faults)

@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     from .simulated import Simulation
 
 TRUTH_SECONDS = 12.0
-"""Silence of a member (6 s), a report that is lost, a list that is late.
+"""Silence of a member (6 s), a lost report, and a late list.
 
-Running may be wrong for so long after the group broke.
+The status may say Running for this long after the group broke.
 """
 
 
 class Violation(AssertionError):
-    """An invariant does not hold."""
+    """A violated invariant."""
 
 
 class Invariants:
-    """Watches the store and the training."""
+    """Watch the store and the training."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.s = simulation
         self.names: set[str] = set()
         self.unseen: set[str] = set()
-        """Pods that were deleted by force before the operator knew of them: it creates them again."""
+        """Pods deleted by force before the operator knew of them, so that it creates them again."""
         self.attempts: dict[tuple[str, int], int] = {}
         self.last_round: tuple[int, int] = (-1, -1)
         self.worlds: list[int] = []
@@ -42,7 +42,7 @@ class Invariants:
         simulation.training.check = self._step
 
     def _fail(self, text: str) -> None:
-        self.violations.append(text)  # where an event loop would swallow the exception
+        self.violations.append(text)  # in case an event loop swallows the exception
         raise Violation(f"at {self.s.now:.3f} s: {text}")
 
     # ---- objects
@@ -100,10 +100,11 @@ class Invariants:
     # ---- training
 
     def _step(self, current: WorkerRound) -> None:
-        """A round makes a step: never an older one than has made one before, as long as the
-        coordinator reaches a member of it.
+        """Check a step of a round: no older round may make a step after a newer one, as long as the
+        coordinator reaches one of its members.
 
-        Of those that it does not reach, and of pods without an object, storage refuses what they write.
+        Storage refuses writes of members that the coordinator does not reach, and of pods without
+        an object.
         """
         members = [launcher.pod for launcher in current.working.values()]
         if any(pod.removed for pod in members):
@@ -121,14 +122,14 @@ class Invariants:
     # ---- after a reconcile
 
     def after_reconcile(self) -> None:
-        """What the status says is so, within bounds."""
+        """Check that the status is true, within bounds."""
         status = self.s.status
         nodes, spec = status.get("nodes", {}), self.s.spec
         known = status.get("observedGeneration") == self.s.job_body["metadata"]["generation"]
         if known and nodes.get("active", 0) > spec["nodes"]:
             self._fail(f"nodes.active is {nodes['active']} of {spec['nodes']}")
         restarts = status.get("restarts", {})
-        # Failures that ended the job count against its budget, and restarted nothing.
+        # Failures that ended the job count against its budget, although they restarted nothing.
         ended = status.get("phase") == "Failed"
         if restarts and not ended and restarts["counted"] + restarts["uncounted"] > restarts["total"]:
             self._fail("more restarts than there were in total")
@@ -137,13 +138,16 @@ class Invariants:
             self._fail(f"nobody will wake a job that is {self.s.phase}")
 
     def running_is_true(self, stale: float, hang: bool) -> None:
-        """Running holds only while the group makes steps; `stale`: how long the operator may not have known better."""
+        """Check that Running holds only while the group makes steps. `stale`: how long the operator
+        may be unaware of a change.
+        """
         running: Any = next((c for c in self.s.status.get("conditions", ()) if c["type"] == "Running"), {})
         done = self.s.training.made >= self.s.training.steps
         if running.get("status") != "True" or not running["reason"].startswith("GroupRuns") or hang or done:
             return
-        # A coordinator that has only just taken over has not had the time to notice, nor one whose group has only just
-        # started its workers: a host may be cut off before their first step.
+        # A coordinator that has just taken over has had no time to notice, and neither has one
+        # whose group has just started its workers: a host may be partitioned before their first
+        # step.
         training = self.s.training
         since = [c.began for c in self.s.network.coordinators if c.attempt]
         known = max([training.last_step, training.last_start, *since])

@@ -1,4 +1,6 @@
-"""Hosts, a scheduler and kubelets: they turn pods of the store into processes, and write back what becomes of them."""
+"""Hosts, a scheduler and kubelets. They turn pods of the store into processes, and write back the
+pods' states.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,21 @@ GARBAGE_SECONDS = 40.0
 
 @dataclass(eq=False)
 class Host:
-    """A machine. `cut`: nobody outside reaches it, and what runs on it runs on."""
+    """A machine. `cut`: partitioned from everything else, while its containers continue to run."""
 
     name: str
     body: Json
     cut: bool = False
     mute: bool = False
-    """Its kubelet is dead: what runs on it runs on, and is reached."""
+    """Whether its kubelet is dead. Its containers continue to run, and stay reachable."""
     ill: bool = False
-    """Whether a health agent says so."""
+    """Whether a health agent calls it unhealthy."""
     generation: int = 0
-    """Counts cuts, so that what was planned for an earlier one is void."""
+    """The number of partitions so far, so that plans made for an earlier one can be dropped."""
 
     @property
     def silent(self) -> bool:
-        """Whether the API server hears nothing of it, and it nothing of the API server."""
+        """Whether it and the API server cannot reach each other."""
         return self.cut or self.mute
 
 
@@ -74,18 +76,18 @@ NOWHERE = Host("", {})
 
 @dataclass(eq=False)
 class Pod:
-    """A pod as its kubelet has it. It may outlive its object, on a host that is cut."""
+    """A pod as its kubelet knows it. On a partitioned host it may outlive its object."""
 
     body: Json
     born: float
     host: Host = NOWHERE
     containers: dict[str, Container] = field(default_factory=dict)
     isolated: bool = False
-    """Its own network is broken; its host's is not."""
+    """Whether the pod's own network is broken while its host's works."""
     deaf: bool = False
-    """No other pod reaches it; the operator does."""
+    """Whether other pods cannot reach it. The operator still can."""
     removed: bool = False
-    """Its object is gone."""
+    """Whether its object is gone."""
     address: str = ""
     terminating: bool = False
     seen_running: bool = False
@@ -158,7 +160,7 @@ class Pod:
         return process if isinstance(process, CoordinatorProcess) else None
 
     def argument(self, name: str) -> str:
-        """Of the coordinator's container."""
+        """Environment of the coordinator's container."""
         args = self.containers["coordinator"].manifest["args"]
         return next(str(a).partition("=")[2] for a in args if a.startswith(f"--{name}="))
 
@@ -172,19 +174,21 @@ class Machines:
         self.clock: Clock = store.clock
         self.store, self.network, self.training, self.random = store, network, training, chance
         self.capacity = 10**6
-        """Pods of slots that find a host; the others stay Pending."""
+        """Number of pods of slots that find a host. The others stay Pending."""
         self.favourite: dict[int, str] = {}
         """Hosts that the scheduler prefers for pods of an index."""
         self.address: Callable[[int], str] = lambda number: f"10.1.{number}.1"
         self.faults: Callable[[Pod], tuple[str | int, str] | None] = lambda pod: None
-        """Why a pod's containers do not start on its host: a kubelet's reason and words, or an exit code and a log."""
+        """Why a pod's containers do not start on its host: a kubelet's reason and message, or an
+        exit code and a log.
+        """
         self.saves = False
         """Whether the script saves when it is asked to end."""
         self.skew = 0.0
         self.slow_stop = 0.0
         self.on_pod: Callable[[Pod], None] = lambda pod: None
         self.pods: dict[str, Pod] = {}
-        """By uid, as long as something of them is left."""
+        """Pods by uid, as long as any container of them is left."""
         self.hosts: dict[str, Host] = {}
         self._addresses = itertools.count(1)
         for number in range(hosts):
@@ -198,18 +202,18 @@ class Machines:
         self._say_ready(host, True)
 
     def diagnose(self, host: Host, ill: bool) -> None:
-        """What its health agent says from now on."""
+        """Set what the health agent says from now on."""
         host.ill = ill
         self._say_ready(host, self._is_ready(host))
 
     def label(self, host: Host, **labels: str) -> None:
-        """As `kubectl label` does; an empty value removes one."""
+        """Set a label, as `kubectl label` does. An empty value removes it."""
         merged = {**host.body["metadata"].get("labels", {}), **labels}
         host.body["metadata"]["labels"] = {name: value for name, value in merged.items() if value}
         self.store.changed("Node", host.body)
 
     def cordon(self, host: Host) -> None:
-        """New pods are to stay away, as `kubectl cordon` says."""
+        """Keep new pods away, as `kubectl cordon` does."""
         host.body["spec"]["unschedulable"] = True
         self.store.changed("Node", host.body)
 
@@ -243,7 +247,7 @@ class Machines:
                 self._terminate_if_reachable(ending)
 
     def _schedule(self, pod: Pod) -> None:
-        """To the host with the fewest pods of those that are ready, away from avoided ones."""
+        """Choose the ready host with the fewest pods, if possible not an avoided one."""
         if pod.removed or pod.deleting:
             return
         taken = sum(p.is_node and p.host is not NOWHERE and not p.ended and not p.removed for p in self.pods.values())
@@ -275,7 +279,7 @@ class Machines:
         self.clock.later(self.network.draw("start"), lambda: self._start(pod))
 
     def _far(self, pod: Pod, host: Host) -> bool:
-        """Whether no pod of a slot is in the host's domain, where the pod prefers such a domain."""
+        """Whether the pod prefers a topology domain and the host's domain has no pod of a slot."""
         affinity = pod.body["spec"].get("affinity", {}).get("podAffinity", {})
         terms = affinity.get("preferredDuringSchedulingIgnoredDuringExecution", ())
         keys = [term["podAffinityTerm"]["topologyKey"] for term in terms]
@@ -284,9 +288,11 @@ class Machines:
         return any(labels.get(k) not in [h.body["metadata"].get("labels", {}).get(k) for h in placed] for k in keys)
 
     def _lacking(self, pod: Pod, taken: int) -> str:
-        """Why a pod finds no host, as kube-scheduler says it; empty: it finds one.
+        """Return why a pod finds no host, in kube-scheduler's words, or an empty string if it finds
+        one.
 
-        The pods of a PodGroup find theirs together: when as many exist as its minimum, and there is room for those.
+        The pods of a PodGroup are placed together, as soon as its minimum number exists and they
+        all fit.
         """
         room = self.capacity - taken
         full = f"0/{len(self.hosts)} nodes are available" if pod.is_node and room <= 0 else ""
@@ -359,7 +365,7 @@ class Machines:
         return next((r["name"] for r in references if r and self.store.find("Secret", r["name"]) is None), "")
 
     def _hold(self, pod: Pod, reason: str, message: str) -> None:
-        """None of its containers can be created; that is tried again a second later."""
+        """Fail to create the pod's containers, and retry a second later."""
         state = {"waiting": {"reason": reason, "message": message}}
         statuses = [{"name": manifest["name"], "state": state} for manifest in pod.body["spec"]["containers"]]
         if pod.body["status"].get("containerStatuses") != statuses:
@@ -368,7 +374,7 @@ class Machines:
         self.clock.later(1.0, lambda: self._start(pod))
 
     def _variable(self, entry: Json) -> Json:
-        """With the value from its Secret, which must exist when the container starts."""
+        """Resolve a variable from its Secret, which must exist when the container starts."""
         reference = entry.get("valueFrom", {}).get("secretKeyRef")
         if reference is None:
             return entry
@@ -391,7 +397,7 @@ class Machines:
             self._forget(pod)
 
     def _write(self, pod: Pod) -> None:
-        """The pod's status, when the kubelet reaches the API server."""
+        """Write the pod's status as soon as the kubelet reaches the API server."""
         delay = self.network.draw("update")
         if delay:
             self.clock.later(delay, lambda: self._write_now(pod))
@@ -416,7 +422,7 @@ class Machines:
             self.store.changed("Pod", pod.body)
 
     def _terminate_if_reachable(self, pod: Pod) -> None:
-        """SIGTERM; SIGKILL after the grace; then the object is removed."""
+        """Send SIGTERM, then SIGKILL after the grace period, then remove the object."""
         if pod.terminating or pod.host.silent or pod.host is NOWHERE:
             return
         pod.terminating = True
@@ -440,7 +446,7 @@ class Machines:
                 self._ended(pod, container, 137, "")
 
     def _kill_if_reachable(self, pod: Pod) -> None:
-        """The object is gone: whatever is left is killed."""
+        """Handle the removal of the object: kill every container that is left."""
         if pod.host.silent:
             return
         for container in pod.containers.values():
@@ -451,7 +457,7 @@ class Machines:
         self.pods.pop(pod.uid, None)
 
     def _forget(self, pod: Pod) -> None:
-        """The kubelet confirms the end of a pod that was being deleted."""
+        """Confirm the end of a pod that was being deleted."""
 
         def confirm() -> None:
             if not pod.removed and not pod.host.silent:
@@ -462,7 +468,7 @@ class Machines:
     # ---- faults
 
     def cut(self, host: Host, noticed_after: float | None) -> None:
-        """The host's network is gone; its Ready condition shows it after so many seconds (None: never)."""
+        """Cut the host's network. Its Ready condition shows it after `seconds` (None: never)."""
         host.cut = True
         host.generation += 1
         self.network.changed()
@@ -476,7 +482,7 @@ class Machines:
             self.clock.later(noticed_after, tell)
 
     def silence(self, host: Host, noticed_after: float) -> None:
-        """Its kubelet dies; its Ready condition shows it after so many seconds."""
+        """Kill its kubelet. Its Ready condition shows it after `seconds`."""
         host.mute = True
         host.generation += 1
         generation = host.generation
@@ -488,7 +494,7 @@ class Machines:
         self.clock.later(noticed_after, tell)
 
     def heal(self, host: Host) -> None:
-        """Packets pass again, or its kubelet runs again, which catches up."""
+        """Let packets pass again, or start its kubelet again, which catches up."""
         if not host.silent or self.store.find("Node", host.name, "") is None:
             return
         host.cut = host.mute = False
@@ -507,7 +513,7 @@ class Machines:
                     self._forget(pod)
 
     def lose(self, host: Host) -> None:
-        """The machine is off: everything on it ends, and nobody says so."""
+        """Switch the machine off. Everything on it ends, and nothing reports it."""
         for pod in [p for p in self.pods.values() if p.host is host]:
             for container in pod.containers.values():
                 if container.process is not None:
@@ -516,9 +522,9 @@ class Machines:
                     container.exit_code, container.reason, container.finished = 255, "Unknown", self.clock.now
 
     def delete_host(self, host: Host) -> None:
-        """The machine is off for good, and its node object is deleted.
+        """Switch the machine off for good and delete its node object.
 
-        The garbage collector takes its pods a while later.
+        The garbage collector removes its pods a while later.
         """
         self.cut(host, None)
         self.lose(host)
@@ -531,7 +537,7 @@ class Machines:
         self.clock.later(GARBAGE_SECONDS, collect)
 
     def isolate(self, pod: Pod, seconds: float) -> None:
-        """The pod's own network is broken for a while."""
+        """Break the pod's own network for a while."""
         pod.isolated = True
         self.network.changed()
 

@@ -1,7 +1,8 @@
-"""Kueue's part towards a job's Workloads: one queue with room for so many pods, admission, eviction, slices.
+"""Kueue's part in a job's Workloads: one queue with a fixed quota, admission, eviction, and slices.
 
-As Kueue 0.19 does it: what a slice replaces is finished a moment before the slice is admitted; an evicted Workload
-keeps its quota until the job gives it back; a finished one holds none.
+As in Kueue 0.19, a replaced Workload is finished a moment before its slice is admitted. An evicted
+Workload keeps its
+quota until the job releases it. A finished Workload holds no quota.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ REPLACES = "kueue.x-k8s.io/workload-slice-replacement-for"
 
 
 class Kueue:
-    """The queue `team` with quota for `pods` pods of slots, of which others use `taken`."""
+    """The queue `team` with quota for `pods` pods of slots, of which other jobs use `taken`."""
 
     def __init__(self, simulation: Simulation, pods: int) -> None:
         self.s, self.pods, self.taken = simulation, pods, 0
@@ -29,7 +30,7 @@ class Kueue:
         self.act()
         self.s.clock.later(1.0, self._steps)
 
-    # --- what there is
+    # --- state
 
     def workloads(self) -> dict[str, Json]:
         return {w["metadata"]["name"]: w for w in self.s.store.all("Workload")}
@@ -48,7 +49,7 @@ class Kueue:
         held = [w for w in self.workloads().values() if self.holds(w, "QuotaReserved")]
         return sum(self.asked(w) for w in held if not self.holds(w, "Finished"))
 
-    # --- what it does
+    # --- actions
 
     def act(self) -> None:
         """One round of its scheduler."""
@@ -79,7 +80,7 @@ class Kueue:
         self._set(workload, {"QuotaReserved": met, "Admitted": met, **evicted})
 
     def evict(self) -> None:
-        """Takes the quota back, for a job of a higher priority that uses it at once."""
+        """Take the quota back, for a job of a higher priority that uses it at once."""
         for workload in self.workloads().values():
             if self.holds(workload, "QuotaReserved") and not self.holds(workload, "Finished"):
                 self._set(workload, {"Evicted": ("True", "Preempted", "preempted by a job of a higher priority")})

@@ -1,7 +1,9 @@
-"""The fake launcher: what production's launcher and torchrun say and do on the wire, without processes.
+"""The fake launcher: the production launcher's and torchrun's behaviour on the wire, without
+processes.
 
-One model for the control plane. It follows the runtime's client (connections, resends, patience), agent (what
-becomes of workers) and rendezvous (how a group meets); tests/runtime runs the real ones against the same coordinator.
+It is a single model of the runtime's client (connections, resends, patience), agent (states of
+workers) and rendezvous (how a group meets). tests/runtime runs the real ones against the same
+coordinator.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ PEER_GONE = (
 DRAIN_GRACE = {production.STANDARD: 2.0, production.FAST: 0.3}
 JOIN_SECONDS = 600.0
 RENDEZVOUS_SECONDS = 60.0
-"""A rendezvous that stays incomplete is given up."""
+"""Seconds after which an incomplete rendezvous is given up."""
 
 
 class Launcher:
@@ -62,13 +64,13 @@ class Launcher:
         self._outdated = False
         self._pause = 0.05
         self._silent_neighbours = set[tuple[int, int]]()
-        self._acts = 0  # planned acts of an earlier state of the workers are void
+        self._acts = 0  # planned calls for an earlier state of the workers are void
         self.init_error = ""
         self.note_cold = self.unfit = ""
         self.stands_in = "step"
         """The function that its ranks' stacks show."""
         self.stands_still = False
-        """Whether its ranks do nothing at all."""
+        """Whether its ranks use no processor time at all."""
         self._later(0.01, self._dial)
         if self.mode == production.FAST:
             self._later(production.LOOKUP_SECONDS, self._look)
@@ -80,7 +82,7 @@ class Launcher:
         self.network.clock.later(seconds, lambda: function() if self.alive else None)
 
     def _then(self, seconds: float, function: Callable[[], None]) -> None:
-        """After a time, if nothing else has become of the workers meanwhile."""
+        """Call `function` later, unless the state of the workers has changed by then."""
         self._acts += 1
         act = self._acts
         self._later(seconds, lambda: function() if self._acts == act else None)
@@ -97,7 +99,8 @@ class Launcher:
     def obeys(self) -> bool:
         """Whether the coordinator reaches it and has not asked it to end, and it is not stuck.
 
-        One that is stuck may come back from a partition and train on, until the coordinator gives it up.
+        A stuck launcher may return from a partition and train on, until the coordinator gives it
+        up.
         """
         reached = self._welcomed and self._connection is not None and self._connection.frozen_since is None
         return reached and not self.leaving and not self.stuck
@@ -130,7 +133,7 @@ class Launcher:
         return self._idle_since is not None and now >= max(self._missed_since, self._idle_since) + JOIN_SECONDS
 
     def _look(self) -> None:
-        """Whether the coordinator's name leads to a later one by now."""
+        """Whether the coordinator's name resolves to a later coordinator by now."""
         self._later(production.LOOKUP_SECONDS, self._look)
         process, connection = self.network.resolve(self), self._connection
         if not self._welcomed or connection is None or process is None or process is connection.coordinator:
@@ -148,7 +151,9 @@ class Launcher:
             connection.close_down("it has been replaced")
 
     def _on_proof(self, message: dict[str, Any]) -> None:
-        """Hello, to the coordinator of this job; another's connection is closed, and the name is looked up again."""
+        """Greet the coordinator of this job. Close a connection to a different job's coordinator,
+        and look the name up again.
+        """
         assert self._connection is not None
         nonces = self.pod.name, message["nonce"]
         place = message["generation"], message["attempt"]
@@ -176,7 +181,7 @@ class Launcher:
         self._connection.to_coordinator(production.encode("hello", **hello))
 
     def disconnected(self, connection: Connection, why: str) -> None:
-        """The connection has ended; another is made, for as long as the mode allows."""
+        """Handle the end of the connection: connect again, for as long as the mode allows."""
         if connection is not self._connection or not self.alive:
             return
         welcomed, self._connection, self._welcomed = self._welcomed, None, False
@@ -188,14 +193,14 @@ class Launcher:
         self._pause = min(1.0, self._pause * 1.5)
 
     def send(self, verb: str, **fields: Any) -> None:
-        """Now, or after the next welcome."""
+        """Send now, or after the next welcome."""
         if self._connection is not None and self._welcomed:
             self._connection.to_coordinator(production.encode(verb, **fields))
         else:
             self._unsent.append((verb, fields))
 
     def receive(self, connection: Connection, line: bytes) -> None:
-        """A line of the coordinator."""
+        """Handle a line of the coordinator."""
         if connection is not self._connection or not self.alive:
             return
         message = production.decode(line)
@@ -227,7 +232,7 @@ class Launcher:
 
     def _on_welcome(self, message: dict[str, Any]) -> None:
         if message["generation"] < self.generation:
-            return  # it is about to end: another takes over its name
+            return  # it is about to exit, and its successor takes over its name
         if message["generation"] != self.generation:
             self.leave(production.EXIT_RENDEZVOUS_LOST, "RendezvousLost", "another generation")
             return
@@ -267,7 +272,7 @@ class Launcher:
         self._wait_go()
 
     def _wait_go(self) -> None:
-        """It has no workers, and could begin a round."""
+        """Whether it has no workers and could begin a round."""
         if self.leaving or self.stuck:
             return
         if self.done:
@@ -294,7 +299,9 @@ class Launcher:
         self._then(RENDEZVOUS_SECONDS, lambda: self._came_apart(number))
 
     def watch_neighbours(self) -> None:
-        """Some time after something was cut or healed: report who is silent by now, and who is again heard."""
+        """Report, some time after a link was cut or healed, which members are silent and which are
+        heard again.
+        """
         current = self.round
         if current is None or not self.working or not self.place or self.stuck:
             return
@@ -311,7 +318,7 @@ class Launcher:
             self._wait_go()
 
     def met(self) -> None:
-        """Every member of the round has arrived: workers are started."""
+        """Start workers, since every member of the round has arrived."""
         self.workers = "starting"
         self._then(self.network.draw("join"), self._started)
 
@@ -339,7 +346,7 @@ class Launcher:
             self._end_workers()
 
     def _end_workers(self) -> None:
-        """They get SIGTERM, and SIGKILL after the grace; then this node is ready."""
+        """End the workers: SIGTERM, then SIGKILL after the grace period. Then this node is ready."""
         grace = self.grace if self.planned else DRAIN_GRACE[self.mode]
         seconds = 0.05 if self.workers == "finished" else min(grace, self.network.draw("drain"))
         self.workers = "ending"
@@ -347,7 +354,7 @@ class Launcher:
         self._then(seconds, self._wait_go)
 
     def _drop_round(self, how: str) -> None:
-        """Its processes no longer take part."""
+        """Remove its processes from the round."""
         if self.round is not None:
             current, self.round = self.round, None
             self.training.left(self, current, how)
@@ -360,17 +367,17 @@ class Launcher:
             self._later(0.1, lambda: self.send("stacks", **place, text=text, idle=idle))
 
     def _on_look(self, number: int) -> None:
-        """Its rank has worked since the last look, unless it `stands_still`."""
+        """Answer a look: its rank has worked since the last one, unless it `stands_still`."""
         if self.working and self.place.get("round") == number:
             where = f'  File "train.py", line 7 in {self.stands_in}\n'
             look = {"rank": self.place["rank"], "text": where, "digest": self.stands_in, "seconds": 5.0, "bytes": 0}
             look["cpu"] = 0.0 if self.stands_still else 4.0
             self._later(0.1, lambda: self.send("looked", round=number, ranks=[look]))
 
-    # ---- what befalls its workers
+    # ---- faults of its workers
 
     def worker_ends(self, message: str, code: int = 1, *, oom: bool = False, init: bool = False) -> bool:
-        """A worker ends by itself. False when there is none."""
+        """End a worker by itself. Return False if there is none."""
         if self.workers != "running" or self.stuck or self.leaving:
             return False
         now = self._unix()
@@ -400,7 +407,7 @@ class Launcher:
         return True
 
     def finished(self) -> None:
-        """All its workers have ended with 0."""
+        """End all its workers with code 0."""
         if self.workers != "running" or self.stuck or self.leaving:
             return
         self.workers, self._idle_since = "finished", self.network.clock.now
@@ -413,7 +420,9 @@ class Launcher:
     # ---- its end
 
     def terminate(self, saves: bool) -> None:
-        """SIGTERM to the container. A script that saves takes its peers with it; then all step aside."""
+        """Handle SIGTERM to the container. A script that saves makes its peers save too; then all
+        leave the round.
+        """
         if not self.alive or self.leaving:
             return
         self.leaving = True
@@ -424,7 +433,7 @@ class Launcher:
         self._later(self.network.draw("drain") + 0.3, lambda: self._exit(143, "Signal", "ended by SIGTERM"))
 
     def leave(self, code: int, kind: str, message: str) -> None:
-        """It ends by itself, with its workers."""
+        """End by itself, together with its workers."""
         if not self.alive or self.leaving:
             return
         self.leaving = True
@@ -432,7 +441,7 @@ class Launcher:
         self._later(self.network.draw("drain"), lambda: self._exit(code, kind, message))
 
     def crash(self, code: int, reason: str, message: str = "") -> None:
-        """The process ends at once."""
+        """Kill the process at once."""
         if self.alive:
             self.kill()
             self._ended(code, message if message else reason)
@@ -442,7 +451,7 @@ class Launcher:
         self._ended(code, json.dumps({"kind": kind, "message": message, "traceback": ""}) if code else "")
 
     def kill(self) -> None:
-        """The process and its workers are gone."""
+        """Remove the process and its workers."""
         if not self.alive:
             return
         self.alive = False

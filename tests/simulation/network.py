@@ -1,4 +1,4 @@
-"""Connections between launchers and coordinators, names, and what cuts them."""
+"""Connections between launchers and coordinators, names, and partitions."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pace:
-    """How long things take: (least, most) seconds."""
+    """Ranges of durations: (least, most) seconds."""
 
     message: tuple[float, float] = (0.005, 0.005)
-    """One line on its way, or one request."""
+    """One line or one request on its way."""
     schedule: tuple[float, float] = (0.0, 0.0)
     start: tuple[float, float] = (1.0, 1.0)
-    """From the scheduler's choice to running containers."""
+    """The time from the scheduler's choice to running containers."""
     boot: tuple[float, float] = (0.1, 0.1)
-    """Of a launcher, from its start to its first rendezvous."""
+    """The time from a launcher's start to its first rendezvous."""
     listen: tuple[float, float] = (0.05, 0.05)
-    """Of a coordinator, from its start to its first connection."""
+    """The time from a coordinator's start to its first connection."""
     join: tuple[float, float] = (0.1, 0.1)
-    """From a complete rendezvous to running workers."""
+    """The time from a complete rendezvous to running workers."""
     drain: tuple[float, float] = (0.1, 0.1)
-    """For workers that are asked to end."""
+    """The time that workers need to end when asked."""
     notice: tuple[float, float] = (0.05, 0.05)
-    """Until workers see that a peer is gone."""
+    """The time until workers see that a peer is gone."""
     update: tuple[float, float] = (0.0, 0.0)
-    """From a change on a host to the API server's knowledge of it."""
+    """The time until the API server knows of a change on a host."""
 
 
 class Network:
@@ -52,7 +52,7 @@ class Network:
         self.log: Callable[[str], None] | None = None
 
     def draw(self, what: str) -> float:
-        """A duration."""
+        """Draw a duration."""
         least, most = getattr(self.pace, what)
         return least if least == most else self.random.uniform(least, most)
 
@@ -69,16 +69,16 @@ class Network:
         return not (self.operator_cut or pod.isolated or pod.host.cut)
 
     def resolve(self, launcher: Launcher) -> CoordinatorProcess | None:
-        """The coordinator that the launcher's DDPJOB_COORDINATOR names.
+        """The coordinator to which the launcher's DDPJOB_COORDINATOR resolves.
 
-        The newest, where a name has several addresses.
+        If the name has several addresses, this is the newest.
         """
         host = launcher.coordinator_name
         found = [c for c in self.coordinators if c.name == host and c.listening]
         return found[-1] if found else None
 
     def at(self, endpoint: str) -> CoordinatorProcess | None:
-        """The coordinator that listens at `address:port`, as the operator reaches it."""
+        """The coordinator that listens at `address:port`, as seen by the operator."""
         address = endpoint.partition(":")[0]
         for process in self.coordinators:
             if process.pod.address == address and process.listening and self.reaches_operator(process.pod):
@@ -86,7 +86,9 @@ class Network:
         return None
 
     def changed(self) -> None:
-        """After something was cut or healed: connections stop, or what they hold is sent again."""
+        """Apply a cut or its repair to all connections: stop them, or deliver the lines that they
+        hold.
+        """
         for connection in list(self.connections):
             connection.check()
         self.clock.later(production.REPORTED_SECONDS, self._report_neighbours)
@@ -97,50 +99,51 @@ class Network:
                 connection.launcher.watch_neighbours()
 
     def say(self, text: str) -> None:
-        """One line of the story."""
+        """Add one line to the story."""
         if self.log is not None:
             self.log(text)
 
 
 class Connection:
-    """One TCP connection of a launcher: lines arrive in their order, late or never.
+    """One TCP connection of a launcher. Its lines arrive in order, late or never.
 
-    While it is cut, lines wait; TCP sends them again when it is healed. A side that hears nothing
-    for long enough closes it.
+    While it is cut, lines wait, and TCP delivers them after the repair. A side that hears nothing
+    for long enough closes the connection.
     """
 
     def __init__(self, network: Network, launcher: Launcher, coordinator: CoordinatorProcess) -> None:
         self.network, self.launcher, self.coordinator = network, launcher, coordinator
         self.member: Any = None
-        self.up_open, self.down_open = True, True  # whether the coordinator, the launcher still reads
+        self.up_open, self.down_open = True, True  # whether the coordinator and the launcher still read
         self.frozen_since: float | None = None
         self._held: list[tuple[bool, bytes | None]] = []
         self._last = {True: 0.0, False: 0.0}
         self.nonces: tuple[str, str] | None = None
-        self.send = self._from_coordinator  # one object: the coordinator compares it
+        self.send = self._from_coordinator  # one object, because the coordinator compares its identity
         network.connections.append(self)
         coordinator.connections.append(self)
 
     @property
     def open(self) -> bool:
-        """Whether both ends still use it."""
+        """Whether both ends still use the connection."""
         return self.up_open and self.down_open
 
     # ---- sending; None is the end of the stream
 
     def to_coordinator(self, line: bytes | None) -> None:
-        """From the launcher."""
+        """Send a line of the launcher."""
         self._send(True, line)
 
     def to_launcher(self, line: bytes | None) -> None:
-        """From the coordinator."""
+        """Send a line of the coordinator."""
         self._send(False, line)
 
     def _from_coordinator(self, verb: str, fields: dict[str, Any]) -> None:
-        """What the coordinator calls as a member's `send`."""
+        """The callable that the coordinator uses as a member's `send`."""
         if self.up_open:
             line = self.coordinator.encode(verb, fields)
-            if verb != ToMember.RECORD:  # No volume is simulated, and each line draws the delays of those after it.
+            # Volumes are not simulated. Each line draws the delays of those lines that follow it.
+            if verb != ToMember.RECORD:
                 self.to_launcher(line)
 
     def _send(self, up: bool, line: bytes | None) -> None:
@@ -171,7 +174,7 @@ class Connection:
     # ---- ending
 
     def close_up(self, why: str) -> None:
-        """The coordinator is done with it."""
+        """Close the coordinator's end."""
         if not self.up_open:
             return
         self.up_open = False
@@ -180,7 +183,7 @@ class Connection:
         self._forget()
 
     def close_down(self, why: str) -> None:
-        """The launcher is done with it."""
+        """Close the launcher's end."""
         if not self.down_open:
             return
         self.down_open = False
@@ -196,7 +199,9 @@ class Connection:
                 self.coordinator.connections.remove(self)
 
     def vanish(self, *, launcher: bool) -> None:
-        """A process at one end dies. The kernel ends the stream, where packets still pass."""
+        """Handle the death of a process at one end. The kernel ends the stream, if packets still
+        pass.
+        """
         if launcher:
             self.down_open = False
             self.to_coordinator(None)
@@ -208,7 +213,7 @@ class Connection:
     # ---- cuts
 
     def check(self) -> None:
-        """Whether packets pass, now that something has changed."""
+        """Check again whether packets pass, after a change."""
         passes = self.network.reachable(self.launcher.pod, self.coordinator.pod)
         if passes and self.frozen_since is not None:
             self.frozen_since = None
@@ -222,7 +227,7 @@ class Connection:
             self.network.clock.later(self.launcher.silence, lambda: self._silent(since, up=False))
 
     def _heard_again(self) -> None:
-        """The next heartbeat of a member that was given up meanwhile."""
+        """Deliver the next heartbeat of a member that was given up meanwhile."""
         if self.frozen_since is None and self.member is not None and self.member.given_up:
             self.close_up("it is heard again and has to reconnect")
 

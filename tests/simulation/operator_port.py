@@ -1,6 +1,6 @@
-"""The operator's port onto the store.
+"""The operator's port to the store.
 
-Caching, conflicts and lost answers as in the Kubernetes implementation, without HTTP.
+It caches, conflicts and loses responses as the Kubernetes implementation does, but without HTTP.
 """
 
 from __future__ import annotations
@@ -46,52 +46,58 @@ from .network import Network
 from .store import NAMESPACE, Json, Refusal, Store
 
 LISTED_FOR = 30.0
-"""As in the Kubernetes implementation: a list is read again after so many seconds, whatever the watches say."""
+"""Seconds after which a list is read again whatever the watches report, as in the Kubernetes
+implementation.
+"""
 
 DEPARTED_FOR = 10.0
-"""How long the last state of a deleted pod is remembered."""
+"""Seconds for which the last state of a deleted pod is remembered."""
 
 
 class Killed(BaseException):
-    """The operator dies here; nothing more of it happens."""
+    """The operator dies at this point."""
 
 
 SIGNALS = HealthSignals(conditions=(("GpuUnhealthy", "True"),))
 
 
 class MemoryCluster:
-    """See `ddpjob.engine.ports.Cluster`. Every write passes through `_call`, where the operator can be made to die."""
+    """See `ddpjob.engine.ports.Cluster`. Every write passes through `_call`, where a test can kill
+    the operator.
+    """
 
     def __init__(self, clock: Clock, store: Store, machines: Machines, network: Network, chance: random.Random) -> None:
         self.clock, self.store, self.machines, self.network, self.random = clock, store, machines, network, chance
         self.platform = Platform(operator_key=b"key")
         self.points = 0
-        """Before and after every write there is one."""
+        """Number of points so far. There is one before and one after every write."""
         self.is_repeated = False
-        """Whether nothing has changed since the point before: it is the one before a write that follows another one."""
+        """Whether nothing has changed since the previous point, because one write directly follows
+        another.
+        """
         self.die_at: Container[int] = ()
         self.dead = False
         self.conflicts = 0
-        """So many of the next writes of the status meet another writer."""
+        """How many of the next status writes meet a conflicting writer."""
         self.knows_hosts = True
         self.serves_gangs = False
         self.serves_queues: bool | None = None
         self.lose_messages = self.repeat_messages = self.lose_reports = 0.0
-        """Chances."""
+        """Probabilities of faults."""
         self.delay_messages = 0.0
         self.received: list[Json] = []
-        """What the receiver has got."""
+        """Notifications that the receiver has received."""
         self.outcomes: dict[str, NotificationOutcome] = {}
-        """Of notifications, as this life of the operator knows them."""
+        """Notifications as the running operator process knows them."""
         self.receiver_works = True
         self._token = ""
-        """Name of the Secret that this life of the operator has created, or found."""
+        """Name of the Secret that the running operator process has created or found."""
         self.classes = JobClasses()
         self.others_wait = False
         self.events: list[Event] = []
         self.writes = 0
         self.actions: list[str] = []
-        """What the present reconcile has done."""
+        """Actions of the current reconcile."""
         self.on_conflict: Callable[[], None] = lambda: None
         self._pods: tuple[PodView, ...] | None = None
         self._listed = 0.0
@@ -105,11 +111,11 @@ class MemoryCluster:
         self._files: dict[str, str] = {}
 
     def changed(self) -> None:
-        """A watch reports a change: pods are listed again."""
+        """Report a change by a watch: pods are listed again."""
         self._pods = None
 
     def restart(self) -> None:
-        """Another process: it knows nothing, and it lives."""
+        """Start a new operator process, which knows nothing."""
         self.dead = False
         self._remembered = None
         self._departed.clear()
@@ -120,7 +126,7 @@ class MemoryCluster:
     # --- reading
 
     def _watch(self, kind: str, what: str, body: Json) -> None:
-        """The event of a deletion shows the object as it was last."""
+        """Remember a deleted pod: the event of its deletion shows its last state."""
         if kind == "Pod" and what == "DELETED":
             pod = read_pod(body)
             self._departed[pod.name] = self.clock.now, pod
@@ -169,7 +175,7 @@ class MemoryCluster:
         return read_claim(found) if found is not None else ClaimView(name=name, exists=False)
 
     def _read(self, body: Json) -> DDPJob:
-        """The job; its spec is read once per generation and class, which saves a fifth of the time."""
+        """The job. Its spec is read once per generation and class, which saves a fifth of the time."""
         meta = body["metadata"]
         status = JobStatus.read(body.get("status") or {})
         known = self._job
@@ -200,7 +206,8 @@ class MemoryCluster:
             if known is None or known[0] != version:
                 known = self._hosts[name] = version, HostView.read(body, SIGNALS)
             found[name] = known[1]
-        if self._remembered is None or found != self._found:  # As the controller does, which is called with changes.
+        # The controller does the same, but is called with changes.
+        if self._remembered is None or found != self._found:
             self._remembered, self._found = remembered(self._remembered, found, self.clock.moment()), found
         return self._remembered
 

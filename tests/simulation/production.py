@@ -1,4 +1,5 @@
-"""The production code that the simulation runs, by its names of today: the only module that imports the coordinator.
+"""The production code that the simulation runs, by its current names. No other module imports the
+coordinator.
 
 The operator's port, views and `reconcile` are imported where they are used.
 """
@@ -24,7 +25,7 @@ Send = Callable[[str, Json], None]
 FAST, STANDARD = Mode.FAST, Mode.STANDARD
 SILENCE_SECONDS: float = protocol.SILENCE_SECONDS
 REPORTED_SECONDS: float = neighbours.SILENT_SECONDS + neighbours.TICK_SECONDS
-"""After which a neighbour that is cut off is reported."""
+"""Seconds after which a partitioned neighbour is reported."""
 STARTING_SECONDS: float = sockets.STARTING_SECONDS
 RECONNECT_SECONDS: float = protocol.RECONNECT_SECONDS
 LOOKUP_SECONDS: float = client.LOOKUP_SECONDS
@@ -40,10 +41,12 @@ seal, is_sealed = protocol.seal, protocol.is_sealed
 
 
 class RealCoordinator:
-    """The coordinator's program without its sockets: lines and requests in, lines and answers out.
+    """The coordinator's program without its sockets: lines and requests in, lines and responses
+    out.
 
-    `clock()` gives Unix seconds, `later` plans a call, `log` gets the lines of its log, `changed()` is called when the
-    report changes. `acknowledges` is what a member's kernel does.
+    `clock()` gives Unix seconds, `later` plans a call, `log` receives the log lines, and
+    `changed()` is called when the
+    report changes. `acknowledges` stands for a member's kernel.
     """
 
     def __init__(
@@ -68,12 +71,12 @@ class RealCoordinator:
 
     @property
     def server(self) -> Any:
-        """What `http_api.serve` wants."""
+        """The object that `http_api.serve` expects."""
         return self._server
 
     @property
     def state(self) -> str:
-        """As in its report."""
+        """The members, as its report shows them."""
         return str(self.coordinator.report().state)
 
     @property
@@ -87,19 +90,19 @@ class RealCoordinator:
         return self.coordinator.exit_why is not None
 
     def prove(self, line: bytes, send: Send) -> tuple[str, str] | None:
-        """The first line of a connection: the nonces of both. None: it is to be closed."""
+        """Answer the first line of a connection: the nonces of both sides. None means: close it."""
         self._enter()
         nonces: tuple[str, str] | None = self._server._prove(line, send)
         return nonces
 
     def admit(self, line: bytes, nonces: tuple[str, str], send: Send) -> Member | None:
-        """The second line. None: the connection is to be closed."""
+        """Handle the second line. None means: close the connection."""
         self._enter()
         member: Member | None = self._server._admit(line, nonces, send)
         return member
 
     def receive(self, member: Member, line: bytes, send: Send) -> None:
-        """A later line."""
+        """Handle a later line."""
         self._enter()
         self.hear(member)
         try:
@@ -108,21 +111,21 @@ class RealCoordinator:
             send("error", {"why": str(error)})
 
     def hear(self, member: Member) -> None:
-        """A heartbeat has arrived by now."""
+        """Note that a heartbeat has arrived by now."""
         member.hear(self._clock())
 
     def lost(self, member: Member, send: Send, why: str) -> None:
-        """The connection has ended."""
+        """Handle the end of the connection."""
         self._enter()
         if member.send is send and member.state != protocol.MemberState.LOST:
             self.coordinator.lost(member, why)
 
     def status(self) -> bytes:
-        """`GET /status`."""
+        """The body of `GET /status`."""
         return json.dumps(self.coordinator.report().write()).encode()
 
     def post(self, verb: str, token: str, body: bytes) -> int:
-        """`POST /v1/VERB`: the HTTP status of the answer."""
+        """Handle `POST /v1/VERB` and return the HTTP status."""
         self._enter()
         try:
             change = http_api.ROUTES[Command(verb).path][1]

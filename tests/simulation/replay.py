@@ -24,14 +24,14 @@ from simulation.story import KINDS, Story
 
 
 def play(seed: int, *, trace: bool = False) -> Story:
-    """One story. Raises AssertionError."""
+    """Play one story. Raises AssertionError."""
     story = Story(seed, trace=trace)
     asyncio.run(story.run())
     return story
 
 
 def replay(seed: int, *, trace: bool, kind: str = "") -> int:
-    """Prints the story, or only how it ended. `kind`: with the faults of this kind."""
+    """Play and print the story, or only how it ended. `kind`: with the faults of this kind."""
     story = KINDS[kind](seed, trace=trace)
     failed = ""
     try:
@@ -49,7 +49,7 @@ def replay(seed: int, *, trace: bool, kind: str = "") -> int:
 
 
 def run(seeds: Iterable[int], until: float = float("inf"), kind: str = "") -> int:
-    """Many of them; prints the replay command of each that fails."""
+    """Play many stories, and print the replay command of each that fails."""
     began, count, failed, faults = time.monotonic(), 0, 0, Counter[str]()
     reconciles, seconds = 0, 0.0
     for seed in seeds:
@@ -77,7 +77,7 @@ def run(seeds: Iterable[int], until: float = float("inf"), kind: str = "") -> in
 
 
 def defects(limit: int = 300) -> int:
-    """For each deliberate defect the first seed that finds it, and what it says."""
+    """Find, for each deliberate defect, the first seed that finds it, and print its message."""
     missed = 0
     for name, defect in DEFECTS.items():
         seed, found = first_that_finds(defect, limit)
@@ -89,7 +89,7 @@ def defects(limit: int = 300) -> int:
 
 
 def main() -> int:
-    """See the module."""
+    """Run the command line that the module describes."""
     parser = argparse.ArgumentParser(description="Stories of the simulation by their seeds.")
     parser.add_argument("what", nargs="?", choices=["replay", "run", "soak", "defects"], default="replay")
     parser.add_argument("--seed", type=int)

@@ -1,4 +1,4 @@
-"""The whole: one job, its operator, its coordinators, its pods, on one clock."""
+"""The whole world: one job, its operator, its coordinators and its pods, on one clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ CALM = Pace()
 
 
 class Simulation:
-    """See the module. `steps` of training are needed; `pace` and `chance` decide how long things take."""
+    """A world as the module describes it. The job needs `steps`; `pace` and `chance` set the
+    durations.
+    """
 
     cluster_class: type[MemoryCluster] = MemoryCluster
     clock_class: type[Clock] = Clock
@@ -54,7 +56,7 @@ class Simulation:
     # ---- the story
 
     def tell_story(self, text: str) -> None:
-        """One line of it, with the time."""
+        """Add one line to the story, with the time."""
         self.story.append(f"{self.now:9.3f}  {text}")
 
     # ---- time
@@ -64,13 +66,15 @@ class Simulation:
         return self.clock.now
 
     def advance(self, seconds: float) -> None:
-        """Everything but the operator lives on."""
+        """Let time pass for everything except the operator."""
         until = self.clock.now + seconds
         while self.clock.step(until):
             pass
 
     async def one_pass(self, *, fresh: bool = True) -> bool:
-        """One reconcile; False when the operator died in it. Not `fresh`: of what it has listed before."""
+        """Reconcile once. Return False if the operator died in it. Unless `fresh`, use its earlier
+        lists.
+        """
         if fresh:
             self.cluster.changed()
         try:
@@ -82,7 +86,7 @@ class Simulation:
         return True
 
     async def until(self, reached: Callable[[], bool], limit: int = 400) -> None:
-        """One reconcile each second until it is so."""
+        """Reconcile once a second until `condition` holds."""
         for _ in range(limit):
             await self.one_pass()
             if reached():
@@ -91,38 +95,38 @@ class Simulation:
         raise AssertionError(f"not reached after {limit} s: {self.status}\n{self.inventory()}")
 
     async def until_phase(self, phase: str, limit: int = 400) -> None:
-        """Until the status shows the phase."""
+        """Reconcile until the status shows the phase."""
         await self.until(lambda: self.phase == phase, limit)
 
     async def begun(self) -> Self:
-        """This world, once the job runs."""
+        """Return this world once the job runs."""
         await self.until_phase("Running")
         return self
 
     async def passes(self, seconds: int) -> None:
-        """One reconcile each second, whatever it does."""
+        """Reconcile once a second for `seconds`."""
         for _ in range(seconds):
             await self.one_pass()
             self.advance(1)
 
     async def suspended(self) -> None:
-        """Its user suspends the job, and all pods end."""
+        """Suspend the job, and let all pods end."""
         self.change_spec({"runPolicy": {"suspend": True}})
         await self.until(lambda: self.phase == "Suspended" and not self.pods)
 
     async def resumed(self, phase: str = "Running") -> None:
-        """Its user resumes the job."""
+        """Resume the job."""
         self.change_spec({"runPolicy": {"suspend": False}})
         await self.until_phase(phase)
 
     def inventory(self) -> str:
-        """The pods and the coordinators, for a failing test."""
+        """Describe the pods and the coordinators, for a failing test."""
         pods = [(p.name, p.state, p.main.exit_code if p.containers else None, p.node, p.launcher and p.launcher.workers)
                 for p in self.machines.pods.values()]  # fmt: skip
         groups = {c.pod.name: c.status() for c in self.network.coordinators}
         return f"{pods}\n{groups}"
 
-    # ---- what there is
+    # ---- state
 
     @property
     def job(self) -> Json | None:
@@ -148,11 +152,11 @@ class Simulation:
 
     @property
     def pods(self) -> dict[str, Pod]:
-        """Those with an object, by name."""
+        """Pods that have an object, by name."""
         return {p.name: p for p in self.machines.pods.values() if not p.removed}
 
     def nodes(self) -> list[Pod]:
-        """Pods of slots, with an object."""
+        """Pods of slots that have an object."""
         return [p for p in self.machines.pods.values() if p.is_node and not p.removed]
 
     def running(self) -> list[Pod]:
@@ -160,28 +164,28 @@ class Simulation:
         return [p for p in self.nodes() if p.running]
 
     def coordinator(self) -> CoordinatorProcess:
-        """The newest."""
+        """The newest coordinator."""
         return max(self.network.coordinators, key=lambda c: (c.generation, c.attempt))
 
     def report(self) -> Json:
-        """The newest coordinator's."""
+        """The newest coordinator's report."""
         report: Json = json.loads(self.coordinator().status())
         return report
 
-    # ---- what befalls it
+    # ---- faults and changes
 
     def force_delete(self, name: str) -> None:
-        """As `kubectl delete --force`."""
+        """Delete a pod as `kubectl delete --force` does."""
         self.network.say(f"FAULT: {name} is deleted by force")
         self.store.delete("Pod", name, grace=0)
 
     def delete(self, name: str) -> None:
-        """As `kubectl delete`."""
+        """Delete a pod as `kubectl delete` does."""
         self.network.say(f"FAULT: {name} is deleted")
         self.store.delete("Pod", name)
 
     def end(self, name: str, exit_code: int, reason: str = "Error") -> None:
-        """The launcher's process ends."""
+        """End the launcher's process."""
         self.network.say(f"FAULT: the launcher of {name} ends with {exit_code} ({reason})")
         pod = self.pods[name]
         if pod.coordinator is not None and pod.launcher is None:
@@ -191,7 +195,7 @@ class Simulation:
             pod.launcher.crash(exit_code, reason, reason if reason == "OOMKilled" else "")
 
     def worker_fails(self, name: str, message: str = "ValueError: lunch", code: int = 1, **how: bool) -> bool:
-        """A worker of the pod ends by itself; False when it has none that trains."""
+        """End a worker of the pod by itself. Return False if no worker of it trains."""
         launcher = self.pods[name].launcher
         if launcher is None or launcher.round is None or not self.training.runs(launcher.round):
             return False
@@ -201,27 +205,27 @@ class Simulation:
         return failed
 
     def cut(self, node: str, noticed_after: float | None = 9.0) -> None:
-        """The host's network is gone."""
+        """Cut the host's network."""
         self.network.say(f"FAULT: host {node} is cut off")
         self.machines.cut(self.machines.hosts[node], noticed_after)
 
     def heal(self, node: str) -> None:
-        """The host's network is back."""
+        """Repair the host's network."""
         self.network.say(f"host {node} is back")
         self.machines.heal(self.machines.hosts[node])
 
     def change_spec(self, change: Json) -> None:
-        """The user writes another spec."""
+        """Change the spec, as the user."""
         self.network.say(f"FAULT: the spec changes: {change}")
         self.job_body["spec"] = {**self.spec, **change}
         self.job_body["metadata"]["generation"] += 1
         self.store.changed("DDPJob", self.job_body)
 
     def host_of(self, name: str) -> Host:
-        """Where a pod runs."""
+        """The host on which a pod runs."""
         return self.pods[name].host
 
 
 def conditions(simulation: Simulation) -> dict[str, Any]:
-    """By their type."""
+    """Conditions of the status by their type."""
     return {c["type"]: c for c in simulation.status.get("conditions", ())}

@@ -1,6 +1,6 @@
-"""The objects of an API server: versions, preconditions, graceful deletion, collection of what an owner leaves behind.
+"""The objects of an API server: versions, preconditions, graceful deletion, and garbage collection.
 
-Used directly by the in-memory cluster, and over HTTP by the fake API server of tests/controller.
+The in-memory cluster uses it directly, and the fake API server of tests/controller over HTTP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Watcher = Callable[[str, str, Json], None]
 
 
 class Refusal(Exception):
-    """An answer of 4xx."""
+    """A response with status 4xx."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(f"{status} {reason}: {message}")
@@ -38,11 +38,11 @@ class Store:
         self._uids = 0
 
     def backup(self) -> Backup:
-        """What there is now, and its version."""
+        """The current objects and their version."""
         return self.version, deepcopy(self._objects)
 
     def restore(self, backup: Backup) -> None:
-        """All is as it was then, and so are the versions."""
+        """Restore the objects and versions of a snapshot."""
         self.version, self._objects = backup[0], deepcopy(backup[1])
 
     def all(self, kind: str) -> Iterator[Json]:
@@ -50,18 +50,18 @@ class Store:
         return iter(list(self._objects.get(kind, {}).values()))
 
     def find(self, kind: str, name: str, namespace: str = NAMESPACE) -> Json | None:
-        """An object, or None."""
+        """Return an object or None."""
         return self._objects.get(kind, {}).get((namespace, name))
 
     def get(self, kind: str, name: str, namespace: str = NAMESPACE) -> Json:
-        """An object. Raises Refusal 404."""
+        """Return an object. Raises Refusal 404."""
         body = self.find(kind, name, namespace)
         if body is None:
             raise Refusal(404, "NotFound", f'{kind} "{name}" not found')
         return body
 
     def create(self, kind: str, body: Json, namespace: str = NAMESPACE) -> Json:
-        """Add an object, with what the server itself writes. Raises Refusal 409."""
+        """Add an object, with the fields that the server itself writes. Raises Refusal 409."""
         name = body["metadata"]["name"]
         if self.find(kind, name, namespace) is not None:
             raise Refusal(409, "AlreadyExists", f'{kind} "{name}" already exists')
@@ -79,14 +79,14 @@ class Store:
         return body
 
     def changed(self, kind: str, body: Json, what: str = "MODIFIED") -> None:
-        """The object was changed in place: it gets a version, and the watchers are called."""
+        """Note that the object was changed in place: set its version and call the watchers."""
         self.version += 1
         body["metadata"]["resourceVersion"] = str(self.version)
         for watcher in self.watchers:
             watcher(kind, what, body)
 
     def replace_status(self, kind: str, name: str, body: Json, namespace: str = NAMESPACE) -> Json:
-        """Write the status as of the version in the metadata. Raises Refusal 404 and 409."""
+        """Write the status, if the version in the metadata is current. Raises Refusal 404 and 409."""
         known = self.get(kind, name, namespace)
         self._check_version(known, body)
         known["status"] = body["status"]
@@ -94,7 +94,11 @@ class Store:
         return known
 
     def replace(self, kind: str, name: str, body: Json, namespace: str = NAMESPACE) -> Json:
-        """Write all but the metadata, of that the annotations, as of the version in it. Raises Refusal 404 and 409."""
+        """Write everything except the metadata, of which only annotations, if the version in it is
+        current.
+
+        Raises Refusal 404 and 409.
+        """
         known = self.get(kind, name, namespace)
         self._check_version(known, body)
         known["metadata"]["annotations"] = body["metadata"].get("annotations", {})
@@ -110,7 +114,7 @@ class Store:
             )
 
     def label(self, kind: str, name: str, uid: str | None, labels: Json, namespace: str = NAMESPACE) -> Json:
-        """Merge labels. Raises Refusal 404, 409 where the uid is another one."""
+        """Merge labels. Raises Refusal 404, and 409 if the uid differs."""
         known = self._same(kind, name, uid, namespace)
         known["metadata"]["labels"] = {**known["metadata"].get("labels", {}), **labels}
         self.changed(kind, known)
@@ -134,9 +138,10 @@ class Store:
     def delete(
         self, kind: str, name: str, uid: str | None = None, grace: int | None = None, namespace: str = NAMESPACE
     ) -> Json:
-        """Ask for an object's end. A pod that a kubelet may run gets its grace; everything else is removed at once.
+        """Request an object's deletion. A pod that a kubelet may run gets its grace period; other
+        objects go at once.
 
-        Raises Refusal 404, and 409 where the precondition on the uid fails.
+        Raises Refusal 404, and 409 if the precondition on the uid fails.
         """
         body = self.get(kind, name, namespace)
         meta = body["metadata"]
@@ -153,7 +158,7 @@ class Store:
         return body
 
     def remove(self, kind: str, body: Json) -> None:
-        """The object is gone, and what it owned goes too."""
+        """Remove the object and everything that it owned."""
         meta = body["metadata"]
         del self._objects[kind][meta["namespace"], meta["name"]]
         self.changed(kind, body, "DELETED")

@@ -1,6 +1,7 @@
-"""A story by its seed.
+"""A story made from a seed.
 
-A job, a world that is slow or quick, and faults at random moments; then calm, in which the job must
+It has a job, a slow or quick world, and faults at random moments, followed by calm, in which the
+job must
 end well.
 """
 
@@ -24,9 +25,11 @@ from .simulated import Simulation, conditions
 from .store import Json
 
 APART = 14.0
-"""Seconds before and after a failure without another fault, and with a job that runs: then it certainly counts."""
+"""Seconds without another fault before and after a failure of a running job. Such a failure
+certainly counts.
+"""
 CALM_SECONDS = 900.0
-"""In which a job that is left alone must end."""
+"""Seconds within which a job without faults must end."""
 TAKES: dict[str, Pace] = {
     "calm": Pace(),
     "quick": Pace(
@@ -62,13 +65,15 @@ class Looks:
 
 
 class Story:
-    """One seed."""
+    """The story of one seed."""
 
     left_out: frozenset[str] = frozenset({"kubelet", "agent"})
-    """Names of faults. Those of kubelets have seeds of their own: what runs without one hears nothing. So do those of
-    health agents, which come with a judgement that is quicker than in earnest."""
+    """Names of faults. Faults of kubelets have separate seeds, because pods without a kubelet
+    receive no signals. So do
+    faults of health agents, for which the operator waits less long than in production.
+    """
     only: tuple[str, ...] = ()
-    """Where some are named, no others happen."""
+    """The only faults to play. Empty means all."""
 
     def __init__(self, seed: int, *, trace: bool = False, simulation: type[Simulation] = Simulation) -> None:
         self.seed = seed
@@ -79,7 +84,7 @@ class Story:
         )
         self.spec, self.bounds = _random_spec(chance)
         reports = chance.random() < 0.8
-        if not reports:  # a script that reports nothing: nobody can see that it hangs
+        if not reports:  # a script that reports nothing, so that nobody can see that it hangs
             del self.spec["recovery"]["hangAfterSeconds"]
         self.s = s = simulation(self.spec, steps=10**9, pace=TAKES[self.pace], chance=chance, trace=trace)
         s.machines.saves = chance.random() < 0.5
@@ -97,26 +102,28 @@ class Story:
         self.hung_until = -1.0
         self.healthy_since = 0.0
         self.own = 0
-        """Failures of the job itself that were caused."""
+        """Number of failures of the job itself that were caused."""
         self.certain = 0
         self.replaced: set[str] = set()
-        """Pods that were replaced for their failures; the last failure of each may not have counted."""
+        """Pods that were replaced for their failures. The last failure of each may not have
+        counted.
+        """
         self._candidate: float | None = None
         self.last_fault = -APART
         self.faults: Counter[str] = Counter()
         self.fatal = False
-        """Whether something was done that may fail the job at once."""
+        """Whether a fault was played that may fail the job at once."""
         self.reconciles = 0
         self.calm = False
 
     # ---- the operator
 
     def _observe(self, kind: str, what: str, body: Json) -> None:
-        """What a watch reports: at once, late, or never."""
+        """Deliver a change by a watch: at once, late, or never."""
         if kind not in ("Pod", "Node", "DDPJob") or self.s.now < self.gap_until:
             return
         if kind == "DDPJob" and self.random.random() < 0.8:
-            return  # its own writes wake it too, which changes nothing
+            return  # its own writes wake it too, without effect
         delay = self.random.uniform(*self.looks.watch)
         when = self.s.now + delay
         self.look_at = min(self.look_at, when)
@@ -158,11 +165,12 @@ class Story:
             await self._idempotent()
 
     async def _idempotent(self) -> None:
-        """A second reconcile of the same world does nothing that the first has not done, but for
-        messages to the coordinator."""
+        """Check that a second reconcile of the same world does nothing more, apart from
+        messages to the coordinator.
+        """
         s = self.s
         if s.cluster.lose_reports:
-            return  # each reconcile sees another world
+            return  # each reconcile sees a different world
         s.cluster.die_at = ()
         for _ in range(4):
             if not await s.one_pass():
@@ -173,7 +181,7 @@ class Story:
         raise Violation(f"at {s.now:.3f} s: each reconcile acts again in an unchanged world: {actions}")
 
     def _other_writer(self) -> None:
-        """Somebody else writes the job between the operator's read and its write."""
+        """Write the job between the operator's read and its write."""
         meta = self.s.job_body["metadata"]
         meta["annotations"] = {"touched": str(self.s.now)}
         self.s.store.changed("DDPJob", self.s.job_body)
@@ -181,7 +189,7 @@ class Story:
     # ---- the faults
 
     async def run(self) -> None:
-        """All of it. Raises Violation, or another AssertionError."""
+        """Play the story. Raises Violation, or a different AssertionError."""
         s = self.s
         next_fault = self.random.uniform(0, 10)
         while s.now < self.length:
@@ -214,18 +222,18 @@ class Story:
         return runs and whole and self.s.now - self.last_fault >= APART and self.s.now >= self.down_until
 
     def current(self) -> list[Pod]:
-        """Pods of the present slots that run, as far as the operator knows."""
+        """Pods of the current slots that run, as far as the operator knows."""
         slots = self.s.status.get("slots", ())
         names = {f"job-{i}-{slot['attempt']}" for i, slot in enumerate(slots) if slot["state"] == "Running"}
         return [p for p in self.s.running() if p.name in names and not p.deleting]
 
     def some(self) -> Pod | None:
-        """One of them."""
+        """Draw one of them."""
         current = self.current()
         return self.random.choice(current) if current else None
 
     def heal_later(self, seconds: float, heal: Callable[[], None]) -> None:
-        """A fault that passes, and at the latest when the calm begins."""
+        """Plan the end of a fault, at the latest when the calm begins."""
         self.s.clock.later(seconds, heal)
 
     # ---- the end
@@ -247,7 +255,7 @@ class Story:
         for pod in list(s.machines.pods.values()):
             pod.isolated = False
             if pod.launcher is not None and pod.launcher.stuck and not pod.removed:
-                s.force_delete(pod.name)  # by somebody: the group may wait for it without an end where it has finished
+                s.force_delete(pod.name)  # by somebody: a group that has finished may wait for it without a limit
         s.network.changed()
         s.cluster.changed()
         if s.spec.get("runPolicy", {}).get("suspend"):
@@ -321,7 +329,7 @@ def _random_spec(chance: random.Random) -> tuple[Json, tuple[int, int]]:
     return spec, ((low, nodes + 2) if "elastic" in spec else (nodes, nodes))
 
 
-# ---- one function for each kind of fault; False: not possible now
+# ---- one function for each kind of fault; it returns False if the fault is impossible now
 
 
 def _force_delete(t: Story) -> bool:
@@ -384,7 +392,7 @@ def _exit(t: Story) -> bool:
 
 
 def _exit_pair(t: Story) -> bool:
-    """Two pods end at the same moment: one break, which counts once."""
+    """End two pods at the same moment: one break, which counts once."""
     pods = [p for p in t.current() if not p.host.cut]
     if len(pods) < 2 or not t.s.status.get("progress"):
         return False
@@ -417,13 +425,13 @@ def _hang(t: Story) -> bool:
 def _stuck(t: Story) -> bool:
     pod = t.some()
     if pod is None or pod.launcher is None or pod.launcher.stuck or not pod.launcher.has_been_ready:
-        return False  # one that is stuck before it was ever ready is waited for without an end
+        return False  # a pod that is stuck before it was ever ready is waited for without a limit
     t.s.network.say(f"FAULT: the launcher of {pod.name} is stuck")
     pod.launcher.stuck = True
-    t.own += 1  # its round may come to look like a hang
+    t.own += 1  # its round may look like a hang later
     t.hung_until = (
         t.s.now + 130
-    )  # a coordinator that takes over believes that its round runs, until the others give it up
+    )  # a coordinator that takes over believes that its round runs until the others give it up
     return True
 
 
@@ -436,7 +444,8 @@ def _coordinator(t: Story) -> bool:
         t.s.invariants.unseen.add(name)
     how = t.random.choice((t.s.force_delete, t.s.delete, t.s.end))
     if how == t.s.end:
-        t.own += not t.s.fast  # an exit code of its own: the job's failure, where the group cannot continue without it
+        # an exit code of its own is the job's failure, if the group cannot continue without the pod
+        t.own += not t.s.fast
         t.s.end(name, 1)
     else:
         how(name)
@@ -457,7 +466,7 @@ def _cut_host(t: Story) -> bool:
 
 
 def _kubelet(t: Story) -> bool:
-    """A kubelet dies: its containers run on, and are reached by all but the API server."""
+    """Kill a kubelet. Its containers continue to run, and only the API server cannot reach them."""
     hosts = [p.host for p in t.s.machines.pods.values() if p.running and not p.host.silent]
     if not hosts or sum(h.silent for h in t.s.machines.hosts.values()) >= 2:
         return False
@@ -469,7 +478,7 @@ def _kubelet(t: Story) -> bool:
 
 
 def _agent(t: Story) -> bool:
-    """A health agent speaks against a node where the job runs: for a moment, for long, or again and again."""
+    """Let a health agent report a node of the job: for a moment, for long, or repeatedly."""
     hosts = [p.host for p in t.s.machines.pods.values() if p.running and not p.host.silent and not p.host.ill]
     if not hosts:
         return False
@@ -593,7 +602,7 @@ def _capacity(t: Story) -> bool:
 
 
 def _init_failure(t: Story) -> bool:
-    """The next launcher cannot start. Before any step that fails the job, by design."""
+    """Keep the next launcher from starting. Before any step that fails the job, by design."""
     pod = t.some()
     if pod is None or t.s.training.made < 3 or not t.s.status.get("progress", {}).get("step"):
         return False
@@ -644,13 +653,15 @@ OWN = {"worker", "two-workers", "worker-oom", "exit", "exit-pair", "hang", "init
 
 
 class KubeletStory(Story):
-    """With the faults in which kubelets die."""
+    """The story with the faults in which kubelets die."""
 
     left_out = frozenset({"agent"})
 
 
 class AgentStory(Story):
-    """With health agents, which are believed after 3 s: a story is shorter than what is waited for in earnest."""
+    """The story with health agents, which are believed after 3 s, because a story is shorter than
+    the production delay.
+    """
 
     left_out = frozenset({"kubelet"})
 
@@ -660,4 +671,4 @@ class AgentStory(Story):
 
 
 KINDS: dict[str, type[Story]] = {"": Story, "kubelets": KubeletStory, "agents": AgentStory}
-"""By the option of replay.py that plays them."""
+"""Story by the option of replay.py that plays it."""

@@ -24,7 +24,7 @@ def classed(spec: Json | None = None, steps: int = 20, **classes: Json) -> Simul
 
 
 def platform_team_sets(s: Simulation, **classes: Json) -> None:
-    """As a chart's upgrade does: the operator starts again with other settings."""
+    """Restart the operator with different settings, as an upgrade of the chart does."""
     s.cluster.restart()
     s.cluster.classes = JobClasses.read(classes)
 
@@ -42,12 +42,12 @@ def events(s: Simulation) -> list[str]:
     return [event.reason for event in s.cluster.events]
 
 
-# --- a life
+# --- from start to end
 
 
 async def test_a_job_has_what_its_class_gives() -> None:
     s = await classed({"env": [{"name": "MINE", "value": "1"}]}, h100=H100).begun()
-    assert images(s) == {"team/train:1"}, "the coordinator's too"
+    assert images(s) == {"team/train:1"}, "the coordinator's image too"
     assert all((v["NCCL_IB_HCA"], v["MINE"]) == ("mlx5", "1") for v in variables(s)) and len(variables(s)) == 2
     taken = s.status["jobClass"]
     assert (taken["name"], taken["spec"], taken["limits"]) == ("h100", H100["spec"], H100["limits"])
@@ -62,7 +62,7 @@ async def test_a_job_writes_the_class_before_it_creates_anything() -> None:
     assert s.status["jobClass"]["name"] == "h100" and not list(s.store.all("Pod")) and s.wake == 0.0
 
 
-async def test_a_missing_class_is_waited_for() -> None:
+async def test_a_job_waits_for_a_missing_class() -> None:
     s = classed(other={"namespaces": ["elsewhere"]}, a100=H100)
     await s.passes(30)
     assert s.phase == "Pending" and not s.pods and "startTime" not in s.status
@@ -80,14 +80,14 @@ async def test_a_missing_class_is_waited_for() -> None:
     assert s.status["restarts"]["total"] == 0
 
 
-async def test_a_class_of_other_namespaces_is_missing() -> None:
+async def test_a_class_for_other_namespaces_counts_as_missing() -> None:
     s = classed(h100={**H100, "namespaces": ["elsewhere"]})
     await s.passes(3)
     assert conditions(s)["ClassApplied"]["reason"] == "ClassMissing" and not s.pods
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["changed", "gone"])
-async def test_a_running_job_keeps_the_class_that_it_has_taken(gone: bool) -> None:
+async def test_a_running_job_keeps_its_copy_of_the_class(gone: bool) -> None:
     s = await classed(h100=H100, steps=200).begun()
     before = s.status["jobClass"]
     other = {**H100, "spec": {"image": "team/train:2"}, "limits": {"maxNodes": 1}}
@@ -97,11 +97,11 @@ async def test_a_running_job_keeps_the_class_that_it_has_taken(gone: bool) -> No
     s.delete(s.nodes()[0].name)
     await s.until(lambda: s.status["restarts"]["total"] == 1)
     await s.until_phase("Running")
-    assert images(s) == {"team/train:1"}, "a replacement is as the others"
+    assert images(s) == {"team/train:1"}, "a replacement is like the others"
     assert s.status["jobClass"] == before and conditions(s)["ClassApplied"]["status"] == "True"
 
 
-async def test_a_resumed_job_takes_the_class_as_it_is_then() -> None:
+async def test_a_resumed_job_takes_the_current_class() -> None:
     s = await classed(h100=H100, steps=200).begun()
     s.change_spec({"runPolicy": {"suspend": True}})
     await s.passes(60)
@@ -117,7 +117,7 @@ async def test_a_resumed_job_takes_the_class_as_it_is_then() -> None:
     await s.until_phase("Complete")
 
 
-async def test_a_resumed_job_whose_class_is_gone_or_refuses_it_waits_and_keeps_what_it_has() -> None:
+async def test_a_resumed_job_waits_if_its_class_is_gone_or_refuses_it() -> None:
     s = await classed(h100=H100, steps=200).begun()
     s.change_spec({"runPolicy": {"suspend": True}})
     await s.passes(60)
@@ -133,14 +133,14 @@ async def test_a_resumed_job_whose_class_is_gone_or_refuses_it_waits_and_keeps_w
     await s.until_phase("Complete")
 
 
-async def test_a_job_created_suspended_and_resumed_without_its_class_names_it() -> None:
+async def test_a_job_created_suspended_and_resumed_waits_for_its_missing_class() -> None:
     s = classed({"runPolicy": {"suspend": True}})
     await s.passes(3)
     assert s.phase == "Suspended" and conditions(s)["Suspended"]["reason"] == "Suspended"
     s.change_spec({"runPolicy": {"suspend": False}})
     await s.passes(30)
     suspended = conditions(s)["Suspended"]
-    assert suspended["reason"] == "ClassMissing" and "the job waits until the platform team" in suspended["message"]
+    assert suspended["reason"] == "ClassMissing" and "ask the platform team to add the class" in suspended["message"]
     assert not s.pods and events(s) == ["Suspended", "ClassMissing"]
     platform_team_sets(s, h100=H100)
     await s.until_phase("Complete")
@@ -149,8 +149,8 @@ async def test_a_job_created_suspended_and_resumed_without_its_class_names_it() 
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["there", "gone"])
-async def test_a_job_is_of_the_class_that_it_names_although_nobody_saw_its_suspension(gone: bool) -> None:
-    """It was suspended, changed and resumed while no operator looked."""
+async def test_a_job_takes_the_class_that_it_names_although_nobody_saw_its_suspension(gone: bool) -> None:
+    """The job is suspended, changed and resumed while no operator runs."""
     other = {"a100": {**H100, "spec": {"image": "team/other:1"}}}
     s = await classed(h100=H100, steps=200, **({} if gone else other)).begun()
     s.change_spec({"className": "a100"})
@@ -168,8 +168,8 @@ async def test_a_job_is_of_the_class_that_it_names_although_nobody_saw_its_suspe
 
 
 @pytest.mark.parametrize("suspended", [False, True])
-async def test_a_pod_template_is_judged_with_what_the_class_gives(suspended: bool) -> None:
-    """The job adds a variable to a container whose image is the class's."""
+async def test_a_pod_template_is_validated_together_with_its_class(suspended: bool) -> None:
+    """The job adds a variable to a container whose image comes from the class."""
     theirs = {"spec": {"initContainers": [{"name": "fetch", "image": "team/fetch:1"}]}}
     given = {**H100, "spec": {**H100["spec"], "podTemplate": theirs}}
     own = {"spec": {"initContainers": [{"name": "fetch", "env": [{"name": "FROM", "value": "b"}]}]}}
@@ -197,7 +197,7 @@ async def test_a_pod_template_is_judged_with_what_the_class_gives(suspended: boo
         ({}, {}, "spec.image: required, but neither the job nor class h100 names one"),
     ],
 )
-async def test_a_job_that_breaks_a_rule_of_its_class_fails_with_nothing_created(
+async def test_a_job_that_breaks_a_rule_of_its_class_fails_before_any_pod_is_created(
     spec: Json, given: Json, says: str
 ) -> None:
     s = classed(spec, h100=given)
@@ -207,13 +207,13 @@ async def test_a_job_that_breaks_a_rule_of_its_class_fails_with_nothing_created(
     assert not s.pods and not list(s.store.all("Service")) and "ClassRefused" in events(s)
 
 
-async def test_a_job_may_override_what_is_not_fixed() -> None:
+async def test_a_job_may_override_fields_that_are_not_fixed() -> None:
     s = classed({"image": "team/mine:1"}, h100=H100)
     await s.until_phase("Complete")
     assert images(s) == {"team/mine:1"}
 
 
-async def test_a_running_job_that_is_scaled_beyond_its_class_grows_as_far_as_it_allows() -> None:
+async def test_a_running_job_scaled_beyond_its_class_grows_up_to_the_limit() -> None:
     s = await classed(h100=H100, steps=400).begun()
     s.change_spec({"nodes": 8})
     await s.passes(30)
@@ -228,14 +228,14 @@ async def test_a_running_job_that_is_scaled_beyond_its_class_grows_as_far_as_it_
     await s.until_phase("Complete")
 
 
-async def test_what_class_and_job_set_by_halves_is_held_to_the_definitions_rules() -> None:
+async def test_fields_set_partly_by_class_and_job_must_keep_the_crds_rules() -> None:
     s = classed({"script": None, "command": ["train"]}, h100={"spec": {"image": "team/train:1", "preflight": {}}})
     del s.spec["script"]
     await s.passes(2)
     assert "preflight cannot be used with command" in conditions(s)["Failed"]["message"]
 
 
-async def test_a_job_that_names_no_class_any_more_runs_without() -> None:
+async def test_a_job_whose_class_is_removed_from_its_spec_runs_without_it() -> None:
     s = await classed({"image": "team/mine:1"}, h100=H100, steps=200).begun()
     s.change_spec({"runPolicy": {"suspend": True}})
     await s.passes(60)
@@ -248,7 +248,7 @@ async def test_a_job_that_names_no_class_any_more_runs_without() -> None:
 
 
 @pytest.mark.parametrize("point", range(12))
-async def test_an_operator_that_dies_anywhere_at_the_start_leaves_pods_of_one_kind(point: int) -> None:
+async def test_an_operator_that_dies_at_any_point_of_the_start_leaves_consistent_pods(point: int) -> None:
     s = classed(h100=H100)
     s.cluster.die_at = {point + 1}
     for _ in range(400):

@@ -1,4 +1,4 @@
-"""What counts against the budget, and what seeds have found."""
+"""What counts against the budget, and regressions that seeds have found."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_a_budget_of_zero_fails_with_the_first_failure_and_its_traceback()
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_without_restarts_the_program_waits_for_the_verdict_for_a_while(
+async def test_without_restarts_the_program_waits_a_while_for_the_verdict(
     mode: str,
 ) -> None:
     s = await Simulation({"recovery": {"mode": mode, "maxRestarts": 0}}, steps=1000).begun()
@@ -63,7 +63,7 @@ async def test_without_restarts_the_program_waits_for_the_verdict_for_a_while(
     assert "waits" not in conditions(s)["Failed"]["message"]
 
 
-async def test_the_budget_is_whole_again_after_healthy_training() -> None:
+async def test_healthy_training_restores_the_whole_budget() -> None:
     s = Simulation({"recovery": {"maxRestarts": 1, "resetAfterSeconds": 100}}, steps=10000)
     for number in range(3):
         await s.until_phase("Running")
@@ -99,7 +99,7 @@ async def test_a_rule_fails_the_job_with_the_cause() -> None:
     assert "Traceback" in failed["message"]
 
 
-async def test_incidents_have_their_causes() -> None:
+async def test_each_incident_is_reported_with_its_cause() -> None:
     s = await Simulation({"recovery": {"maxRestarts": 1000, "hangAfterSeconds": 10}}, steps=10000).begun()
     await passes(s, 3)
     s.worker_fails("job-1-0", "killed by the kernel", -9, oom=True)
@@ -117,7 +117,7 @@ async def test_incidents_have_their_causes() -> None:
 
 
 async def paused(seconds: float) -> Simulation:
-    """A job without a limit that has made 30 steps and then none for a while: an evaluation, or a hang."""
+    """A job without a step limit that makes 30 steps and then pauses: an evaluation, or a hang."""
     s = Simulation({**FAST, "recovery": {"mode": "Fast", "maxRestarts": 0}}, steps=100)
     await s.until(lambda: s.training.made >= 30)
     current = s.pods["job-1-0"].launcher.round  # type: ignore[union-attr]
@@ -142,7 +142,7 @@ async def test_without_a_limit_a_long_evaluation_is_shown_and_ends_nothing() -> 
     assert s.status["restarts"]["total"] == 0
 
 
-async def test_a_group_that_stands_still_restarts_without_any_setting() -> None:
+async def test_a_stalled_group_restarts_without_any_setting() -> None:
     s = Simulation({**FAST, "recovery": {"mode": "Fast", "maxRestarts": 3}}, steps=10**6)
     await s.until(lambda: s.training.made >= 40)
     launchers = [s.pods[f"job-{index}-0"].launcher for index in (0, 1)]
@@ -155,7 +155,7 @@ async def test_a_group_that_stands_still_restarts_without_any_setting() -> None:
     await s.until_phase("Running")
 
 
-async def test_hangs_that_are_only_to_be_reported_end_no_group() -> None:
+async def test_hangs_that_are_only_reported_do_not_end_the_group() -> None:
     s = Simulation({**FAST, "recovery": {"mode": "Fast", "hangs": "Report"}}, steps=10**6)
     await s.until(lambda: s.training.made >= 40)
     for launcher in (s.pods["job-0-0"].launcher, s.pods["job-1-0"].launcher):
@@ -170,7 +170,7 @@ async def test_hangs_that_are_only_to_be_reported_end_no_group() -> None:
 
 
 @pytest.mark.slow
-async def test_a_limit_that_is_set_for_an_overdue_step_restarts_the_group() -> None:
+async def test_an_explicit_step_limit_restarts_the_group() -> None:
     s = await paused(400)
     s.change_spec({"recovery": {"mode": "Fast", "hangAfterSeconds": 60}})
     await s.until(lambda: reasons(s) == [("Hang", True)], 10)
@@ -203,7 +203,7 @@ async def test_the_same_error_in_the_program_three_times_before_any_step_fails_t
     assert NAME_ERROR in failed["message"] and "waits" not in failed["message"]
 
 
-async def test_a_program_that_wants_a_gpu_in_a_job_without_one_fails_the_job() -> None:
+async def test_a_program_that_needs_a_gpu_in_a_job_without_one_fails_the_job() -> None:
     s = Simulation({"gpusPerNode": 0}, steps=10**9)
     s.training.progress = False
     for rank in (1, 0, 1):
@@ -218,8 +218,8 @@ async def test_a_program_that_wants_a_gpu_in_a_job_without_one_fails_the_job() -
     ("messages", "spec", "progress"),
     [
         ([NAME_ERROR, NAME_ERROR, NAME_ERROR.replace("lunch", "dinner")], {}, False),
-        ([NO_GPU] * 3, {"gpusPerNode": 1}, False),  # A machine's driver may be at fault: the job has asked for GPUs.
-        (["ValueError: lunch"] * 3, {}, False),  # What a disk or a network gave may be another value the next time.
+        ([NO_GPU] * 3, {"gpusPerNode": 1}, False),  # The job has requested GPUs, so a machine's driver may be at fault.
+        (["ValueError: lunch"] * 3, {}, False),  # A disk or a network may return a different value the next time.
         ([NAME_ERROR] * 3, {}, True),
         (
             [NAME_ERROR] * 3,
@@ -228,7 +228,7 @@ async def test_a_program_that_wants_a_gpu_in_a_job_without_one_fails_the_job() -
         ),
     ],
 )
-async def test_other_errors_before_the_first_step_are_tried_again(
+async def test_other_errors_before_the_first_step_are_retried(
     messages: list[str], spec: dict[str, Any], progress: bool
 ) -> None:
     s = Simulation(spec, steps=10**9)
@@ -242,7 +242,7 @@ async def test_other_errors_before_the_first_step_are_tried_again(
     await s.until_phase("Running")
 
 
-async def test_a_pod_that_fails_at_its_start_again_and_again_waits() -> None:
+async def test_a_pod_that_fails_repeatedly_at_its_start_backs_off() -> None:
     s = Simulation({"recovery": {"maxRestarts": 1000, "backoff": {"initialSeconds": 8, "maxSeconds": 20}}}, steps=1000)
     made = []
     for attempt in range(5):
@@ -257,12 +257,14 @@ async def test_a_pod_that_fails_at_its_start_again_and_again_waits() -> None:
     assert 16 <= waits[2] <= 19
     assert 20 <= waits[3] <= 23
     assert "replaces it at" in [e for e in s.cluster.events if e.reason == "ExitCode"][-1].message
-    assert s.status["restarts"]["counted"] == 5, "each of them is a failure of its own"
+    assert s.status["restarts"]["counted"] == 5, "each of them is a separate failure"
 
 
 @pytest.mark.parametrize("spec", [{"script": None, "command": ["train"]}, {}], ids=["command", "script"])
-async def test_a_program_that_fails_in_every_pod_waits_longer_each_time(spec: Json) -> None:
-    """Whichever pod is the first to end: it is one failure of the group, and waiting must not begin with each pod."""
+async def test_a_program_that_fails_in_every_pod_backs_off_longer_each_time(spec: Json) -> None:
+    """Whichever pod ends first, it is one failure of the group, so the back-off must not start
+    again for each pod.
+    """
     recovery = {"maxRestarts": 1000, "backoff": {"initialSeconds": 8, "maxSeconds": 60}}
     s = Simulation({**spec, "nodes": 3, "recovery": recovery}, steps=10**6)
     made = []
@@ -280,7 +282,7 @@ async def test_a_program_that_fails_in_every_pod_waits_longer_each_time(spec: Js
     assert s.status["restarts"]["counted"] == 5
 
 
-async def test_pods_deleted_by_hand_never_wait() -> None:
+async def test_pods_deleted_by_hand_are_replaced_without_back_off() -> None:
     s = await Simulation({**FAST, "nodes": 2}, steps=10000).begun()
     for attempt in range(10):
         began = s.now
@@ -295,15 +297,15 @@ async def test_pods_deleted_by_hand_never_wait() -> None:
 # --- found by seeds ---------------------------------------------------------------------------------------------
 
 
-async def test_a_suspension_uses_up_the_names_of_pods_that_no_status_shows() -> None:
+async def test_a_suspension_uses_up_the_names_of_pods_that_are_not_in_any_status() -> None:
     s = Simulation({}, steps=1000)
-    await s.one_pass()  # the pods are created, and no reconcile has seen them yet
+    await s.one_pass()  # the pods are created, but no reconcile has seen them yet
     await s.suspended()
     await s.resumed()
     assert sorted(p.name for p in running(s)) == ["job-0-1", "job-1-1"]
 
 
-async def test_a_suspension_in_the_middle_of_a_restart_is_no_part_of_its_duration() -> None:
+async def test_a_suspension_during_a_restart_does_not_count_into_its_duration() -> None:
     s = await Simulation({}, steps=10**6).begun()
     s.force_delete("job-1-0")
     await s.until_phase("Restarting")
@@ -326,19 +328,19 @@ async def test_a_pod_whose_containers_end_together_counts_once() -> None:
     for container in s.pods["job-0-0"].containers.values():
         container.exit_code, container.reason = 1, "Error"
     s.advance(2)
-    s.heal(host.name)  # its kubelet finds both containers ended
+    s.heal(host.name)  # its kubelet finds that both containers have ended
     await s.until(lambda: s.status["restarts"]["total"] > 0)
     assert reasons(s) == [("ExitCode", True), ("CoordinatorLost", False)]
     await s.until_phase("Running")
 
 
-async def test_a_host_that_is_started_again_costs_nothing() -> None:
+async def test_a_reboot_of_a_host_is_not_counted() -> None:
     s = await Simulation({"nodes": 2, "recovery": {"maxRestarts": 0}}, steps=100).begun()
     host = s.host_of("job-0-0")
     s.cut(host.name, noticed_after=None)
     s.machines.lose(host)
     s.advance(2)
-    s.heal(host.name)  # the kubelet knows nothing of the containers it had
+    s.heal(host.name)  # the kubelet has forgotten its earlier containers
     await s.until(lambda: s.status["restarts"]["total"] > 0)
     assert reasons(s)[0] == ("NodeFault", False)
     assert [n["node"] for n in s.status["avoidedNodes"]] == [host.name]
@@ -346,8 +348,10 @@ async def test_a_host_that_is_started_again_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize(("placement", "state"), [("Dedicated", "Planned"), ("Master", "Running")])
-async def test_a_status_that_is_ahead_of_its_pods_gets_others(placement: str, state: str) -> None:
-    """Changed by hand: the coordinator that it names is not that of the pods, which the operator then never asks."""
+async def test_pods_are_replaced_if_the_status_is_ahead_of_them(placement: str, state: str) -> None:
+    """The status was changed by hand: it names a coordinator that the pods do not use, so the
+    operator never asks theirs.
+    """
     s = await Simulation({"rendezvous": {"placement": placement}}, steps=100).begun()
     s.status["rendezvous"] |= {"generation": 5, "state": state}
     await s.until(lambda: s.status["rendezvous"]["generation"] == 6)
@@ -355,7 +359,7 @@ async def test_a_status_that_is_ahead_of_its_pods_gets_others(placement: str, st
     await s.until_phase("Complete")
 
 
-async def test_a_token_that_is_deleted_before_the_pods_start_is_made_again() -> None:
+async def test_a_token_deleted_before_the_pods_start_is_created_again() -> None:
     s = Simulation({}, steps=5)
     s.machines.capacity = 0
     await passes(s, 5)
@@ -366,7 +370,7 @@ async def test_a_token_that_is_deleted_before_the_pods_start_is_made_again() -> 
     assert s.status["restarts"]["display"] == "0/10"
 
 
-async def test_a_coordinator_beside_a_trainer_that_runs_out_of_memory_names_its_own_limit() -> None:
+async def test_a_coordinator_in_a_trainers_pod_that_runs_out_of_memory_names_its_own_limit() -> None:
     s = await Simulation({"rendezvous": {"placement": "Master"}}, steps=100).begun()
     pod = s.pods["job-0-0"]
     assert pod.coordinator is not None

@@ -1,6 +1,6 @@
 """The operator may die before and after every call of apply.
 
-The job ends as if it had not, and nothing is counted twice.
+The job still ends as it does without the crash, and nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ async def key_changed(s: Simulation) -> None:
 
 
 async def runtime_changed(s: Simulation) -> None:
-    """The job was begun by an operator of another protocol, whose runtime had other files."""
+    """A job that was begun by an operator with a different protocol, whose runtime had other files."""
     await s.until_phase("Running")
     old, status = "job-podfiles-12345678", s.status
     template, key, _ = status["templateHash"].split("-")
@@ -91,7 +91,7 @@ async def runtime_changed(s: Simulation) -> None:
     s.store.changed("DDPJob", s.job_body)
     running, observed = set(s.pods), s.now + 5
     await s.until(lambda: s.now >= observed)
-    assert set(s.pods) == running and not s.status["restarts"]["recent"], "what runs does not notice"
+    assert set(s.pods) == running and not s.status["restarts"]["recent"], "running pods do not notice"
     s.force_delete("job-1-0")
     await s.until_phase("Complete")
     assert s.status["runtime"].startswith("ddpjob-runtime-")
@@ -207,7 +207,7 @@ async def complete_and_notified(s: Simulation) -> None:
 async def failed_and_notified(s: Simulation) -> None:
     s.change_spec({**NOTIFIED, "recovery": {"maxRestarts": 1}})
     await s.until_phase("Running")
-    first, second = (p.name for p in s.nodes())  # One that fails twice in a row is replaced instead.
+    first, second = (p.name for p in s.nodes())  # A pod that fails twice in a row is replaced instead.
     assert s.worker_fails(first)
     await s.until(lambda: s.status["restarts"]["counted"] == 1 and s.phase == "Running")
     assert s.worker_fails(second)
@@ -234,30 +234,34 @@ SCENARIOS: list[Scenario] = [
 
 
 def outcome(s: Simulation) -> object:
-    # A receiver may get one twice, if the operator dies before it has written that it was delivered: with the same id.
+    # A receiver may get a notification twice, with the same id, if the operator dies before it has
+    # recorded the delivery.
     got = sorted({(body["id"], body["event"]) for body in s.cluster.received})
     if s.job is None:
         return "gone", got
     restarts = s.status["restarts"]
     recent = [(r["reason"], r["counted"]) for r in restarts.get("recent", ())]
-    # The coordinator reports a change of size as well: whether that is recorded beside Scaled depends on the moment.
+    # The coordinator reports a change of size as well. Whether it is recorded next to Scaled
+    # depends on the moment.
     echoes = recent.count(("Joined", False)) if ("Scaled", False) in recent else 0
     reasons = [one for one in recent if not echoes or one != ("Joined", False)]
     return s.phase, restarts["counted"], restarts["uncounted"] - echoes, reasons, got
 
 
 class Forks:
-    """Every point of a simulation, each for a fork of this process: it alone dies there, and reports its outcome.
+    """Fork this process at every point of a simulation. The fork dies there and reports its
+    outcome.
 
-    So the story before a point is played once, and not once for each point after it. A repeated point is left out.
+    So the story before a point is played once, not once for each later point. A repeated point is
+    left out.
     """
 
     def __init__(self, simulation: Simulation, *, half: bool = False) -> None:
-        """`half`: before each second call, and after the others."""
+        """`half`: the points before every second call, and after the others."""
         self.simulation, self._half = simulation, half
         self.outcomes: dict[int, object] = {}
         self._answer: int | None = None
-        """In a fork."""
+        """Whether this process is a fork."""
 
     def __contains__(self, point: int) -> bool:
         if self._answer is not None or self.simulation.cluster.is_repeated:
@@ -309,7 +313,8 @@ CASES = [(scenario, "Dedicated") for scenario in SCENARIOS] + [
 
 
 async def die_everywhere(scenario: Scenario, placement: str) -> None:
-    # With Master the decisions are those of Dedicated but for the coordinator's own pod.
+    # With Master the decisions are the same as with Dedicated, except for the coordinator's own
+    # pod.
     forks = Forks(Simulation({"rendezvous": {"placement": placement}}), half=placement == "Master")
     undisturbed = await forks.play(scenario)
     assert len(forks.outcomes) >= (5 if placement == "Master" else 10)
@@ -323,19 +328,19 @@ async def test_the_operator_dies_before_and_after_every_call(scenario: Scenario,
 
 
 async def _status_last(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
-    """A defect: acts first and writes down why afterwards."""
+    """A defect: acts first and records the reason afterwards."""
     await right_apply(cluster, replace(job, status=decision.status), replace(decision, events=()))
     return await right_apply(cluster, job, replace(decision, actions=()))
 
 
 async def _calls_it_delivered_before(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
-    """A defect: writes that a notification was delivered, and then sends it."""
+    """A defect: records the delivery of a notification, and then sends it."""
     done = tuple(replace(n, state=NotificationState.DELIVERED) for n in decision.status.notifications)
     return await right_apply(cluster, job, replace(decision, status=replace(decision.status, notifications=done)))
 
 
 async def _forgets_incidents(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
-    """A defect: does not write down which of the coordinator's incidents it has counted."""
+    """A defect: does not record which of the coordinator's incidents it has counted."""
     counts = replace(decision.status.restarts, seen_incident=0)
     return await right_apply(cluster, job, replace(decision, status=replace(decision.status, restarts=counts)))
 
@@ -348,7 +353,7 @@ async def _forgets_incidents(cluster: Cluster, job: DDPJob, decision: Decision) 
         (_calls_it_delivered_before, complete_and_notified),
     ],
 )
-async def test_the_check_sees_a_deliberate_defect(
+async def test_the_check_finds_a_deliberate_defect(
     defect: Callable[..., Awaitable[Applied]], scenario: Scenario, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undisturbed = outcome(await run(scenario, set(), "Dedicated"))
@@ -365,8 +370,10 @@ async def test_the_operator_dies_at_every_second_point(scenario: Scenario) -> No
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_job_whose_finished_pods_are_removed_while_nobody_looks_is_complete(mode: str) -> None:
-    """By the garbage collector of ended pods, or a cleaner: the coordinator, which has not ended, knows it."""
+async def test_a_job_is_complete_although_its_finished_pods_were_removed_unseen(mode: str) -> None:
+    """The pods are removed by the garbage collector of ended pods, or by a cleaner. The coordinator
+    still runs, and knows.
+    """
     s = await Simulation({"recovery": {"mode": mode}}, steps=20).begun()
     s.advance(120)
     assert all(p.ended for p in s.nodes()), s.inventory()
@@ -379,10 +386,10 @@ async def test_a_job_whose_finished_pods_are_removed_while_nobody_looks_is_compl
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_job_whose_finished_pods_and_coordinator_are_removed_is_complete(
+async def test_a_job_is_complete_although_its_finished_pods_and_coordinator_were_removed(
     mode: str,
 ) -> None:
-    """The event of a pod's deletion shows that it has ended with 0."""
+    """The event of a pod's deletion shows that the pod ended with 0."""
     s = await Simulation({"recovery": {"mode": mode}}, steps=20).begun()
     s.advance(120)
     for name in list(s.pods):

@@ -1,6 +1,6 @@
-"""The checks of recovery are shown to fail.
+"""Proof that the checks of recovery can fail.
 
-Each defect is put in on purpose, and a test that passes without it must not pass with it.
+Each defect is planted on purpose. A test that passes without the defect must fail with it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         merge_causes,
         "_belongs",
         lambda *_: True,
-        counting.test_a_pod_that_fails_at_its_start_again_and_again_waits,
+        counting.test_a_pod_that_fails_repeatedly_at_its_start_backs_off,
     ),
     "a lost pod gets its grace": (
         actions,
         "is_given_up",
         lambda *_: False,
-        places.test_a_pod_that_ends_on_a_node_that_dies_is_removed_by_force,
+        places.test_a_pod_that_ends_on_a_dying_node_is_removed_by_force,
     ),
     "a silent node is believed to be well": (
         liveness,
@@ -75,13 +75,13 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         replacing,
         "count_repetition",
         lambda *_: slots.Repeated(),
-        counting.test_a_pod_that_fails_at_its_start_again_and_again_waits,
+        counting.test_a_pod_that_fails_repeatedly_at_its_start_backs_off,
     ),
     "the budget stays spent": (
         decide,
         "_with_budget_restored",
         lambda view: (view.status, []),
-        counting.test_the_budget_is_whole_again_after_healthy_training,
+        counting.test_healthy_training_restores_the_whole_budget,
     ),
     "labels stay": (
         actions,
@@ -93,14 +93,14 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         recording,
         "find_avoided_nodes",
         lambda *_, **__: (),
-        places.test_a_node_that_fails_the_job_again_and_again_is_avoided,
+        places.test_a_node_that_fails_the_job_repeatedly_is_avoided,
     ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEFECTS)
-async def test_a_deliberate_defect_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_deliberate_defect_of_recovery_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, attribute, wrong, check = DEFECTS[name]
     monkeypatch.setattr(module, attribute, wrong)
     with pytest.raises((AssertionError, IndexError, KeyError)):

@@ -1,6 +1,7 @@
-"""The seeds are shown to find defects.
+"""Proof that the seeds find defects.
 
-Each is put in on purpose, and the seed that finds it must fail with it and not without it.
+Each defect is planted on purpose. The seed that finds it must fail with the defect and pass without
+it.
 """
 
 from __future__ import annotations

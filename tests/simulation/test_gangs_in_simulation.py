@@ -48,7 +48,7 @@ def grouped(s: Simulation) -> set[str]:
 
 
 @pytest.mark.parametrize("placement", ["Dedicated", "Master"])
-async def test_a_gang_holds_nothing_until_there_is_room_for_all_of_it(placement: str) -> None:
+async def test_a_gang_holds_no_node_until_all_of_it_fits(placement: str) -> None:
     s = WithGangs({"nodes": 4, "rendezvous": {"placement": placement}}, steps=20)
     s.machines.capacity = 3
     await s.passes(60)
@@ -60,8 +60,8 @@ async def test_a_gang_holds_nothing_until_there_is_room_for_all_of_it(placement:
     assert s.status["restarts"]["total"] == 0
 
 
-async def test_without_a_gang_the_same_job_holds_what_there_is() -> None:
-    """The check above sees the deliberate defect."""
+async def test_without_a_gang_the_same_job_holds_every_free_node() -> None:
+    """Shows that the check above can fail."""
     s = WithGangs({"nodes": 4, "scheduling": {"gang": False}})
     s.machines.capacity = 3
     await s.passes(60)
@@ -75,7 +75,7 @@ async def test_without_a_gang_the_same_job_holds_what_there_is() -> None:
         {"podTemplate": {"spec": {"schedulingGroup": {"podGroupName": "ours"}}}},
     ],
 )
-async def test_who_has_a_scheduler_or_a_group_of_its_own_gets_no_gang_unless_it_asks(spec: Json) -> None:
+async def test_a_job_with_its_own_scheduler_or_group_gets_no_gang_unless_it_asks(spec: Json) -> None:
     for gang, wanted in ((None, set()), (True, {"job-gang-0"})):
         scheduling = {**spec.get("scheduling", {}), **({} if gang is None else {"gang": gang})}
         s = WithGangs({"nodes": 2, **spec, "scheduling": scheduling})
@@ -83,7 +83,7 @@ async def test_who_has_a_scheduler_or_a_group_of_its_own_gets_no_gang_unless_it_
         assert len(s.nodes()) == 2 and set(groups(s)) == wanted
 
 
-async def test_a_job_of_volcanos_gets_a_gang_unless_its_pods_name_one() -> None:
+async def test_a_job_for_volcano_gets_a_gang_unless_its_pods_name_one() -> None:
     for named, wanted in (({}, {"job-gang-0"}), ({"scheduling.k8s.io/group-name": "ours"}, set())):
         template = {"metadata": {"annotations": named}}
         s = WithGangs({"nodes": 2, "podTemplate": template, "scheduling": {"schedulerName": "volcano"}})
@@ -91,22 +91,22 @@ async def test_a_job_of_volcanos_gets_a_gang_unless_its_pods_name_one() -> None:
         await s.one_pass()
         assert len(s.nodes()) == 2 and {g["metadata"]["name"] for g in s.store.all("PodGroup")} == wanted
         hint = "read the events of PodGroup job-gang-0 (podgroups.scheduling.volcano.sh)"
-        assert (hint in conditions(s)["Scheduled"]["message"]) is bool(wanted), "its scheduler has not said anything"
+        assert (hint in conditions(s)["Scheduled"]["message"]) is bool(wanted), "its scheduler has reported nothing"
     s = Simulation({"nodes": 2, "scheduling": {"schedulerName": "volcano", "gang": True}})
     await s.passes(3)
-    assert "no PodGroups of Volcano in this cluster" in conditions(s)["Scheduled"]["message"] and not s.nodes()
+    assert "no Volcano PodGroups in this cluster" in conditions(s)["Scheduled"]["message"] and not s.nodes()
 
 
 @pytest.mark.parametrize("gang", [True, False])
-async def test_two_jobs_that_each_need_everything(gang: bool) -> None:
-    """The other job is a rival that takes what is free, as this one does, pod by pod or all at once."""
+async def test_two_jobs_that_each_need_the_whole_cluster(gang: bool) -> None:
+    """The other job takes free nodes as this one does, pod by pod or all at once."""
     s = WithGangs({"nodes": 2, "scheduling": {"gang": gang}}, steps=20)
-    s.machines.capacity = 1  # the rival's first pod has the other half
+    s.machines.capacity = 1  # the other job's first pod holds the other half
     await s.passes(30)
     rival_waits_forever = len(bound(s)) == 1
     assert rival_waits_forever is not gang
     if gang:
-        s.machines.capacity = 0  # the rival finds its second half, and ends
+        s.machines.capacity = 0  # the other job finds its second half, and ends
         await s.passes(30)
         s.machines.capacity = 2
         await s.until_phase("Complete")
@@ -130,7 +130,7 @@ async def test_a_single_node_needs_no_gang() -> None:
     assert not groups(s)
 
 
-async def test_a_pod_that_is_lost_before_the_gang_is_placed_is_one_of_the_gang_again() -> None:
+async def test_a_pod_that_is_lost_before_placement_rejoins_its_gang() -> None:
     s = WithGangs({"nodes": 2}, steps=20)
     s.machines.capacity = 1
     await s.passes(10)
@@ -144,7 +144,7 @@ async def test_a_pod_that_is_lost_before_the_gang_is_placed_is_one_of_the_gang_a
 @pytest.mark.parametrize(
     ("change", "size"), [({"nodes": 2}, 3), ({"nodes": 4}, 5), ({"elastic": {"minNodes": 2}}, 3), ({"nodes": 1}, None)]
 )
-async def test_a_gang_that_waits_follows_a_change_of_its_size(change: Json, size: int | None) -> None:
+async def test_a_waiting_gang_follows_a_change_of_size(change: Json, size: int | None) -> None:
     s = WithGangs({"nodes": 3}, steps=20)
     s.machines.capacity = 0
     await s.passes(10)
@@ -159,7 +159,7 @@ async def test_a_gang_that_waits_follows_a_change_of_its_size(change: Json, size
 # --- what the cluster serves
 
 
-async def test_a_job_that_insists_on_a_gang_waits_for_a_cluster_that_serves_it() -> None:
+async def test_a_job_that_requires_a_gang_waits_for_a_cluster_that_serves_it() -> None:
     s = Simulation({"scheduling": {"gang": True}}, steps=20)
     await s.passes(30)
     assert not s.pods
@@ -169,7 +169,7 @@ async def test_a_job_that_insists_on_a_gang_waits_for_a_cluster_that_serves_it()
     await s.until_phase("Complete")
 
 
-async def test_what_the_cluster_serves_later_changes_no_running_job() -> None:
+async def test_apis_that_the_cluster_serves_later_change_no_running_job() -> None:
     s = await Simulation({}, steps=1000).begun()
     for serves in (True, False):
         s.cluster.serves_gangs = serves
@@ -178,7 +178,7 @@ async def test_what_the_cluster_serves_later_changes_no_running_job() -> None:
         assert set(s.pods) == before and s.status["restarts"]["total"] == 0
 
 
-async def test_a_gang_that_waits_goes_without_where_the_cluster_serves_none_any_more() -> None:
+async def test_a_waiting_job_starts_without_a_gang_if_the_cluster_stops_serving_them() -> None:
     s = WithGangs({}, steps=20)
     s.machines.capacity = 0
     await s.passes(10)
@@ -193,7 +193,7 @@ async def test_a_gang_that_waits_goes_without_where_the_cluster_serves_none_any_
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_pod_that_replaces_one_of_a_placed_gang_is_scheduled_by_itself(mode: str) -> None:
+async def test_a_replacement_in_a_placed_gang_is_scheduled_alone(mode: str) -> None:
     s = await WithGangs({"nodes": 3, "recovery": {"mode": mode}}, steps=1000).begun()
     s.force_delete("job-1-0")
     await s.until(lambda: s.phase == "Running" and "job-1-1" in s.pods)
@@ -201,7 +201,7 @@ async def test_a_pod_that_replaces_one_of_a_placed_gang_is_scheduled_by_itself(m
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_what_cannot_train_gives_up_its_nodes_and_waits_as_a_gang(mode: str) -> None:
+async def test_a_group_that_cannot_train_releases_its_nodes_and_waits_as_a_gang(mode: str) -> None:
     s = await WithGangs({"nodes": 3, "recovery": {"mode": mode, "maxRestarts": 0}}, steps=60).begun()
     s.machines.capacity = 2
     s.force_delete("job-1-0")
@@ -217,8 +217,10 @@ async def test_what_cannot_train_gives_up_its_nodes_and_waits_as_a_gang(mode: st
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_nobody_s_need_for_room_destroys_no_only_copy(mode: str) -> None:
-    """30 s after a cordon the only copy of a job's progress was deleted, and nobody wanted its node."""
+async def test_a_need_for_room_that_nobody_has_destroys_no_only_copy(mode: str) -> None:
+    """Regression: 30 s after a cordon, the only copy of a job's progress was deleted although
+    nobody wanted its node.
+    """
     s = await WithGangs({"nodes": 2, "recovery": {"mode": mode}}, steps=10**6).begun()
     await s.until(lambda: s.status.get("trained"))
     s.cluster.others_wait = False
@@ -238,7 +240,7 @@ async def test_nobody_s_need_for_room_destroys_no_only_copy(mode: str) -> None:
     [(True, {}), (False, {"storage": {"checkpoints": {"claimName": "c"}}})],
     ids=["another job waits for room", "checkpoints are elsewhere"],
 )
-async def test_a_copy_elsewhere_or_another_s_need_lets_a_job_yield(waits: bool, spec: Json) -> None:
+async def test_a_job_yields_if_there_is_a_second_copy_or_a_rival(waits: bool, spec: Json) -> None:
     s = WithGangs({"nodes": 2, **spec}, steps=10**6)
     if spec:
         s.store.create("PersistentVolumeClaim", {"metadata": {"name": "c"}, "spec": {"accessModes": ["ReadWriteMany"]}})
@@ -253,7 +255,7 @@ async def test_a_copy_elsewhere_or_another_s_need_lets_a_job_yield(waits: bool, 
 
 
 async def test_a_scale_down_keeps_the_pod_with_the_only_copy() -> None:
-    """The last slots are dropped, of which one may be all that is left of a job's progress."""
+    """The last slots are dropped, and one of them may hold the only copy of the job's progress."""
     s = await WithGangs({"nodes": 2, "scheduling": {"gang": False}}, steps=10**6).begun()
     await s.until(lambda: s.status.get("trained"))
     s.machines.capacity = 1
@@ -265,7 +267,7 @@ async def test_a_scale_down_keeps_the_pod_with_the_only_copy() -> None:
     assert "job-1-0 would go" in conditions(s)["Scheduled"]["message"]
 
 
-async def test_yields_are_not_limited_by_what_the_status_remembers() -> None:
+async def test_yields_are_not_limited_by_the_length_of_the_history() -> None:
     s = WithGangs({"nodes": 2, "recovery": {"maxRestarts": 0}}, steps=10**6)
     for _ in range(8):
         s.machines.capacity = 2
@@ -283,7 +285,7 @@ async def test_yields_are_not_limited_by_what_the_status_remembers() -> None:
     await s.until_phase("Running")
 
 
-async def test_a_group_that_trains_with_fewer_yields_nothing() -> None:
+async def test_a_group_that_trains_with_fewer_nodes_yields_nothing() -> None:
     s = await WithGangs({"nodes": 3, "elastic": {"minNodes": 2}}, steps=10**6).begun()
     s.machines.capacity = 2
     s.force_delete("job-2-0")
@@ -293,7 +295,7 @@ async def test_a_group_that_trains_with_fewer_yields_nothing() -> None:
 
 
 def preempt(s: Simulation, name: str) -> None:
-    """As kube-scheduler does: a condition, then the deletion."""
+    """Preempt a pod as kube-scheduler does: a condition, then the deletion."""
     pod = s.pods[name]
     why = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "preempted"}
     pod.body["status"] = {**pod.body["status"], "conditions": [*pod.body["status"]["conditions"], why]}
@@ -304,7 +306,7 @@ def preempt(s: Simulation, name: str) -> None:
 @pytest.mark.parametrize(
     "spec", [{}, FAST, {"script": None, "command": ["train"]}], ids=["Standard", "Fast", "command"]
 )
-async def test_a_preempted_job_gives_up_the_rest_at_once(spec: Json) -> None:
+async def test_a_preempted_job_releases_its_other_pods_at_once(spec: Json) -> None:
     spec = {key: value for key, value in {"script": "train.py", **spec}.items() if value is not None}
     s = WithGangs({"nodes": 3, **spec}, steps=10**6)
     if "command" in spec:
@@ -322,8 +324,8 @@ async def test_a_preempted_job_gives_up_the_rest_at_once(spec: Json) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-async def test_a_preempted_job_leaves_its_room_to_the_gang_that_it_was_preempted_for(nodes: int) -> None:
-    """The scheduler keeps none for a gang, and tries it again a while later."""
+async def test_a_preempted_job_leaves_its_room_to_the_preempting_gang(nodes: int) -> None:
+    """The scheduler reserves no room for a gang, and retries it a while later."""
     s = await WithGangs({"nodes": nodes}, steps=10**6).begun()
     for index in range(nodes):
         preempt(s, f"job-{index}-0")
@@ -336,14 +338,14 @@ async def test_a_preempted_job_leaves_its_room_to_the_gang_that_it_was_preempted
     assert s.status["restarts"]["counted"] == 0
 
 
-async def test_where_no_gangs_are_served_a_preempted_pods_successor_is_made_at_once() -> None:
-    """The scheduler keeps the room for a pod that preempts."""
+async def test_without_gangs_the_replacement_of_a_preempted_pod_is_created_at_once() -> None:
+    """The scheduler reserves the room for a pod that preempts."""
     s = await Simulation({"nodes": 1}, steps=10**6).begun()
     preempt(s, "job-0-0")
     await s.until(lambda: [p.name for p in bound(s)] == ["job-0-1"], limit=5)
 
 
-async def test_a_preempted_spare_is_no_matter() -> None:
+async def test_a_preempted_spare_interrupts_nothing() -> None:
     s = WithGangs({"nodes": 2, "spares": 1, **FAST}, steps=10**6)
     await s.until(lambda: s.status.get("nodes", {}).get("display") == "2/2 +1")
     s.machines.capacity = 2
@@ -352,7 +354,7 @@ async def test_a_preempted_spare_is_no_matter() -> None:
     assert s.phase == "Running" and s.status["rendezvous"]["generation"] == 0 and len(bound(s)) == 2
 
 
-async def test_a_spare_without_a_node_replaces_nobody() -> None:
+async def test_an_unscheduled_spare_replaces_nobody() -> None:
     s = WithGangs({"nodes": 2, "spares": 1, **FAST}, steps=10**6)
     s.machines.capacity = 2
     await s.until_phase("Running")
@@ -365,7 +367,7 @@ async def test_a_resumed_job_waits_as_a_gang() -> None:
     s = await WithGangs({}, steps=60).begun()
     await s.suspended()
     await s.passes(2)
-    assert not groups(s), "a scheduler's queue would show it as one that waits"
+    assert not groups(s), "a scheduler's queue would show it as waiting"
     s.machines.capacity = 1
     s.change_spec({"runPolicy": {"suspend": False}})
     await s.passes(60)
@@ -374,7 +376,7 @@ async def test_a_resumed_job_waits_as_a_gang() -> None:
     await s.until_phase("Complete")
 
 
-# --- the operator dies; everything at random
+# --- the operator's death, and random faults
 
 
 async def loses_a_half(s: Simulation) -> None:
@@ -412,8 +414,8 @@ async def test_the_operator_dies_before_and_after_every_call(
 
 
 @pytest.mark.slow
-async def test_a_preempted_job_ends_well_whenever_the_operator_dies() -> None:
-    """A new process may find the pod gone, without the reason: then the job yields a while later."""
+async def test_a_preempted_job_ends_well_at_whatever_point_the_operator_dies() -> None:
+    """A new process may find the pod gone without a reason. Then the job yields a while later."""
 
     async def preempted(s: Simulation) -> None:
         await s.until_phase("Running")
@@ -439,7 +441,7 @@ class RefusesGroups(MemoryCluster):
         await super().create(job, manifest)
 
 
-async def test_a_group_of_a_priority_class_that_is_missing_is_not_to_be_done_without() -> None:
+async def test_a_gang_whose_priority_class_is_missing_is_required() -> None:
     class Refusing(Simulation):
         cluster_class = RefusesGroups
 
@@ -454,7 +456,7 @@ async def test_a_group_of_a_priority_class_that_is_missing_is_not_to_be_done_wit
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 422])
-async def test_a_refused_group_is_named_with_its_cause_and_the_way_out(status: int) -> None:
+async def test_a_refused_group_is_reported_with_its_cause_and_the_remedy(status: int) -> None:
     class Refusing(Simulation):
         cluster_class = RefusesGroups
 

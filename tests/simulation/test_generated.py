@@ -1,6 +1,8 @@
-"""Jobs of any spec that the API server accepts, with statuses that anybody may have written: no reconcile raises.
+"""Jobs with any spec that the API server accepts and any status that somebody may have written. No
+reconcile raises.
 
-DDPJOB_GENERATED=20 tries 20 times as many. A failure names the number of its job: `Maker(NUMBER)` makes it again.
+DDPJOB_GENERATED=20 tries 20 times as many. A failure names the number of its job; `Maker(NUMBER)`
+makes it again.
 """
 
 from __future__ import annotations
@@ -35,17 +37,17 @@ TIMES = int(os.environ.get("DDPJOB_GENERATED", "1"))
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 STATUS = Draft202012Validator(to_json_schema(schema_of("status")))
 LARGEST = 200_000
-"""Bytes of a status: 1.5 MB are too much for the API server."""
+"""Most bytes of a status. The API server refuses 1.5 MB."""
 
 
 class Offline:
-    """What `_manifest` needs of a cluster."""
+    """The attributes of a cluster that `_manifest` reads."""
 
     platform = Platform(operator_key=b"key")
 
 
 def small(manifest: Json) -> Json:
-    """The same for so few nodes that a thousand jobs can be tried."""
+    """Scale the job down to so few nodes that a thousand jobs can be tried."""
     spec = manifest["spec"]
     for field, most in (("nodes", 3), ("spares", 2)):
         if isinstance(spec.get(field), int | float) and spec[field] > most:
@@ -55,7 +57,7 @@ def small(manifest: Json) -> Json:
 
 @contextmanager
 def tried(number: int) -> Iterator[tuple[Json, Maker]]:
-    """A made-up manifest; what is done with it may raise only where the API server refuses the manifest."""
+    """Yield a generated manifest. The block may raise only if the API server refuses the manifest."""
     maker = Maker(number)
     manifest = small(maker.manifest())
     try:
@@ -66,7 +68,7 @@ def tried(number: int) -> Iterator[tuple[Json, Maker]]:
 
 
 def check(job: DDPJob, decision: Decision) -> None:
-    """What is written is bounded, and the API server accepts it."""
+    """Check that every write is bounded and that the API server accepts it."""
     written = decision.status.write(job.spec)
     assert len(json.dumps(written, allow_nan=False)) < LARGEST
     wrong = [e.message for e in STATUS.iter_errors(written)]
@@ -103,7 +105,7 @@ def test_no_spec_and_no_status_makes_a_decision_raise(part: int) -> None:
 
 
 class AnyPods(MemoryCluster):
-    """Pods of which only the operator's own containers and variables are played."""
+    """Play pods of which only the operator's own containers and variables matter."""
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
         if manifest["kind"] == "Pod":
@@ -119,7 +121,7 @@ def _own(variable: Json) -> bool:
 
 
 class Generated(Simulation):
-    """Without invariants: a forged status may say that anything has happened."""
+    """Skip the invariants, since a forged status may claim anything."""
 
     cluster_class = AnyPods
 
@@ -131,7 +133,7 @@ class Generated(Simulation):
         self.job_body["spec"] = with_defaults(manifest)["spec"]
 
     def forge(self, status: Json) -> None:
-        """Somebody writes these fields of the status."""
+        """Write these fields of the status, as somebody else."""
         self.training.rounds.clear()
         self.job_body["status"] = {**self.status, **status}
         self.store.changed("DDPJob", self.job_body)

@@ -17,7 +17,9 @@ SIZES = pytest.mark.parametrize("spec", [ELASTIC, FIXED], ids=["elastic", "fixed
 
 
 class OneGroup(Simulation):
-    """Also fails when a round makes a step after a later one has, whoever still reaches its members."""
+    """Also fail if a round makes a step after a later round has, whichever coordinator still
+    reaches its members.
+    """
 
     def __init__(self, spec: Json, steps: int = 10**9, **more: Any) -> None:
         super().__init__(spec, steps, **more)
@@ -37,7 +39,7 @@ class OneGroup(Simulation):
         return self.coordinator().pod
 
     async def live(self, seconds: float) -> None:
-        """The operator looks each second."""
+        """Let the operator look once a second."""
         end = self.now + seconds
         while self.now < end:
             await self.one_pass()
@@ -45,7 +47,9 @@ class OneGroup(Simulation):
             assert not self.invariants.violations
 
     async def trains_by(self, attempt: int, seconds: int = 200) -> None:
-        """Until the whole group trains, and all of its members follow the coordinator of this attempt."""
+        """Wait until the whole group trains and all its members follow the coordinator of this
+        attempt.
+        """
 
         def reached() -> bool:
             launchers = [p.launcher for p in self.running() if p.launcher is not None]
@@ -67,21 +71,21 @@ async def begun(spec: Json) -> OneGroup:
 
 
 def alone(s: OneGroup) -> Pod:
-    """The coordinator's pod, on a host that it has to itself."""
+    """Put the coordinator's pod on a host of its own."""
     pod = s.coordinator_pod
     assert [p for p in s.pods.values() if p.host is pod.host] == [pod]
     return pod
 
 
 def move(s: OneGroup, pod: Pod, host: Host) -> None:
-    """As if the scheduler had put it there."""
+    """Place the pod as if the scheduler had chosen the host."""
     pod.host, pod.body["spec"]["nodeName"] = host, host.name
     s.store.changed("Pod", pod.body)
 
 
 @SIZES
 @pytest.mark.parametrize("heard", [True, False], ids=["the operator reaches it", "the operator does not"])
-async def test_the_group_leaves_a_coordinator_whose_kubelet_has_died_without_losing_a_step(
+async def test_the_group_leaves_a_coordinator_with_a_dead_kubelet_without_losing_a_step(
     spec: Json, heard: bool
 ) -> None:
     s = await begun(spec)
@@ -93,15 +97,15 @@ async def test_the_group_leaves_a_coordinator_whose_kubelet_has_died_without_los
     await s.live(30)
     await s.trains_by(1)
     assert s.reasons() == ["CoordinatorLost"]
-    assert s.training.made - began >= s.now - started - 2, "nobody was restarted"
+    assert s.training.made - began >= s.now - started - 2, "no pod was restarted"
     assert old.coordinator is not None and not old.coordinator.alive, (
         "it was asked to exit, by the operator or a member"
     )
 
 
 @SIZES
-async def test_a_node_beside_it_is_replaced_and_joins_the_others(spec: Json) -> None:
-    """What runs beside the coordinator, on the same host, is given up as well, and still trains."""
+async def test_a_pod_next_to_it_is_replaced_and_the_replacement_joins(spec: Json) -> None:
+    """A pod on the coordinator's host is given up as well, although it still trains."""
     s = await begun(spec)
     host = s.pods["job-0-0"].host
     move(s, s.coordinator_pod, host)
@@ -117,7 +121,7 @@ async def test_a_node_beside_it_is_replaced_and_joins_the_others(spec: Json) -> 
 
 
 @SIZES
-async def test_nothing_happens_where_only_the_operator_is_cut_off(spec: Json) -> None:
+async def test_a_partition_of_the_operator_alone_changes_nothing(spec: Json) -> None:
     s = await begun(spec)
     s.network.operator_cut = True
     began, started = s.training.made, s.now
@@ -131,9 +135,7 @@ async def test_nothing_happens_where_only_the_operator_is_cut_off(spec: Json) ->
 
 @SIZES
 @pytest.mark.parametrize("seconds", [20, 200])
-async def test_members_that_do_not_reach_the_coordinator_train_and_follow_the_next_one(
-    spec: Json, seconds: float
-) -> None:
+async def test_members_that_lose_the_coordinator_train_on_and_follow_its_successor(spec: Json, seconds: float) -> None:
     s = await begun(spec)
     old, began = s.coordinator_pod, s.training.made
     old.deaf = True
@@ -150,8 +152,8 @@ async def test_members_that_do_not_reach_the_coordinator_train_and_follow_the_ne
 @SIZES
 @pytest.mark.parametrize("with_coordinator", [True, False])
 @pytest.mark.parametrize("seconds", [10, 100])
-async def test_half_of_the_members_cut_off(spec: Json, with_coordinator: bool, seconds: float) -> None:
-    """From the other half, the control plane and, or together with, the coordinator."""
+async def test_half_of_the_members_are_partitioned(spec: Json, with_coordinator: bool, seconds: float) -> None:
+    """They are cut off from the other half, and from the control plane, the coordinator, or both."""
     s = await begun(spec)
     hosts = [s.pods[name].host for name in ("job-0-0", "job-1-0")]
     if with_coordinator:
@@ -167,8 +169,8 @@ async def test_half_of_the_members_cut_off(spec: Json, with_coordinator: bool, s
     assert len([c for c in s.network.coordinators if c.alive]) == 1
 
 
-async def test_training_continues_without_a_coordinator_for_as_long_as_no_round_is_needed() -> None:
-    """The next one may wait for an image, or for the operator itself."""
+async def test_training_continues_without_a_coordinator_until_a_round_is_needed() -> None:
+    """The next coordinator may wait for an image, or for the operator itself."""
     s = await begun(FIXED)
     began, started = s.training.made, s.now
     s.force_delete(s.coordinator_pod.name)
@@ -179,8 +181,10 @@ async def test_training_continues_without_a_coordinator_for_as_long_as_no_round_
 
 
 @pytest.mark.parametrize("reachable", [True, False])
-async def test_a_generation_that_was_given_up_ends_where_its_kubelet_is_dead(reachable: bool) -> None:
-    """All pods are made again, and those of the old generation on a dead host would train on by themselves."""
+async def test_a_generation_that_was_given_up_ends_although_its_kubelet_is_dead(reachable: bool) -> None:
+    """All pods are replaced. The pods of the old generation on a dead host would train on by
+    themselves.
+    """
     s = await begun({"recovery": {"mode": "Fast"}, "nodes": 2, "elastic": {"minNodes": 1, "maxNodes": 2}})
     zombies = [s.pods["job-0-0"], s.coordinator_pod]
     move(s, zombies[1], zombies[0].host)

@@ -11,7 +11,7 @@ from .test_recovery_in_simulation import FAST, passes, reasons, running
 
 @pytest.mark.parametrize("knows_hosts", [True, False])
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
-async def test_a_silent_node_is_left_and_its_pod_replaced_elsewhere(mode: str, knows_hosts: bool) -> None:
+async def test_a_pod_on_a_silent_node_is_replaced_elsewhere(mode: str, knows_hosts: bool) -> None:
     s = Simulation({"nodes": 2, "recovery": {"mode": mode, "nodeLostAfterSeconds": 20}}, steps=1000)
     s.cluster.knows_hosts = knows_hosts
     await s.until_phase("Running")
@@ -36,7 +36,7 @@ async def test_a_pod_leaves_an_unhealthy_node_before_it_fails(mode: str) -> None
     node = s.pods["job-1-0"].node
     s.machines.diagnose(s.host_of("job-1-0"), True)
     await passes(s, 55)
-    assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0"], "it has to last"
+    assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0"], "it must persist"
     await passes(s, 15)
     await s.until_phase("Running")
     assert [p.name for p in running(s)] == ["job-0-0", "job-1-1"] and s.pods["job-1-1"].node != node
@@ -45,7 +45,7 @@ async def test_a_pod_leaves_an_unhealthy_node_before_it_fails(mode: str) -> None
     assert "NodesHealthy" not in conditions(s)
 
 
-async def test_what_an_agent_takes_back_moves_nothing() -> None:
+async def test_a_health_report_that_is_withdrawn_moves_nothing() -> None:
     s = await Simulation({"nodes": 2}, steps=10**6).begun()
     for _ in range(6):
         s.machines.diagnose(s.host_of("job-1-0"), True)
@@ -55,7 +55,7 @@ async def test_what_an_agent_takes_back_moves_nothing() -> None:
     assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0"] and reasons(s) == []
 
 
-async def test_a_broken_agent_that_speaks_against_most_nodes_moves_nothing() -> None:
+async def test_an_agent_that_calls_most_nodes_unhealthy_moves_nothing() -> None:
     s = await Simulation({"nodes": 2}, steps=10**6).begun()
     for host in list(s.machines.hosts.values())[:3]:
         s.machines.diagnose(host, True)
@@ -74,17 +74,17 @@ async def test_a_spare_takes_over_from_an_unhealthy_node_at_once() -> None:
     s = Simulation({**FAST, "nodes": 2, "spares": 1}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
     for host in s.machines.hosts.values():
-        s.machines.cordon(host)  # there is no other place
+        s.machines.cordon(host)  # there is no other host
     s.machines.diagnose(s.host_of("job-0-0"), True)
     await passes(s, 63)
     assert reasons(s) == [("NodeUnhealthy", False)]
     assert conditions(s)["Running"]["status"] == "True" and s.status["nodes"]["display"].startswith("2/2")
 
 
-async def test_a_pod_stays_on_an_unhealthy_node_where_there_is_no_other() -> None:
+async def test_a_pod_stays_on_an_unhealthy_node_if_there_is_no_other() -> None:
     s = await Simulation({"nodes": 2}, steps=10**6).begun()
     for host in s.machines.hosts.values():
-        s.machines.cordon(host)  # there is no other place
+        s.machines.cordon(host)  # there is no other host
     s.machines.diagnose(s.host_of("job-0-0"), True)
     await passes(s, 90, step=2)
     assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0"] and reasons(s) == []
@@ -92,7 +92,7 @@ async def test_a_pod_stays_on_an_unhealthy_node_where_there_is_no_other() -> Non
 
 
 @pytest.mark.parametrize("end", ["Suspended", "Complete", "Failed"])
-async def test_a_job_without_pods_says_nothing_of_their_nodes(end: str) -> None:
+async def test_a_job_without_pods_reports_nothing_about_their_nodes(end: str) -> None:
     s = await Simulation({"nodes": 2}, steps=400).begun()
     for host in s.machines.hosts.values():
         s.machines.cordon(host)
@@ -108,8 +108,8 @@ async def test_a_job_without_pods_says_nothing_of_their_nodes(end: str) -> None:
 
 
 @pytest.mark.slow
-async def test_a_job_leaves_a_node_once_an_hour_and_moves_three_times_at_most() -> None:
-    # Without shared checkpoints the pod would hold the only copy of its state, and stay.
+async def test_a_job_leaves_a_node_once_an_hour_and_three_times_at_most() -> None:
+    # Without shared checkpoints the pod would hold the only copy of its state, and would stay.
     s = Simulation({"nodes": 1, "storage": {"checkpoints": {"claimName": "kept"}}}, steps=10**7)
     s.store.create("PersistentVolumeClaim", {"metadata": {"name": "kept"}, "spec": {"accessModes": ["ReadWriteMany"]}})
     await s.begun()
@@ -125,7 +125,7 @@ async def test_a_job_leaves_a_node_once_an_hour_and_moves_three_times_at_most() 
     assert [p.name for p in running(s)] == ["job-0-4"], "an hour later it may move again"
 
 
-async def test_a_short_silence_is_no_loss() -> None:
+async def test_a_short_silence_is_not_a_loss() -> None:
     s = await Simulation({"nodes": 2, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=1000).begun()
     s.cut(s.pods["job-1-0"].node, noticed_after=3)
     await passes(s, 15)
@@ -138,12 +138,12 @@ async def test_a_short_silence_is_no_loss() -> None:
     assert reasons(s) == [("PeerLost", False)], "the group has restarted, once"
     (restart,) = s.status["restarts"]["recent"]
     assert restart["pod"] == "job-1-0" and restart["seconds"] > 0
-    assert restart["message"].startswith("pod job-1-0 was lost to the group and came back: ")
+    assert restart["message"].startswith("the group lost pod job-1-0, which then came back: ")
     assert next(e.message for e in s.cluster.events if e.reason == "PeerLost").endswith("it restarts in its pod)")
     assert conditions(s)["Restarting"]["reason"] == "Recovered" and s.status["round"] == 1
 
 
-async def test_a_deleted_node_object_is_a_loss_after_the_same_time() -> None:
+async def test_a_deleted_node_object_is_a_loss_after_the_same_delay() -> None:
     s = await Simulation({"nodes": 2, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=1000).begun()
     node, began = s.pods["job-1-0"].node, s.now
     s.cut(node, noticed_after=None)
@@ -167,7 +167,7 @@ async def test_out_of_service_is_believed_at_once() -> None:
     assert reasons(s) == [("NodeLost", False)]
 
 
-async def test_a_pod_that_ends_on_a_node_that_dies_is_removed_by_force() -> None:
+async def test_a_pod_that_ends_on_a_dying_node_is_removed_by_force() -> None:
     s = await Simulation({"nodes": 2, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=1000).begun()
     s.cut(s.pods["job-1-0"].node)
     await passes(s, 12)
@@ -177,7 +177,7 @@ async def test_a_pod_that_ends_on_a_node_that_dies_is_removed_by_force() -> None
     await s.until(lambda: "job-1-0" not in s.pods, limit=40)
 
 
-async def test_a_lost_coordinator_s_node_is_left_in_both_modes() -> None:
+async def test_the_node_of_a_lost_coordinator_is_avoided_in_both_modes() -> None:
     for mode, name in (("Fast", "job-coordinator-0-1"), ("Standard", "job-coordinator-1")):
         s = Simulation({"recovery": {"mode": mode, "nodeLostAfterSeconds": 20}}, steps=1000)
         await s.until_phase("Running")
@@ -189,8 +189,8 @@ async def test_a_lost_coordinator_s_node_is_left_in_both_modes() -> None:
         assert s.status["restarts"]["counted"] == 0
 
 
-async def test_a_member_that_is_lost_with_the_coordinators_node_costs_no_wait() -> None:
-    """The others are in a collective with it, and the coordinator that takes over has never heard of it."""
+async def test_a_member_lost_together_with_the_coordinators_node_delays_nothing() -> None:
+    """The others are in a collective with it, and the new coordinator has never heard of it."""
     s = await Simulation({"nodes": 3, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=10**6).begun()
     for pod in ("job-coordinator-0", "job-1-0"):
         s.cut(s.pods[pod].node)
@@ -201,7 +201,7 @@ async def test_a_member_that_is_lost_with_the_coordinators_node_costs_no_wait() 
     assert reasons(s) == [("NodeLost", False), ("CoordinatorLost", False)]
 
 
-async def test_a_node_that_fails_the_job_again_and_again_is_avoided() -> None:
+async def test_a_node_that_fails_the_job_repeatedly_is_avoided() -> None:
     s = await Simulation({"nodes": 2, "recovery": {"maxRestarts": 100}}, steps=10000).begun()
     bad = s.machines.favourite[1] = s.pods["job-1-0"].node
     for _ in range(3):
@@ -227,7 +227,7 @@ LOST_GPU = "RuntimeError: CUDA error: no CUDA-capable device is detected"
 
 
 async def fails_wherever(s: Simulation, broken: set[str], message: str, seconds: float = 120) -> None:
-    """Each time the group trains for a second, a worker of a pod among `broken` ends."""
+    """Let the group train for a second, then end a worker of a pod among `broken`, repeatedly."""
     end = s.now + seconds
     while s.now < end and s.phase != "Failed":
         await s.one_pass()
@@ -264,11 +264,11 @@ async def test_a_pod_that_fails_again_before_its_deletion_reaches_it_does_not_co
     assert s.status["restarts"]["counted"] == 1 and "job-1-1" in s.pods
 
 
-async def test_failures_of_one_pod_that_are_seen_at_once_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failures_of_one_pod_that_are_seen_together_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     s = Simulation({**FAST, "nodes": 2, "recovery": {"mode": "Fast", "maxRestarts": 1}}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     replace_failing = recording._replace_failing
-    # As an operator sees it that was away while the worker failed, ran again and failed again.
+    # An operator sees this if it was down while the worker failed, ran again and failed again.
     monkeypatch.setattr(recording, "_replace_failing", lambda ends, given: replace_failing(ends, given * 2))
     assert s.worker_fails("job-1-0", LOST_GPU)
     await s.until(lambda: reasons(s) != [])
@@ -279,13 +279,13 @@ async def test_failures_of_one_pod_that_are_seen_at_once_count_once(monkeypatch:
 
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
 @pytest.mark.parametrize("seen_late", [False, True])
-async def test_a_pod_whose_ranks_fail_twice_while_others_are_well_is_replaced(mode: str, seen_late: bool) -> None:
+async def test_a_pod_whose_ranks_fail_twice_while_others_work_is_replaced(mode: str, seen_late: bool) -> None:
     s = Simulation({"nodes": 2, "recovery": {"mode": mode, "maxRestarts": 2}}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     message = "CUDA error: an illegal memory access was encountered"
     assert s.worker_fails("job-1-0", message)
     await s.until(lambda: reasons(s) != [])
-    if seen_late:  # The informer of pods may be behind that of reports.
+    if seen_late:  # The informer of pods may lag behind the informer of reports.
         s.status["restarts"]["recent"][0]["node"] = ""
     await fails_wherever(s, {"job-1-0"}, message)
     assert reasons(s) == [("WorkerFailed", True), ("WorkerFailed", False), ("PodUnhealthy", False)]
@@ -307,7 +307,7 @@ async def test_a_hang_that_names_the_same_pod_twice_replaces_it() -> None:
 
 
 async def test_a_daemon_reload_that_takes_all_devices_costs_one_failure_per_node() -> None:
-    """Every container has lost its devices at the same time; new ones have them, wherever they are."""
+    """Every container has lost its devices at the same time. New containers have them, on any host."""
     s = Simulation({**FAST, "nodes": 5, "gpusPerNode": 1}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     await fails_wherever(s, {p.name for p in running(s)}, "RuntimeError: No CUDA GPUs are available", 200)
@@ -315,7 +315,7 @@ async def test_a_daemon_reload_that_takes_all_devices_costs_one_failure_per_node
     assert sorted(p.name for p in running(s)) == [f"job-{index}-1" for index in range(5)]
 
 
-async def test_where_new_pods_lose_their_devices_too_the_budget_ends_the_job() -> None:
+async def test_if_new_pods_lose_their_devices_too_the_budget_ends_the_job() -> None:
     s = Simulation({**FAST, "recovery": {"mode": "Fast", "maxRestarts": 10}}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     await fails_wherever(s, {f"job-{i}-{a}" for i in range(2) for a in range(40)}, LOST_GPU, 1500)
@@ -325,7 +325,7 @@ async def test_where_new_pods_lose_their_devices_too_the_budget_ends_the_job() -
 @pytest.mark.parametrize(
     "message", ["NameError: name 'lunch' is not defined", "killed by the kernel: the container's memory limit"]
 )
-async def test_an_error_that_every_pod_would_have_moves_none(message: str) -> None:
+async def test_an_error_that_every_pod_would_have_moves_no_pod(message: str) -> None:
     s = Simulation({**FAST, "nodes": 2, "recovery": {"mode": "Fast", "maxRestarts": 3}}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     for _ in range(3):
@@ -335,7 +335,7 @@ async def test_an_error_that_every_pod_would_have_moves_none(message: str) -> No
     assert s.status["restarts"]["counted"] == 3
 
 
-async def test_an_error_that_another_pod_had_in_the_same_round_moves_none() -> None:
+async def test_an_error_that_another_pod_had_in_the_same_round_moves_no_pod() -> None:
     s = Simulation({**FAST, "nodes": 2}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     for number in (1, 2, 3):
@@ -347,7 +347,7 @@ async def test_an_error_that_another_pod_had_in_the_same_round_moves_none() -> N
     assert reasons(s) == [("WorkerFailed", True)] * 3
 
 
-async def test_pods_that_fail_in_turn_stay() -> None:
+async def test_pods_that_fail_in_turn_are_not_moved() -> None:
     s = Simulation({**FAST, "nodes": 2}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     for number in range(4):
@@ -356,7 +356,7 @@ async def test_pods_that_fail_in_turn_stay() -> None:
     assert reasons(s) == [("WorkerFailed", True)] * 4
 
 
-async def test_a_program_that_fails_for_one_rank_anywhere_moves_three_times_at_most() -> None:
+async def test_a_program_that_fails_for_one_rank_on_any_host_moves_three_times_at_most() -> None:
     s = Simulation({**FAST, "nodes": 2, "recovery": {"mode": "Fast", "maxRestarts": 9}}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     await fails_wherever(s, {f"job-1-{attempt}" for attempt in range(20)}, "ValueError: lunch", 900)
@@ -364,7 +364,7 @@ async def test_a_program_that_fails_for_one_rank_anywhere_moves_three_times_at_m
 
 
 @pytest.mark.parametrize("spares", [0, 1])
-async def test_a_failing_pod_stays_where_no_spare_is_and_its_node_could_not_take_it_back(spares: int) -> None:
+async def test_a_failing_pod_stays_if_there_is_no_spare_and_no_other_node(spares: int) -> None:
     s = Simulation({**FAST, "nodes": 2, "spares": spares}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     for host in s.machines.hosts.values():
@@ -376,7 +376,7 @@ async def test_a_failing_pod_stays_where_no_spare_is_and_its_node_could_not_take
 
 
 async def loses_its_connection(s: Simulation, pod: str, times: int) -> None:
-    """A place whose network breaks time and again, and heals before its node is lost."""
+    """Cut and heal the network of a pod's host repeatedly, before its node counts as lost."""
     for _ in range(times):
         await s.until(lambda: s.phase == "Running" and s.training.made > 3)
         node, known = s.pods[pod].node, len(reasons(s))
@@ -387,7 +387,7 @@ async def loses_its_connection(s: Simulation, pod: str, times: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
-async def test_a_pod_whose_connection_breaks_thrice_is_replaced_if_a_third_kept_its(mode: str) -> None:
+async def test_a_pod_whose_connection_breaks_thrice_is_replaced_if_a_third_pod_keeps_its(mode: str) -> None:
     s = await Simulation({"nodes": 3, "recovery": {"mode": mode}}, steps=10**6).begun()
     coordinator = next(p.node for p in s.pods.values() if not p.is_node)
     pod = next(p for p in s.nodes() if p.node != coordinator)
@@ -400,7 +400,7 @@ async def test_a_pod_whose_connection_breaks_thrice_is_replaced_if_a_third_kept_
     assert f"job-{pod.index}-1" in s.pods and [entry["node"] for entry in s.status["avoidedNodes"]] == [pod.node]
 
 
-async def test_of_two_nodes_whose_connection_breaks_nobody_knows_which_one_is_cut_off() -> None:
+async def test_neither_of_two_pods_whose_connection_breaks_is_replaced() -> None:
     s = await Simulation({"nodes": 2, "rendezvous": {"placement": "Master"}}, steps=10**6).begun()
     await loses_its_connection(s, "job-1-0", 4)
     assert reasons(s) == [("PeerLost", False)] * 4 and "job-1-0" in s.pods

@@ -1,4 +1,6 @@
-"""Clusters whose machines differ: two architectures, a mirror that lacks a layer, a host that starts no coordinator."""
+"""Clusters with unequal machines: two architectures, a mirror that lacks a layer, and a host that
+starts no coordinator.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def coordinator_hosts(s: Simulation) -> list[str]:
 
 
 @MODES
-async def test_the_coordinator_prefers_machines_of_the_architecture_of_the_job_s_nodes(mode: str) -> None:
+async def test_the_coordinator_prefers_the_architecture_of_the_jobs_nodes(mode: str) -> None:
     s = mixed(mode)
     on_arm(s, ("ErrImagePull", NO_PLATFORM))
     await s.until_phase("Complete", limit=120)
@@ -49,9 +51,7 @@ async def test_the_coordinator_prefers_machines_of_the_architecture_of_the_job_s
 
 @MODES
 @pytest.mark.parametrize("fault", [("ErrImagePull", NO_PLATFORM), (255, EXEC)], ids=["pull", "exec"])
-async def test_a_coordinator_on_the_wrong_architecture_moves_and_nothing_counts(
-    mode: str, fault: tuple[str | int, str]
-) -> None:
+async def test_a_coordinator_on_the_wrong_architecture_moves_uncounted(mode: str, fault: tuple[str | int, str]) -> None:
     s = mixed(mode)
     on_arm(s, fault)
     s.machines._far = lambda pod, host: False  # type: ignore[method-assign]  # The nodes were not placed yet.
@@ -64,7 +64,7 @@ async def test_a_coordinator_on_the_wrong_architecture_moves_and_nothing_counts(
 
 
 @MODES
-async def test_an_image_that_no_machine_can_run_ends_the_job(mode: str) -> None:
+async def test_an_image_that_runs_on_no_machine_fails_the_job(mode: str) -> None:
     s = mixed(mode, arm=8)
     on_arm(s, ("ErrImagePull", NO_PLATFORM))
     await s.until_phase("Failed", limit=120)
@@ -73,7 +73,7 @@ async def test_an_image_that_no_machine_can_run_ends_the_job(mode: str) -> None:
 
 
 @MODES
-async def test_a_mirror_that_lacks_a_layer_for_a_while_fails_no_job(mode: str) -> None:
+async def test_a_mirror_that_lacks_a_layer_for_a_while_does_not_fail_the_job(mode: str) -> None:
     s = mixed(mode)
     s.machines.faults = lambda pod: ("ErrImagePull", NO_LAYER) if s.now < 30 else None
     await s.until(lambda: s.now >= 20)
@@ -106,7 +106,7 @@ async def test_a_host_that_starts_no_coordinator_is_suspected_before_the_program
 
 
 @MODES
-async def test_a_coordinator_that_ends_at_its_start_everywhere_counts_as_before(mode: str) -> None:
+async def test_only_the_first_host_that_fails_a_coordinator_is_suspected(mode: str) -> None:
     s = Simulation({"nodes": 2, "recovery": {"mode": mode, "maxRestarts": 1}}, steps=50)
     s.machines.faults = lambda pod: (1, "ImportError: lunch") if not pod.is_node else None
     await s.until(lambda: s.phase == "Failed" or s.status.get("restarts", {}).get("total", 0) >= 3, limit=200)

@@ -1,4 +1,6 @@
-"""spec.preflight over time: pods that do not pass, on hosts that are defective, and what the status says of it."""
+"""spec.preflight over time: pods that do not pass on defective hosts, and how the status reports
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from .simulated import Simulation, conditions
 
 
 def defective(s: Simulation, *hosts: str) -> None:
-    """Pods do not pass on these hosts; without any, on none."""
+    """Make pods fail the preflight on these hosts. Without hosts, all pods pass."""
 
     def boot(pod: Pod) -> None:
         if pod.launcher is not None and (pod.node in hosts or not hosts):
@@ -23,7 +25,7 @@ def reasons(s: Simulation) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
-async def test_a_pod_that_does_not_pass_is_replaced_elsewhere_and_nothing_counts(mode: str) -> None:
+async def test_a_pod_that_fails_the_preflight_is_replaced_elsewhere_uncounted(mode: str) -> None:
     s = Simulation({"preflight": {"scope": "Node"}, "recovery": {"mode": mode, "maxRestarts": 0}}, steps=10**6)
     s.machines.favourite = {1: "n5"}
     defective(s, "n5")
@@ -40,12 +42,12 @@ async def test_a_pod_that_does_not_pass_is_replaced_elsewhere_and_nothing_counts
     assert [(n["node"], n["reason"]) for n in s.status["avoidedNodes"]] == [
         ("n5", "PreflightFailed on it within an hour")
     ]
-    assert s.pods["job-1-1"].node != "n5", "although the scheduler prefers it"
+    assert s.pods["job-1-1"].node != "n5", "although the scheduler prefers that host"
     assert conditions(s)["PreflightPassed"]["reason"] == "NodesChecked"
     assert s.status["rendezvous"]["generation"] == 0, "the other pods stay"
 
 
-async def test_a_training_too_short_to_be_seen_has_passed() -> None:
+async def test_a_training_too_short_to_be_observed_has_passed_the_preflight() -> None:
     s = Simulation({"preflight": {"scope": "Node"}, "recovery": {"mode": "Fast"}}, steps=5)
     s.machines.favourite = {1: "n5"}
     defective(s, "n5")
@@ -57,7 +59,7 @@ async def test_a_training_too_short_to_be_seen_has_passed() -> None:
     assert conditions(s)["PreflightPassed"]["reason"] == "NodesChecked"
 
 
-async def test_a_replacement_that_does_not_pass_costs_time_and_no_budget() -> None:
+async def test_a_replacement_that_fails_the_preflight_does_not_use_the_budget() -> None:
     s = Simulation({"preflight": {}, "recovery": {"mode": "Fast", "maxRestarts": 0}}, steps=10**6)
     s.machines.favourite = {1: "n5"}
     await s.until_phase("Running")
@@ -70,7 +72,7 @@ async def test_a_replacement_that_does_not_pass_costs_time_and_no_budget() -> No
     assert "PreflightPassed" in conditions(s)
 
 
-async def test_a_preflight_that_nobody_passes_fails_the_job() -> None:
+async def test_a_preflight_that_every_pod_fails_fails_the_job() -> None:
     s = Simulation({"preflight": {}, "recovery": {"mode": "Fast"}}, steps=100)
     defective(s)
     await s.until_phase("Failed")
@@ -80,6 +82,6 @@ async def test_a_preflight_that_nobody_passes_fails_the_job() -> None:
     assert len([r for r in reasons(s) if r == ("PreflightFailed", False)]) >= 3
 
 
-async def test_without_the_field_there_is_no_such_condition() -> None:
+async def test_without_spec_preflight_there_is_no_preflight_condition() -> None:
     s = await Simulation({}, steps=100).begun()
     assert "PreflightPassed" not in conditions(s)

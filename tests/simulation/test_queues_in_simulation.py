@@ -1,4 +1,6 @@
-"""Queues in simulated time: a job waits, runs with quota, is evicted, resumed and resized, through crashes."""
+"""Queues in simulated time: a job waits, runs with quota, is evicted, resumed and resized, also
+through crashes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def events(s: Simulation) -> list[str]:
     return [event.reason for event in s.cluster.events]
 
 
-# --- a life
+# --- from start to end
 
 
 @pytest.mark.parametrize("placement", ["Dedicated", "Master"])
@@ -48,11 +50,11 @@ async def test_a_job_waits_without_pods_until_its_queue_has_room(placement: str)
     await s.until_phase("Complete")
     assert s.status["restarts"]["total"] == 0 and s.status["rendezvous"]["generation"] == 0
     await s.passes(3)
-    assert kueue.using() == 0 and kueue.holds(workload, "Finished"), "quota is given back at the end"
+    assert kueue.using() == 0 and kueue.holds(workload, "Finished"), "quota is released at the end"
     assert events(s)[:2] == ["Queued", "Admitted"]
 
 
-async def test_kueue_hears_that_the_pods_run() -> None:
+async def test_kueue_is_notified_that_the_pods_run() -> None:
     s, kueue = await with_quota(steps=1000)
     await s.passes(2)
     [workload] = kueue.workloads().values()
@@ -62,7 +64,7 @@ async def test_kueue_hears_that_the_pods_run() -> None:
     assert not any("Workload" in action for action in s.cluster.actions) and s.cluster.writes - writes <= 5
 
 
-async def test_an_evicted_job_saves_gives_its_quota_back_and_continues_later() -> None:
+async def test_an_evicted_job_saves_releases_its_quota_and_continues_later() -> None:
     s, kueue = await with_quota({"recovery": {"maxRestarts": 0}}, steps=60)
     kueue.taken = 1
     kueue.evict()
@@ -72,7 +74,7 @@ async def test_an_evicted_job_saves_gives_its_quota_back_and_continues_later() -
         if any(not p.ended for p in s.pods.values()):
             held_while_pods_end.append(kueue.using())
         s.advance(1)
-    assert held_while_pods_end and set(held_while_pods_end) == {2}, "others must not use what is still in use"
+    assert held_while_pods_end and set(held_while_pods_end) == {2}, "others must not use quota that is still in use"
     assert s.phase == "Queued" and kueue.using() == 0 and not [p for p in s.nodes() if not p.ended]
     assert "Evicted" in events(s)
     [workload] = kueue.workloads().values()
@@ -84,12 +86,12 @@ async def test_an_evicted_job_saves_gives_its_quota_back_and_continues_later() -
 
 @pytest.mark.parametrize("command", [False, True], ids=["script", "command"])
 @pytest.mark.parametrize("evicted", [False, True], ids=["suspended", "evicted"])
-async def test_a_job_that_has_finished_unseen_is_complete_and_not_begun_again(evicted: bool, command: bool) -> None:
+async def test_a_job_that_finished_unseen_is_complete_and_does_not_begin_again(evicted: bool, command: bool) -> None:
     s, kueue = queued({"script": None, "command": ["train"]} if command else {})
     if command:
         del s.spec["script"]
     await s.until_phase("Running")
-    s.advance(120)  # Without an operator.
+    s.advance(120)  # No operator runs.
     if evicted:
         kueue.evict()
     else:
@@ -99,7 +101,7 @@ async def test_a_job_that_has_finished_unseen_is_complete_and_not_begun_again(ev
     assert [p.name for p in s.nodes()] == ["job-0-0", "job-1-0"]
 
 
-async def test_a_job_whose_pods_need_something_else_asks_again_and_is_not_called_evicted() -> None:
+async def test_a_job_whose_pods_need_different_resources_asks_again_and_is_not_evicted() -> None:
     s, _ = await with_quota(steps=200)
     s.change_spec({"resources": {"requests": {"cpu": "3"}}})
     await s.until_phase("Queued")
@@ -107,12 +109,12 @@ async def test_a_job_whose_pods_need_something_else_asks_again_and_is_not_called
     assert "Evicted" not in events(s)
     [changed] = [e.message for e in s.cluster.events if e.reason == "SpecChanged"]
     assert changed == (
-        "the quota that queue team has granted does not suit the job's spec any more: it asks again; "
+        "the quota that queue team has granted no longer fits the job's spec; the job requests it again; "
         "checkpoints are kept"
     )
 
 
-async def test_a_host_that_is_lost_does_not_keep_the_quota_of_an_evicted_job() -> None:
+async def test_a_lost_host_does_not_keep_the_quota_of_an_evicted_job() -> None:
     s, kueue = await with_quota(steps=200)
     s.cut(s.pods["job-1-0"].node)
     kueue.evict()
@@ -123,13 +125,13 @@ async def test_a_host_that_is_lost_does_not_keep_the_quota_of_an_evicted_job() -
     assert s.status["restarts"]["total"] == 0
 
 
-async def test_pods_of_a_suspended_job_on_a_lost_host_go_before_the_coordinator() -> None:
+async def test_pods_of_a_suspended_job_on_a_lost_host_are_removed_before_the_coordinator() -> None:
     s = await Simulation({}, steps=10**6).begun()
     s.cut(s.pods["job-1-0"].node)
     s.change_spec({"runPolicy": {"suspend": True}})
     await s.until(lambda: not s.pods, limit=90)
     await s.passes(2)
-    assert conditions(s)["Suspended"]["message"] == "no pods run; set runPolicy.suspend to false to resume"
+    assert conditions(s)["Suspended"]["message"] == "no pods are running; set runPolicy.suspend to false to resume"
 
 
 async def test_a_lost_pod_is_replaced_within_the_quota() -> None:
@@ -141,7 +143,7 @@ async def test_a_lost_pod_is_replaced_within_the_quota() -> None:
 
 
 @pytest.mark.parametrize("faulty", [{"hostname": "mine"}, {"containers": 3}, 3], ids=str)
-async def test_a_job_that_is_resumed_with_a_faulty_template_asks_for_no_quota_and_says_why(faulty: object) -> None:
+async def test_a_resumed_job_with_a_faulty_template_asks_for_no_quota_and_reports_why(faulty: object) -> None:
     s, kueue = await with_quota(steps=60)
     s.change_spec({"runPolicy": {"suspend": True}, "podTemplate": {"spec": faulty}})
     await s.until(lambda: not s.pods)
@@ -149,12 +151,14 @@ async def test_a_job_that_is_resumed_with_a_faulty_template_asks_for_no_quota_an
     await s.passes(10)
     assert s.phase == "Queued" and not kueue.workloads()
     message = conditions(s)["Suspended"]["message"]
-    assert message.startswith("asks queue team for nothing until spec.podTemplate is corrected: spec.podTemplate.spec")
+    assert message.startswith(
+        "requests no quota from queue team until spec.podTemplate is corrected: spec.podTemplate.spec"
+    )
     s.change_spec({"podTemplate": {}})
     await s.until_phase("Complete")
 
 
-async def test_a_job_that_its_user_suspends_holds_no_quota() -> None:
+async def test_a_job_suspended_by_its_user_holds_no_quota() -> None:
     s, kueue = await with_quota(steps=60)
     s.change_spec({"runPolicy": {"suspend": True}})
     await s.until(lambda: s.phase == "Suspended" and not kueue.workloads())
@@ -163,7 +167,7 @@ async def test_a_job_that_its_user_suspends_holds_no_quota() -> None:
     await s.resumed("Complete")
 
 
-async def test_a_workload_that_somebody_deletes_ends_the_pods_and_is_asked_for_again() -> None:
+async def test_a_deleted_workload_ends_the_pods_and_is_requested_again() -> None:
     s, kueue = await with_quota(steps=60)
     [name] = kueue.workloads()
     s.store.delete("Workload", name)
@@ -172,7 +176,7 @@ async def test_a_workload_that_somebody_deletes_ends_the_pods_and_is_asked_for_a
     assert s.status["restarts"]["total"] == 0
 
 
-async def test_what_the_flavor_adds_is_in_every_pod() -> None:
+async def test_settings_from_the_flavor_are_in_every_pod() -> None:
     s, _ = queued(steps=60)
     await s.until_phase("Queued")
 
@@ -193,10 +197,10 @@ async def test_what_the_flavor_adds_is_in_every_pod() -> None:
         assert {"key": "spot", "operator": "Exists"} in pod.body["spec"]["tolerations"]
 
 
-# --- another size
+# --- a different size
 
 
-async def test_a_larger_job_trains_at_its_old_size_until_there_is_quota() -> None:
+async def test_a_job_that_grows_trains_at_its_old_size_until_there_is_quota() -> None:
     s, kueue = await with_quota(pods=2, steps=200)
     s.change_spec({"nodes": 3})
     await s.passes(20)
@@ -212,7 +216,7 @@ async def test_a_larger_job_trains_at_its_old_size_until_there_is_quota() -> Non
     assert s.status["restarts"]["counted"] == 0 and s.status["rendezvous"]["generation"] == 0
 
 
-async def test_a_larger_job_keeps_its_spares_until_there_is_quota() -> None:
+async def test_a_job_that_grows_keeps_its_spares_until_there_is_quota() -> None:
     s, kueue = await with_quota({"spares": 1}, pods=3, steps=10**6)
     s.change_spec({"nodes": 4})
     await s.passes(100)
@@ -224,7 +228,7 @@ async def test_a_larger_job_keeps_its_spares_until_there_is_quota() -> None:
     assert scaled == "spec.nodes changed from 2 to 4"
 
 
-async def test_a_smaller_job_gives_quota_back_without_a_stop() -> None:
+async def test_a_job_that_shrinks_releases_quota_without_a_stop() -> None:
     s, kueue = await with_quota({"nodes": 3}, pods=3, steps=200)
     s.change_spec({"nodes": 2})
     await s.until(lambda: s.status["nodes"]["display"] == "2/2" and s.phase == "Running" and kueue.using() == 2)
@@ -233,7 +237,7 @@ async def test_a_smaller_job_gives_quota_back_without_a_stop() -> None:
     assert s.status["restarts"]["counted"] == 0 and s.status["rendezvous"]["generation"] == 0
 
 
-async def test_a_size_that_is_taken_back_while_it_waits_leaves_nothing() -> None:
+async def test_a_growth_that_is_reverted_while_it_waits_leaves_nothing_behind() -> None:
     s, kueue = await with_quota(pods=2, steps=200)
     [first] = kueue.workloads()
     s.change_spec({"nodes": 3})
@@ -243,8 +247,8 @@ async def test_a_size_that_is_taken_back_while_it_waits_leaves_nothing() -> None
     assert list(kueue.workloads()) == [first] and conditions(s)["Admitted"]["reason"] == "Admitted"
 
 
-async def test_a_size_that_is_taken_back_while_it_takes_over_leaves_the_job_with_quota() -> None:
-    """Kueue has finished the first Workload, and not yet admitted the one that replaces it."""
+async def test_a_growth_that_is_reverted_during_its_admission_leaves_the_job_with_quota() -> None:
+    """Kueue has finished the first Workload, but not yet admitted its replacement."""
     s, kueue = await with_quota(pods=3, steps=400)
     [first] = kueue.workloads()
     s.change_spec({"nodes": 3})
@@ -255,7 +259,7 @@ async def test_a_size_that_is_taken_back_while_it_takes_over_leaves_the_job_with
     assert s.status["restarts"]["counted"] == 0 and s.status["rendezvous"]["generation"] == 0
 
 
-async def test_a_job_that_waits_asks_for_what_it_needs_by_now() -> None:
+async def test_a_waiting_job_asks_for_its_current_needs() -> None:
     s, _kueue = queued({"nodes": 3}, pods=2)
     await s.passes(5)
     assert s.phase == "Queued"
@@ -263,7 +267,7 @@ async def test_a_job_that_waits_asks_for_what_it_needs_by_now() -> None:
     await s.until_phase("Complete")
 
 
-async def test_other_resources_are_other_quota() -> None:
+async def test_different_resources_need_new_quota() -> None:
     s, kueue = await with_quota(steps=100)
     kueue.pods = 0
     s.change_spec({"resources": {"requests": {"cpu": "2"}}})
@@ -278,7 +282,7 @@ async def test_other_resources_are_other_quota() -> None:
 # --- labels, and what the cluster serves
 
 
-async def test_a_queue_is_chosen_again_while_the_job_waits() -> None:
+async def test_a_waiting_job_may_change_its_queue() -> None:
     s, kueue = queued(pods=1)
     await s.passes(5)
     s.job_body["metadata"]["labels"][QUEUE_LABEL] = "other"
@@ -288,7 +292,7 @@ async def test_a_queue_is_chosen_again_while_the_job_waits() -> None:
 
 
 @pytest.mark.parametrize("changed", [QUEUE_LABEL, PRIORITY_LABEL, "scheduling"])
-async def test_a_job_that_resumes_while_its_pods_end_asks_for_what_was_changed(changed: str) -> None:
+async def test_a_job_that_resumes_while_its_pods_end_asks_for_its_changed_needs(changed: str) -> None:
     s, kueue = queued(steps=10**6)
     if changed == "scheduling":
         del s.job_body["metadata"]["labels"][PRIORITY_LABEL]
@@ -310,19 +314,19 @@ async def test_a_job_that_resumes_while_its_pods_end_asks_for_what_was_changed(c
     assert asked[changed != QUEUE_LABEL] == "other" and s.status["restarts"]["total"] == 0
 
 
-async def test_it_is_the_queue_that_had_granted_the_quota_that_takes_it_back() -> None:
+async def test_the_queue_that_granted_the_quota_takes_it_back() -> None:
     s, kueue = await with_quota(steps=10**6)
     s.job_body["metadata"]["labels"][QUEUE_LABEL] = "other"
     kueue.pods = 0
     kueue.evict()
     await s.until_phase("Queued")
     [evicted] = [e.message for e in s.cluster.events if e.reason == "Evicted"]
-    assert evicted.startswith("queue team takes the quota back: preempted")
+    assert evicted.startswith("queue team has withdrawn the quota: preempted")
     await s.passes(60)
     assert conditions(s)["Suspended"]["message"].startswith("waits in queue other for the quota of 2 pods")
 
 
-async def test_a_label_does_not_stop_what_runs_without_a_queue() -> None:
+async def test_a_queue_label_does_not_stop_a_job_that_runs_without_a_queue() -> None:
     s = Simulation({}, steps=1000)
     s.cluster.serves_queues = True
     await s.until_phase("Running")
@@ -331,7 +335,7 @@ async def test_a_label_does_not_stop_what_runs_without_a_queue() -> None:
     assert s.phase == "Running" and not list(s.store.all("Workload"))
 
 
-async def test_a_label_that_is_removed_lets_the_job_run() -> None:
+async def test_removing_the_queue_label_lets_a_waiting_job_run() -> None:
     s, kueue = queued(pods=0)
     await s.passes(5)
     s.job_body["metadata"]["labels"] = {}
@@ -339,13 +343,13 @@ async def test_a_label_that_is_removed_lets_the_job_run() -> None:
     assert not kueue.workloads()
 
 
-async def test_what_runs_keeps_its_quota_when_its_label_is_removed() -> None:
+async def test_a_running_job_keeps_its_quota_when_its_label_is_removed() -> None:
     s, kueue = await with_quota(steps=10**6)
     s.job_body["metadata"]["labels"] = {}
     s.change_spec({"nodes": 3})
     await s.passes(10)
-    assert kueue.using() == 2 and s.status["nodes"]["ready"] == 2, "nobody else is granted what it uses"
-    assert conditions(s)["Admitted"]["message"].endswith("was removed: the job does not ask for a different quota")
+    assert kueue.using() == 2 and s.status["nodes"]["ready"] == 2, "no other job gets the quota that it uses"
+    assert conditions(s)["Admitted"]["message"].endswith("was removed, so the job does not request a different quota")
     kueue.evict()
     await s.until(lambda: not kueue.workloads(), limit=60)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["ready"] == 3)
@@ -355,7 +359,7 @@ async def test_what_runs_keeps_its_quota_when_its_label_is_removed() -> None:
     assert s.phase == "Suspended" and not s.status.get("queue")
 
 
-async def test_an_evicted_job_without_its_label_gives_no_quota_back_while_its_pods_end() -> None:
+async def test_an_evicted_job_without_its_label_keeps_its_quota_while_its_pods_end() -> None:
     s, kueue = await with_quota(steps=10**6)
     s.job_body["metadata"]["labels"] = {}
     old = s.pods["job-1-0"]
@@ -370,7 +374,7 @@ async def test_an_evicted_job_without_its_label_gives_no_quota_back_while_its_po
     await s.until(lambda: not kueue.workloads())
 
 
-async def test_a_job_whose_class_is_removed_while_it_waits_gives_up_its_place() -> None:
+async def test_a_waiting_job_gives_up_its_place_when_its_class_is_removed() -> None:
     s, kueue = queued({"className": "h100"}, pods=0)
     s.cluster.classes = JobClasses.read({"h100": {}})
     await s.passes(5)
@@ -388,7 +392,7 @@ async def test_a_job_whose_class_is_removed_while_it_waits_gives_up_its_place() 
     await s.until_phase("Complete")
 
 
-async def test_without_kueue_a_job_in_a_queue_waits_and_says_so() -> None:
+async def test_without_kueue_a_job_in_a_queue_waits_and_reports_it() -> None:
     s, kueue = queued(steps=1000)
     s.cluster.serves_queues = False
     await s.passes(5)
@@ -398,7 +402,7 @@ async def test_without_kueue_a_job_in_a_queue_waits_and_says_so() -> None:
     await s.until_phase("Running")
     s.cluster.serves_queues = False
     await s.passes(10)
-    assert s.phase == "Running" and len(kueue.workloads()) == 1, "what runs is left alone"
+    assert s.phase == "Running" and len(kueue.workloads()) == 1, "a running job is left alone"
 
 
 async def test_a_job_of_another_controller_is_left_alone() -> None:

@@ -1,8 +1,11 @@
-"""Jobs under random faults, each seed a world of its own; what must hold is in invariants.py and at
-the end of story.py.
+"""Jobs under random faults. Each seed is a separate world; invariants.py and the end of story.py
+state what must
+hold.
 
-The environment variable DDPJOB_SEEDS says how many seeds are played (300 without it); a twentieth with kubelets that
-die, and one with health agents that speak against nodes, so that of few seeds some parts play none.
+The environment variable DDPJOB_SEEDS sets how many seeds are played (300 by default). A twentieth
+of them have
+kubelets that die, and a twentieth health agents that report nodes. With few seeds, some tests play
+none.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from .story import KINDS
 
 SEEDS = int(os.environ.get("DDPJOB_SEEDS", "300"))
 PARTS = 40
-"""Tests that the seeds are dealt to, so that workers share them."""
+"""Tests among which the seeds are divided, so that workers share them."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,6 @@
-"""Ranks by spec.rankOrder through a job's life: who says it when, and what happens while nobody does."""
+"""Ranks by spec.rankOrder over a job's life: when the order arrives, and how the job behaves until
+then.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ IN_ORDER, BY_INDEX = [0, 2, 1, 3], [0, 1, 2, 3]
 
 
 class Racks(Simulation):
-    """Index i runs on host i; even hosts are in rack a, odd ones in rack b, of one block."""
+    """Index i runs on host i. Even hosts are in rack a, odd ones in rack b, all in one block."""
 
     def __init__(self, spec: Json, labels: bool = True, **more: Any) -> None:
         super().__init__(spec, steps=10**6, **more)
@@ -32,12 +34,14 @@ class Racks(Simulation):
             self.machines.label(host, block="x", rack="ab"[number % 2])
 
     def ranks(self) -> list[int]:
-        """Indices of the nodes that train, in the order of their ranks, as the coordinator has it."""
+        """Indices of the training nodes in the order of their ranks, as the coordinator reports
+        them.
+        """
         members = [m for m in self.report()["members"] if m["rank"] is not None]
         return [m["index"] for m in sorted(members, key=lambda m: m["rank"])]
 
     async def restart_workers(self) -> None:
-        """A worker fails, each time another pod's, and the next round runs."""
+        """Fail a worker, each time of a different pod, and wait until the next round runs."""
         before = self.status["round"]
         assert self.worker_fails(f"job-{before % 2}-0")
         await self.until(lambda: self.status["round"] > before and self.phase == "Running")
@@ -50,7 +54,7 @@ class Racks(Simulation):
 
 @pytest.mark.parametrize("mode", [{}, FAST], ids=["Standard", "Fast"])
 @pytest.mark.parametrize("placement", ["Dedicated", "Master"])
-async def test_the_first_round_has_the_order_and_so_has_the_next(mode: Json, placement: str) -> None:
+async def test_the_first_round_and_the_next_have_the_order(mode: Json, placement: str) -> None:
     if mode and placement == "Master":
         pytest.skip("Fast has its coordinator in a pod of its own")
     s = await Racks({**ORDERED, **mode, "rendezvous": {"placement": placement}}).begun()
@@ -61,13 +65,13 @@ async def test_the_first_round_has_the_order_and_so_has_the_next(mode: Json, pla
     plain = Racks({"nodes": 4, **mode, "rendezvous": {"placement": placement}})
     await plain.until_phase("Running")
     assert plain.ranks() == BY_INDEX and "rankOrder" not in plain.status and "RanksOrdered" not in conditions(plain)
-    assert took <= plain.now + 3, "a reconcile or two"
+    assert took <= plain.now + 3, "one or two reconciles"
 
 
-async def test_labels_that_come_later_restart_nobody_and_the_next_round_follows_them() -> None:
+async def test_labels_that_appear_later_restart_nobody_and_order_the_next_round() -> None:
     s = await Racks(ORDERED, labels=False).begun()
     assert s.ranks() == BY_INDEX and s.shown == ("False", "LabelsMissing")
-    assert s.now < ORDER_SECONDS, "what is known to be unknown is not waited for"
+    assert s.now < ORDER_SECONDS, "labels that are known to be missing are not waited for"
     s.label()
     await s.until(lambda: s.shown == ("False", "NextRound"))
     assert s.status["round"] == 0
@@ -75,7 +79,7 @@ async def test_labels_that_come_later_restart_nobody_and_the_next_round_follows_
     assert s.ranks() == IN_ORDER and s.shown == ("True", "InOrder")
 
 
-async def test_the_field_changes_while_the_job_runs() -> None:
+async def test_the_rank_order_can_change_while_the_job_runs() -> None:
     s = await Racks({"nodes": 4}).begun()
     template, pods = s.status["templateHash"], set(s.pods)
     s.change_spec({"rankOrder": ["rack"]})
@@ -87,14 +91,14 @@ async def test_the_field_changes_while_the_job_runs() -> None:
     del s.spec["rankOrder"]
     s.change_spec({})
     await s.until(lambda: "RanksOrdered" not in conditions(s))
-    assert s.ranks() == s.status["rankOrder"] == IN_ORDER, "that of the round that runs"
+    assert s.ranks() == s.status["rankOrder"] == IN_ORDER, "the order of the running round"
     await s.restart_workers()
     assert s.ranks() == BY_INDEX and "rankOrder" not in s.status
     assert (s.status["templateHash"], set(s.pods)) == (template, pods)
 
 
 @pytest.mark.parametrize("mode", [{}, FAST], ids=["Standard", "Fast"])
-async def test_without_the_operator_the_first_round_waits_a_moment_and_trains(mode: Json) -> None:
+async def test_without_the_operator_the_first_round_trains_after_a_short_wait(mode: Json) -> None:
     s = Racks({**ORDERED, **mode})
     await s.until(lambda: len(s.pods) == 5)
     s.advance(ORDER_SECONDS + 20)
@@ -104,7 +108,7 @@ async def test_without_the_operator_the_first_round_waits_a_moment_and_trains(mo
     assert s.ranks() == IN_ORDER
 
 
-async def test_a_replacement_in_another_rack_is_put_where_it_belongs() -> None:
+async def test_a_replacement_in_a_different_rack_gets_the_rank_of_its_place() -> None:
     s = await Racks({**ORDERED, **FAST}).begun()
     s.machines.favourite[1] = "n6"  # rack a
     s.force_delete("job-1-0")
@@ -112,16 +116,16 @@ async def test_a_replacement_in_another_rack_is_put_where_it_belongs() -> None:
     assert s.ranks() == [0, 1, 2, 3] and s.host_of("job-1-1").name == "n6" and s.shown == ("True", "InOrder")
 
 
-async def test_a_spare_takes_over_without_a_wait() -> None:
+async def test_a_spare_takes_over_without_waiting_for_an_order() -> None:
     s = Racks({**ORDERED, **FAST, "nodes": 3, "spares": 1})
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "3/3 +1")
     assert s.ranks() == [0, 2, 1]
     s.force_delete("job-2-0")
-    s.advance(2)  # The operator has nothing to say.
+    s.advance(2)  # The operator has nothing to send.
     assert s.report()["state"] == "Running" and s.ranks() == [0, 1, 3]
 
 
-async def test_another_coordinator_keeps_the_round_and_is_told_the_order_again() -> None:
+async def test_a_new_coordinator_keeps_the_round_and_receives_the_order_again() -> None:
     s = await Racks({**ORDERED, **FAST}).begun()
     s.force_delete("job-coordinator-0")
     coordinators = s.network.coordinators
@@ -133,7 +137,7 @@ async def test_another_coordinator_keeps_the_round_and_is_told_the_order_again()
 
 
 class Deaf(MemoryCluster):
-    """The coordinator does not get the first orders."""
+    """Drop the first orders on their way to the coordinator."""
 
     deaf = 3
 
@@ -148,7 +152,7 @@ class DeafRacks(Racks):
     cluster_class = Deaf
 
 
-async def test_the_order_is_sent_until_it_has_arrived_and_then_no_more() -> None:
+async def test_the_order_is_sent_until_it_has_arrived() -> None:
     s = await DeafRacks(ORDERED).begun()
     assert s.ranks() == IN_ORDER and s.cluster.deaf == 0  # type: ignore[attr-defined]
     for _ in range(10):
@@ -157,7 +161,7 @@ async def test_the_order_is_sent_until_it_has_arrived_and_then_no_more() -> None
         s.advance(1)
 
 
-async def test_an_operator_that_may_not_read_nodes_delays_nothing_and_says_so() -> None:
+async def test_an_operator_that_may_not_read_nodes_reports_it_and_delays_nothing() -> None:
     s = Racks(ORDERED)
     s.cluster.knows_hosts = False
     await s.until_phase("Running")
@@ -165,7 +169,7 @@ async def test_an_operator_that_may_not_read_nodes_delays_nothing_and_says_so() 
 
 
 @pytest.mark.parametrize("end", ["Suspended", "Complete"])
-async def test_a_job_without_pods_says_nothing_of_its_ranks(end: str) -> None:
+async def test_a_job_without_pods_reports_nothing_about_its_ranks(end: str) -> None:
     s = await Racks(ORDERED).begun()
     if end == "Suspended":
         s.change_spec({"runPolicy": {"suspend": True}})

@@ -1,6 +1,6 @@
 """Elastic jobs, spares, lost nodes, the Fast coordinator, budget and rules.
 
-What is done, and that the status is true meanwhile.
+The tests check the actions, and that the status stays true meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def reasons(s: Simulation) -> list[tuple[str, bool]]:
 
 
 async def passes(s: Simulation, seconds: float, step: float = 0.5) -> None:
-    """The operator looks every `step` seconds."""
+    """Let the operator look every `step` seconds."""
     end = s.now + seconds
     while s.now < end:
         await s.one_pass()
@@ -56,7 +56,7 @@ async def test_a_spare_takes_over_and_the_replacement_is_the_new_spare() -> None
     assert conditions(s)["Restarting"]["status"] == "False"
 
 
-async def test_a_spare_counts_once_it_can_take_over() -> None:
+async def test_a_spare_is_counted_once_it_can_take_over() -> None:
     s = Simulation({**FAST, "spares": 1}, steps=10**6)
     await s.until(lambda: s.status.get("nodes", {}).get("display") == "2/2 +1")
     s.network.pace = replace(s.network.pace, boot=(20, 20))
@@ -72,7 +72,7 @@ async def test_a_spare_counts_once_it_can_take_over() -> None:
 
 
 async def with_a_victim(nodes: int, spares: int, mode: str) -> tuple[Simulation, Pod]:
-    """A job that trains, and one of its pods that does not share the coordinator's host."""
+    """Return a training job, and one of its pods that does not share the coordinator's host."""
     s = Simulation({"nodes": nodes, "spares": spares, "recovery": {"mode": mode}}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"].get("spare", 0) == spares)
     await passes(s, 5)
@@ -81,7 +81,7 @@ async def with_a_victim(nodes: int, spares: int, mode: str) -> tuple[Simulation,
 
 
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
-async def test_a_spare_takes_over_from_a_silent_host_which_then_is_the_spare(mode: str) -> None:
+async def test_a_spare_takes_over_from_a_silent_host_whose_pod_becomes_the_spare(mode: str) -> None:
     s, victim = await with_a_victim(3, 1, mode)
     names, made = {p.name for p in s.nodes()}, s.training.made
     s.cut(victim.node, noticed_after=None)
@@ -99,7 +99,7 @@ async def test_a_spare_takes_over_from_a_silent_host_which_then_is_the_spare(mod
     assert not s.status.get("avoidedNodes"), "a network that came back says nothing about its Kubernetes node"
 
 
-async def test_a_silent_host_that_does_not_come_back_is_lost_once_and_uncounted() -> None:
+async def test_a_silent_host_that_stays_silent_is_lost_once_and_uncounted() -> None:
     s, victim = await with_a_victim(3, 1, "Fast")
     s.cut(victim.node, noticed_after=40)
     await passes(s, 60)
@@ -108,7 +108,7 @@ async def test_a_silent_host_that_does_not_come_back_is_lost_once_and_uncounted(
 
 
 @pytest.mark.parametrize(("spares", "seconds"), [(1, 0.4), (0, 5.0)])
-async def test_a_short_outage_costs_nothing_and_without_a_spare_neither_does_a_longer_one(
+async def test_a_short_outage_costs_nothing_and_without_a_spare_nor_does_a_longer_one(
     spares: int, seconds: float
 ) -> None:
     s, victim = await with_a_victim(3, spares, "Fast")
@@ -124,7 +124,7 @@ async def test_a_report_from_before_a_loss_is_not_believed() -> None:
     s.force_delete("job-0-0")
     await s.one_pass()
     assert conditions(s)["Running"]["status"] == "False", (
-        "two pods run, but the group that the report describes is no more"
+        "two pods run, but the group that the report describes is gone"
     )
     assert conditions(s)["Restarting"]["status"] == "True"
     await passes(s, 2)
@@ -141,7 +141,7 @@ async def test_a_job_does_not_wait_for_spares_that_find_no_node() -> None:
     await s.until(lambda: all(p.state != "Pending" for p in s.nodes()), limit=10)
 
 
-async def test_a_lost_spare_is_no_restart_of_training() -> None:
+async def test_the_loss_of_a_spare_does_not_restart_training() -> None:
     s = Simulation({**FAST, "spares": 1}, steps=1000)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
     rounds = s.coordinator().real.rounds
@@ -161,8 +161,8 @@ async def test_a_lost_spare_is_no_restart_of_training() -> None:
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_spare_that_is_evicted_excuses_no_worker(mode: str) -> None:
-    """It trained nothing, so that nothing of the training follows from its end."""
+async def test_an_evicted_spare_does_not_excuse_a_workers_failure(mode: str) -> None:
+    """The spare was not training, so its end explains nothing about the training."""
     s = Simulation({"recovery": {"mode": mode}, "spares": 1}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
     s.delete("job-2-0")
@@ -175,14 +175,14 @@ async def test_a_spare_that_is_evicted_excuses_no_worker(mode: str) -> None:
     s.delete("job-0-0")
     s.delete(next(p.name for p in s.nodes() if p.role is Role.SPARE))
     await passes(s, 0.5)
-    assert "job-0-0" in conditions(s)["Restarting"]["message"], "not the spare's end"
+    assert "job-0-0" in conditions(s)["Restarting"]["message"], "not blamed on the spare's end"
     await s.until_phase("Running")
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 @pytest.mark.parametrize("distance", [0.0, 0.2])
-async def test_a_spare_that_is_evicted_while_the_workers_restart_excuses_none(mode: str, distance: float) -> None:
-    """Its end is seen when the group is down already, and before the coordinator has named the cause."""
+async def test_a_spare_evicted_during_a_restart_does_not_excuse_the_failure(mode: str, distance: float) -> None:
+    """Its end is seen when the group is already down, before the coordinator has named the cause."""
     s = Simulation({"recovery": {"mode": mode}, "spares": 1}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
     s.advance(0.5)
@@ -194,8 +194,10 @@ async def test_a_spare_that_is_evicted_while_the_workers_restart_excuses_none(mo
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_spare_that_has_taken_over_breaks_the_group(mode: str) -> None:
-    """Also where nobody has looked since: its label is a spare's until the operator's next look."""
+async def test_the_end_of_a_spare_that_has_taken_over_breaks_the_group(mode: str) -> None:
+    """This holds although the operator has not looked since: the pod keeps the label of a spare
+    until then.
+    """
     s = Simulation({"recovery": {"mode": mode}, "spares": 2}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +2")
     s.force_delete("job-0-0")
@@ -209,7 +211,9 @@ async def test_a_spare_that_has_taken_over_breaks_the_group(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 async def test_a_spare_that_ends_before_the_recovery_is_seen_did_not_break_the_group(mode: str) -> None:
-    """The event named it, and the restart lasted until the look instead of until the next step."""
+    """Regression: the event named the spare, and the restart lasted until the look instead of until
+    the next step.
+    """
     s = Simulation({"recovery": {"mode": mode}, "spares": 1}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
     assert s.worker_fails("job-0-0")
@@ -226,7 +230,7 @@ async def test_a_spare_that_ends_before_the_recovery_is_seen_did_not_break_the_g
 # --- elastic ----------------------------------------------------------------------------------------------------
 
 
-async def test_fewer_nodes_train_while_others_are_pending_and_they_join_later() -> None:
+async def test_fewer_nodes_train_while_others_are_pending_and_join_later() -> None:
     s = Simulation({"nodes": 4, "elastic": {"minNodes": 2}}, steps=1000)
     s.machines.capacity = 3
     await passes(s, 20, 1)
@@ -245,7 +249,7 @@ async def test_fewer_nodes_train_while_others_are_pending_and_they_join_later() 
     assert conditions(s)["Scheduled"]["status"] == "True"
 
 
-async def test_a_smaller_group_says_what_its_missing_pod_does() -> None:
+async def test_a_smaller_group_reports_the_state_of_its_missing_pod() -> None:
     s = await Simulation({**FAST, "nodes": 3, "elastic": {"minNodes": 1}}, steps=10**6).begun()
     s.network.pace = replace(s.network.pace, boot=(10, 10))
     s.force_delete("job-0-0")
@@ -255,11 +259,11 @@ async def test_a_smaller_group_says_what_its_missing_pod_does() -> None:
     await s.until(lambda: s.status["nodes"]["display"] == "3/3")
     s.machines.isolate(s.pods["job-1-0"], 60)
     await s.until(lambda: s.status["nodes"]["display"] == "2/3")
-    message = "2 of 3 nodes run together; pod job-1-0 runs, but has no contact with the coordinator"
+    message = "2 of 3 nodes run together; pod job-1-0 is running but has lost its connection to the coordinator"
     await s.until(lambda: conditions(s)["Running"]["message"] == message)
 
 
-async def test_with_fewer_than_min_nodes_it_waits() -> None:
+async def test_a_group_below_min_nodes_waits() -> None:
     s = Simulation({"nodes": 4, "elastic": {"minNodes": 2}}, steps=1000)
     s.machines.capacity = 1
     await passes(s, 60, 1)
@@ -274,7 +278,7 @@ async def test_scaling_keeps_the_pods_and_the_generation() -> None:
     s = await Simulation({"nodes": 2}, steps=1000).begun()
     s.change_spec({"nodes": 3})
     await s.until(lambda: conditions(s)["Running"]["message"] == "3 nodes run together")
-    assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0", "job-2-1"], "an attempt that was never used"
+    assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0", "job-2-1"], "a name that was never used"
     assert reasons(s) == [("Joined", False)]
     s.change_spec({"nodes": 1})
     await s.until(lambda: conditions(s)["Running"]["message"] == "1 node trains")
@@ -288,7 +292,7 @@ async def test_scaling_keeps_the_pods_and_the_generation() -> None:
 
 
 @pytest.mark.parametrize("command", [False, True], ids=["script", "command"])
-async def test_a_job_that_waits_for_room_restarts_nothing_when_it_is_made_smaller(command: bool) -> None:
+async def test_making_a_job_smaller_while_it_waits_for_room_restarts_nothing(command: bool) -> None:
     s = Simulation({"nodes": 3, **({"script": None, "command": ["train"]} if command else {})}, steps=1000)
     if command:
         del s.spec["script"]
@@ -305,7 +309,7 @@ async def test_a_job_that_waits_for_room_restarts_nothing_when_it_is_made_smalle
 
 
 class DeafCluster(MemoryCluster):
-    """The coordinator does not get the first messages."""
+    """Drop the first messages on their way to the coordinator."""
 
     deaf = 3
 
@@ -328,7 +332,7 @@ async def test_the_size_is_sent_until_the_report_shows_it() -> None:
     assert s.cluster.deaf == 0  # type: ignore[attr-defined]
 
 
-async def test_patience_changes_in_place() -> None:
+async def test_the_patience_changes_in_place() -> None:
     s = await Simulation({"nodes": 2}, steps=1000).begun()
     rounds = s.coordinator().real.rounds
     s.change_spec({"recovery": {"hangAfterSeconds": 90, "backoff": {"initialSeconds": 2, "maxSeconds": 8}}})
@@ -336,8 +340,10 @@ async def test_patience_changes_in_place() -> None:
     assert s.coordinator().real.rounds == rounds
 
 
-async def test_a_group_that_is_about_to_grow_restarts_and_does_not_start() -> None:
-    """Its workers may save first. That the coordinator has ended the round is seen before it says why."""
+async def test_a_group_that_is_about_to_grow_restarts_instead_of_starting() -> None:
+    """Its workers may save first. The operator sees that the coordinator has ended the round before
+    it sees the reason.
+    """
     s = await Simulation({"nodes": 2}, steps=1000).begun()
     s.change_spec({"nodes": 3})
     phases = [s.phase]
@@ -351,7 +357,7 @@ async def test_a_group_that_is_about_to_grow_restarts_and_does_not_start() -> No
     assert reasons(s) == [("Joined", False)]
 
 
-async def test_more_spares_disturb_nobody() -> None:
+async def test_adding_spares_disturbs_nothing() -> None:
     s = await Simulation({"nodes": 2}, steps=1000).begun()
     rounds = s.coordinator().real.rounds
     s.change_spec({"spares": 2})
@@ -366,8 +372,10 @@ async def test_more_spares_disturb_nobody() -> None:
 
 
 @pytest.mark.parametrize("spares", [1, 2])
-async def test_fewer_spares_take_the_idle_ones_and_interrupt_nobody(spares: int) -> None:
-    """The highest slots went, of which one trained, and an idle replacement was kept."""
+async def test_removing_spares_takes_the_idle_ones_and_interrupts_nothing(spares: int) -> None:
+    """Regression: the highest slots were removed although one of them trained, and an idle
+    replacement was kept.
+    """
     s = Simulation({"nodes": 2, "spares": spares}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == f"2/2 +{spares}")
     s.force_delete("job-0-0")
@@ -385,7 +393,7 @@ async def test_fewer_spares_take_the_idle_ones_and_interrupt_nobody(spares: int)
     assert len(s.status["slots"]) == 2, "the loss dropped the last slot"
 
 
-async def test_fewer_spares_are_a_restart_where_one_that_goes_has_taken_over() -> None:
+async def test_removing_a_spare_that_has_taken_over_is_a_restart() -> None:
     s = Simulation({"nodes": 2, "spares": 1, "rendezvous": {"placement": "Master"}}, steps=1000)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
     s.force_delete("job-1-0")
@@ -420,7 +428,7 @@ async def test_a_lost_coordinator_costs_no_step_in_mode_fast() -> None:
     await s.until(lambda: reasons(s)[-1] == ("WorkerFailed", True))
 
 
-async def test_a_coordinator_that_hears_nobody_is_replaced_and_the_pods_are_left_alone() -> None:
+async def test_a_partitioned_coordinator_is_replaced_and_the_pods_are_left_alone() -> None:
     s = await Simulation({"nodes": 4, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=1000).begun()
     pods, steps = {p.name for p in running(s)}, s.training.made
     s.pods["job-coordinator-0"].deaf = True
@@ -430,11 +438,11 @@ async def test_a_coordinator_that_hears_nobody_is_replaced_and_the_pods_are_left
     assert {p.name for p in running(s)} == pods
     assert s.training.made - steps >= 60, "it trained all the while"
     assert reasons(s) == [("CoordinatorLost", False)]
-    assert "has not heard most of its members" in s.status["restarts"]["recent"][0]["message"]
+    assert "has not heard from most of its members" in s.status["restarts"]["recent"][0]["message"]
     assert s.phase == "Running"
 
 
-async def test_a_coordinator_that_cannot_live_is_not_made_again_and_again_at_once() -> None:
+async def test_a_coordinator_that_cannot_run_is_recreated_with_a_back_off() -> None:
     s = await Simulation(
         {"recovery": {"mode": "Fast", "backoff": {"initialSeconds": 4, "maxSeconds": 8}}}, steps=1000
     ).begun()

@@ -1,4 +1,7 @@
-"""What the API server refuses: reported once and truthfully, tried again without a storm, gone when the reason is."""
+"""Requests that the API server refuses: reported once and truthfully, retried without a storm, and
+cleared when the
+reason is gone.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from .simulated import Simulation, conditions
 
 
 class RefusingCluster(MemoryCluster):
-    """Refuses pods over a quota or by a policy, or a service whose name another has."""
+    """A cluster that refuses pods by a quota or a policy, or a service whose name is taken."""
 
     pods_allowed = 99
     taken = False
@@ -40,7 +43,7 @@ class RefusingCluster(MemoryCluster):
 
 
 class Refusing(Simulation):
-    """Is reconciled as often as its own writes wake it."""
+    """Reconcile as often as its own writes wake it."""
 
     cluster_class = RefusingCluster
     cluster: RefusingCluster
@@ -50,7 +53,7 @@ class Refusing(Simulation):
         self.cluster.pods_allowed, self.cluster.taken = pods_allowed, taken
 
     async def settle(self) -> None:
-        """Passes until one writes nothing, as the watch brings them about."""
+        """Reconcile until a pass writes nothing, as the watch would cause."""
         for _ in range(10):
             before = self.cluster.writes
             await self.one_pass()
@@ -78,15 +81,17 @@ async def test_a_quota_is_reported_once_and_the_job_starts_when_it_is_raised() -
     assert conditions(s)["Scheduled"]["status"] == "True"
 
 
-async def test_pods_that_wait_for_refused_ones_are_reported_and_can_be_released() -> None:
-    """They stay: two jobs that each let go and try again could keep each other from starting for ever."""
+async def test_pods_that_wait_for_refused_pods_are_reported_and_can_be_released() -> None:
+    """They are kept, because two jobs that each released and retried could keep each other from
+    starting forever.
+    """
     s = Refusing({"nodes": 4, "gpusPerNode": 8}, pods_allowed=3)
     messages = []
     for _ in range(60):
         await s.settle()
         s.advance(10)
         messages.append(conditions(s)["Scheduled"]["message"])
-    assert len(set(messages[2:])) == 1, "it does not flap"
+    assert len(set(messages[2:])) == 1, "the condition does not flap"
     assert "meanwhile 2 of 4 pods wait with 16 GPUs: to release them, set runPolicy.suspend to true" in messages[-1]
     assert len(s.nodes()) == 2 and s.status["restarts"]["total"] == 0
     await s.suspended()
@@ -94,7 +99,7 @@ async def test_pods_that_wait_for_refused_ones_are_reported_and_can_be_released(
     await s.until_phase("Complete")
 
 
-async def test_a_refused_disruption_budget_is_shown_and_delays_no_replacement() -> None:
+async def test_a_refused_disruption_budget_is_reported_and_delays_no_replacement() -> None:
     s = Refusing({"nodes": 2}, steps=10**6)
     s.cluster.budget_denial = Refused(403, "exceeded quota: budgets")
     await s.until_phase("Running")
@@ -114,7 +119,7 @@ async def test_a_refused_disruption_budget_is_shown_and_delays_no_replacement() 
     await s.until(lambda: conditions(s)["Scheduled"]["message"] == "2 of 2 pods are scheduled", limit=120)
 
 
-async def test_a_refused_disruption_budget_does_not_keep_what_was_said_of_a_quota_of_pods() -> None:
+async def test_a_refused_disruption_budget_does_not_keep_an_outdated_message_about_a_quota() -> None:
     s = Refusing({"nodes": 3, "elastic": {"minNodes": 2}}, pods_allowed=3, steps=10**6)
     s.cluster.budget_denial = Refused(403, "exceeded quota: budgets")
     await s.until_phase("Running")
@@ -125,7 +130,7 @@ async def test_a_refused_disruption_budget_does_not_keep_what_was_said_of_a_quot
     assert "PodDisruptionBudget job is refused" in conditions(s)["Scheduled"]["message"]
 
 
-async def test_pods_that_train_hold_nothing_idle() -> None:
+async def test_training_pods_hold_nothing_idle() -> None:
     s = await Refusing({"nodes": 3, "elastic": {"minNodes": 2}}, pods_allowed=3, steps=1000).begun()
     await s.settle()
     scheduled = conditions(s)["Scheduled"]
@@ -135,7 +140,7 @@ async def test_pods_that_train_hold_nothing_idle() -> None:
     assert said.startswith("2 of 3 nodes run together; the missing pods cannot be created (CreationRefused): Pod job-2")
 
 
-async def test_a_name_that_another_has_is_reported() -> None:
+async def test_a_name_that_is_taken_is_reported() -> None:
     s = Refusing({}, taken=True)
     await s.settles(5)
     scheduled = conditions(s)["Scheduled"]
@@ -146,11 +151,12 @@ async def test_a_name_that_another_has_is_reported() -> None:
     await s.until_phase("Complete")
 
 
-async def test_a_budget_that_is_lowered_below_what_is_spent_fails_the_job() -> None:
+async def test_lowering_the_budget_below_the_used_restarts_fails_the_job() -> None:
     s = Simulation({}, steps=1000)
     for number in (1, 2):
         await s.until_phase("Running")
-        assert s.worker_fails(s.nodes()[number - 1].name)  # In different pods: one that fails twice is replaced.
+        # The failures are in different pods, because a pod that fails twice is replaced.
+        assert s.worker_fails(s.nodes()[number - 1].name)
         await s.until(lambda number=number: s.status["restarts"]["counted"] == number)  # type: ignore[misc]
     s.change_spec({"recovery": {"maxRestarts": 1}})
     await s.until_phase("Failed")
@@ -160,7 +166,7 @@ async def test_a_budget_that_is_lowered_below_what_is_spent_fails_the_job() -> N
     assert "; 2 failures, recovery.maxRestarts is 1)" in failed["message"]
 
 
-async def test_a_job_that_finished_before_its_deadline_is_complete_although_nobody_looked() -> None:
+async def test_a_job_that_finished_before_its_deadline_is_complete_although_unseen() -> None:
     s = await Simulation({"runPolicy": {"activeDeadlineSeconds": 60}}, steps=10).begun()
     for _ in range(100):
         s.advance(1)
@@ -169,7 +175,9 @@ async def test_a_job_that_finished_before_its_deadline_is_complete_although_nobo
 
 
 async def finished(*, seen: bool) -> Simulation:
-    """A job that has made its last step: nobody has looked since, or its last pod takes a while to end."""
+    """A job that has made its last step. The operator has not looked since, or its last pod takes a
+    while to end.
+    """
     s = await Simulation({"runPolicy": {"activeDeadlineSeconds": 600}}, steps=5).begun()
     last = s.pods["job-1-0"].launcher
     assert last is not None
@@ -207,7 +215,7 @@ async def test_a_job_that_has_made_its_last_step_does_not_begin_again(change: st
 
 
 @pytest.mark.parametrize("seen", [True, False])
-async def test_a_finished_pod_that_is_removed_before_anybody_looks_is_counted(seen: bool) -> None:
+async def test_a_finished_pod_that_is_removed_unseen_is_counted(seen: bool) -> None:
     s = await finished(seen=seen)
     s.cluster.restart()
     s.store.delete("Pod", "job-0-0", grace=0)
@@ -218,7 +226,7 @@ async def test_a_finished_pod_that_is_removed_before_anybody_looks_is_counted(se
 
 @pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_job_that_makes_its_last_step_while_it_is_suspended_is_complete(mode: str, elastic: bool) -> None:
+async def test_a_job_that_makes_its_last_step_during_its_suspension_is_complete(mode: str, elastic: bool) -> None:
     size = {"nodes": 3, "elastic": {"minNodes": 2}} if elastic else {}
     s = Simulation({"recovery": {"mode": mode}, **size}, steps=8)
     s.machines.capacity = 2
@@ -234,7 +242,7 @@ async def test_a_job_that_makes_its_last_step_while_it_is_suspended_is_complete(
     await s.until(lambda: s.wake is None, limit=30)
 
 
-async def test_a_job_whose_time_is_over_before_it_began_says_what_was_missing() -> None:
+async def test_a_job_that_times_out_before_its_start_reports_what_was_missing() -> None:
     s = Refusing({"runPolicy": {"activeDeadlineSeconds": 5}}, pods_allowed=0)
     await s.until_phase("Failed")
     failed = conditions(s)["Failed"]
@@ -243,7 +251,7 @@ async def test_a_job_whose_time_is_over_before_it_began_says_what_was_missing() 
     assert "exceeded quota: one" in failed["message"]
 
 
-async def test_after_a_resume_no_condition_speaks_of_the_suspension() -> None:
+async def test_after_a_resume_no_condition_mentions_the_suspension() -> None:
     s = await Simulation({}, steps=1000).begun()
     s.force_delete(next(p.name for p in s.nodes() if p.running))
     await s.until_phase("Restarting")
@@ -255,11 +263,11 @@ async def test_after_a_resume_no_condition_speaks_of_the_suspension() -> None:
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_job_that_is_resumed_in_another_mode_says_nothing_of_the_one_before(mode: str) -> None:
+async def test_a_job_resumed_in_another_mode_reports_nothing_about_the_earlier_mode(mode: str) -> None:
     s = Simulation({"recovery": {"mode": "Fast"}}, steps=10**6)
     await s.until(lambda: "FastRecovery" in conditions(s))
     await s.suspended()
-    assert "FastRecovery" not in conditions(s), "what its pods could do is gone with them"
+    assert "FastRecovery" not in conditions(s), "the capabilities of its pods are gone with them"
     s.change_spec({"runPolicy": {"suspend": False}, "recovery": {"mode": mode}})
     await s.one_pass()
     assert "FastRecovery" not in conditions(s)
@@ -268,8 +276,8 @@ async def test_a_job_that_is_resumed_in_another_mode_says_nothing_of_the_one_bef
     assert ("FastRecovery" in conditions(s)) == (mode == "Fast")
 
 
-async def test_a_job_that_is_not_to_be_isolated_any_more_does_not_say_that_it_is_not() -> None:
-    """As the condition itself advises."""
+async def test_a_job_that_gives_up_isolation_no_longer_reports_its_absence() -> None:
+    """The message of the condition advises this change."""
     s = await Simulation({"podTemplate": {"spec": {"hostNetwork": True}}}, steps=10**6).begun()
     assert "set spec.network.isolate to false" in conditions(s)["Isolated"]["message"]
     s.change_spec({"runPolicy": {"suspend": True}, "network": {"isolate": False}})
@@ -278,7 +286,7 @@ async def test_a_job_that_is_not_to_be_isolated_any_more_does_not_say_that_it_is
     assert "Isolated" not in conditions(s)
 
 
-async def test_a_policy_that_denies_a_replacement_does_not_end_a_job() -> None:
+async def test_a_policy_that_denies_a_replacement_does_not_fail_the_job() -> None:
     s = await Refusing({}, steps=200).begun()
     s.cluster.denial = Refused(400, 'admission webhook "images" denied the request: the registry does not answer')
     s.force_delete("job-1-0")
@@ -290,7 +298,7 @@ async def test_a_policy_that_denies_a_replacement_does_not_end_a_job() -> None:
     await s.until_phase("Complete")
 
 
-async def test_a_faulty_pod_template_does_not_end_a_job_that_has_run() -> None:
+async def test_a_faulty_pod_template_does_not_fail_a_job_that_has_run() -> None:
     s = await Simulation({}, steps=200).begun()
     pods = {p.name for p in s.nodes()}
     s.change_spec({"podTemplate": {"spec": {"hostname": "mine"}}})
@@ -302,7 +310,7 @@ async def test_a_faulty_pod_template_does_not_end_a_job_that_has_run() -> None:
     await s.until_phase("Restarting")
     s.advance(20)
     await s.one_pass()
-    assert s.phase == "Restarting", "nothing can be built"
+    assert s.phase == "Restarting", "no pod can be built"
     s.change_spec({"podTemplate": {}})
     await s.until_phase("Complete")
 
@@ -326,7 +334,9 @@ async def test_a_faulty_pod_template_fails_a_new_job() -> None:
 
 
 class WithoutPolicies(MemoryCluster):
-    """Refuses NetworkPolicies, as the API server does for an operator without the right to create them."""
+    """A cluster that refuses NetworkPolicies, as the API server does if the operator may not create
+    them.
+    """
 
     status: int = 403
     policies_asked = 0
@@ -345,7 +355,7 @@ class Unisolated(Simulation):
 
 
 @pytest.mark.parametrize("status", [403, 422, 500])
-async def test_a_job_runs_without_a_policy_that_is_refused_and_says_so(status: int) -> None:
+async def test_a_refused_network_policy_is_reported_and_the_job_runs(status: int) -> None:
     s = Unisolated({})
     s.cluster.platform = replace(s.cluster.platform, operator_peer={"podSelector": {}})
     s.cluster.status = status
@@ -355,7 +365,7 @@ async def test_a_job_runs_without_a_policy_that_is_refused_and_says_so(status: i
     assert (isolated["status"], isolated["reason"]) == ("False", "PolicyRefused")
     assert "networkpolicies is forbidden" in isolated["message"]
     assert [e.reason for e in s.cluster.events].count("PolicyRefused") == 1
-    assert s.cluster.policies_asked <= 2, "asked again with new pods, not at every reconcile"
+    assert s.cluster.policies_asked <= 2, "retried with new pods, not at every reconcile"
     s.cluster.status = 0
     s.store.delete("Pod", "job-0-0", grace=0)
     s.cluster.changed()
@@ -363,7 +373,7 @@ async def test_a_job_runs_without_a_policy_that_is_refused_and_says_so(status: i
     assert conditions(s)["Isolated"]["status"] == "True" and len(list(s.store.all("NetworkPolicy"))) == 1
 
 
-async def test_an_isolated_job_has_its_policy_before_its_pods_and_no_condition() -> None:
+async def test_an_isolated_job_has_its_policy_before_its_pods() -> None:
     s = Unisolated({})
     s.cluster.platform = replace(s.cluster.platform, operator_peer={"podSelector": {}})
     s.cluster.status = 0
@@ -374,7 +384,7 @@ async def test_an_isolated_job_has_its_policy_before_its_pods_and_no_condition()
     assert "Isolated" not in conditions(s) and s.cluster.policies_asked == 1
 
 
-async def test_a_running_job_adds_peers_of_its_metrics_and_keeps_the_earlier_ones() -> None:
+async def test_a_running_job_adds_metrics_peers_and_keeps_the_earlier_ones() -> None:
     s = Unisolated({})
     s.cluster.platform = replace(s.cluster.platform, operator_peer={"podSelector": {}})
     s.cluster.status = 0
@@ -386,7 +396,7 @@ async def test_a_running_job_adds_peers_of_its_metrics_and_keeps_the_earlier_one
 
 
 class Restricted(MemoryCluster):
-    """Its namespace forbids root, and more where `forbids` says so."""
+    """A namespace that forbids root, and the fields of `forbids`."""
 
     forbids = ""
 
@@ -404,13 +414,13 @@ class InRestrictedNamespace(Simulation):
     cluster: Restricted
 
 
-async def test_where_root_is_forbidden_pods_are_created_without_it() -> None:
+async def test_in_a_namespace_that_forbids_root_pods_are_created_without_it() -> None:
     s = InRestrictedNamespace({})
     await s.until_phase("Complete")
     assert all(pod["spec"]["securityContext"]["runAsNonRoot"] for pod in s.store.all("Pod"))
 
 
-async def test_what_else_a_namespace_forbids_is_reported_with_the_field() -> None:
+async def test_other_fields_that_a_namespace_forbids_are_reported_by_name() -> None:
     s = InRestrictedNamespace({})
     s.cluster.forbids = "hostPort"
     await s.passes(3)
@@ -419,7 +429,8 @@ async def test_what_else_a_namespace_forbids_is_reported_with_the_field() -> Non
     assert not list(s.store.all("Pod"))
 
 
-# --- the claim that a job makes ---------------------------------------------------------------------------------
+# --- the claim that a job creates
+# ------------------------------------------------------------------------------
 
 CLAIM = {"spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}}
 FIELD = "spec.storage.checkpoints.claimTemplate"
@@ -429,7 +440,7 @@ def storing(when_deleted: str = "Retain") -> Json:
     return {"storage": {"checkpoints": {"claimTemplate": {**CLAIM, "whenDeleted": when_deleted}}}}
 
 
-async def test_a_quota_of_storage_is_reported_with_the_field_and_never_counts() -> None:
+async def test_a_storage_quota_is_reported_with_the_field_and_does_not_count() -> None:
     s = Refusing(storing())
     s.cluster.claim_denial = Refused(403, "exceeded quota: storage, requested: requests.storage=1Gi")
     await s.settles(30)
@@ -452,7 +463,7 @@ async def test_a_claim_that_is_refused_for_good_fails_the_job_with_the_field() -
 
 
 @pytest.mark.parametrize("when_deleted", ["Retain", "Delete"])
-async def test_a_claim_stays_or_goes_with_its_job(when_deleted: str) -> None:
+async def test_a_claim_is_kept_or_deleted_with_its_job_as_the_spec_says(when_deleted: str) -> None:
     s = Refusing(storing(when_deleted))
     await s.until_phase("Complete")
     [claim] = s.store.all("PersistentVolumeClaim")
@@ -461,7 +472,7 @@ async def test_a_claim_stays_or_goes_with_its_job(when_deleted: str) -> None:
     assert (s.store.find("PersistentVolumeClaim", "job-checkpoints") is not None) == (when_deleted == "Retain")
 
 
-async def test_a_job_that_is_scaled_beyond_what_its_claim_can_serve_says_so_and_trains_on() -> None:
+async def test_a_job_scaled_beyond_what_its_claim_can_serve_reports_it_and_trains_on() -> None:
     s = Simulation({"nodes": 1, "storage": {"checkpoints": {"claimName": "disk"}}}, steps=10**6)
     s.store.create("PersistentVolumeClaim", {"metadata": {"name": "disk"}, "spec": {"accessModes": ["ReadWriteOnce"]}})
     await s.until_phase("Running")
@@ -475,7 +486,7 @@ async def test_a_job_that_is_scaled_beyond_what_its_claim_can_serve_says_so_and_
     await s.until(lambda: conditions(s)["Running"]["message"] == "1 node trains")
 
 
-async def test_a_kept_claim_is_used_again() -> None:
+async def test_a_kept_claim_is_reused() -> None:
     s, mark = Refusing(storing()), "ddpjob.io/claim-template"
     kept = build_claim(DDPJob.read(s.job_body))
     kept["metadata"]["labels"]["ddpjob.io/job-uid"] = "earlier"
@@ -487,10 +498,10 @@ async def test_a_kept_claim_is_used_again() -> None:
     s.store.create("PersistentVolumeClaim", kept)
     await s.until_phase("Complete")
     [claim] = s.store.all("PersistentVolumeClaim")
-    assert claim["metadata"]["labels"]["ddpjob.io/job-uid"] == "earlier", "it is not touched"
+    assert claim["metadata"]["labels"]["ddpjob.io/job-uid"] == "earlier", "the claim is not touched"
 
 
-async def test_somebody_elses_claim_is_never_used() -> None:
+async def test_a_claim_of_another_owner_is_never_used() -> None:
     s = Refusing(storing())
     theirs = {"metadata": {"name": "job-checkpoints"}, "spec": CLAIM["spec"]}
     s.store.create("PersistentVolumeClaim", theirs)
@@ -520,7 +531,7 @@ async def until_trained(s: Simulation) -> None:
 
 
 @pytest.mark.parametrize("made_again", [False, True])
-async def test_a_claim_does_not_go_with_a_job_whose_spec_says_so_no_more(made_again: bool) -> None:
+async def test_a_claim_is_kept_if_the_spec_changed_to_keep_it(made_again: bool) -> None:
     s = await Refusing(storing("Delete"), steps=10**6).begun()
     named = {"storage": {"checkpoints": {"claimName": "job-checkpoints"}}}
     await resumed_with(s, named)
@@ -539,7 +550,7 @@ async def test_a_claim_does_not_go_with_a_job_whose_spec_says_so_no_more(made_ag
     assert s.store.find("PersistentVolumeClaim", "job-checkpoints") is not None
 
 
-async def test_a_job_that_has_trained_without_a_claim_may_be_given_one() -> None:
+async def test_a_job_that_has_trained_without_a_claim_may_get_one() -> None:
     s = Refusing({}, steps=10**6)
     await until_trained(s)
     await resumed_with(s, storing())
@@ -548,7 +559,7 @@ async def test_a_job_that_has_trained_without_a_claim_may_be_given_one() -> None
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_claim_that_is_lost_under_a_job_is_not_made_again(mode: str) -> None:
+async def test_a_lost_claim_of_a_job_that_trained_is_not_recreated(mode: str) -> None:
     s = Refusing({**storing(), "recovery": {"mode": mode}}, steps=10**6)
     await until_trained(s)
     claim = s.store.get("PersistentVolumeClaim", "job-checkpoints")
@@ -557,6 +568,6 @@ async def test_a_claim_that_is_lost_under_a_job_is_not_made_again(mode: str) -> 
     await s.until(lambda: conditions(s)["Scheduled"]["reason"] == "ClaimNotFound")
     await s.passes(60)
     assert s.store.find("PersistentVolumeClaim", "job-checkpoints") is None
-    assert not {p.name for p in s.nodes()} - {"job-1-0"}, "no pod is made that would train from nothing"
-    s.store.create("PersistentVolumeClaim", claim)  # from a backup
+    assert not {p.name for p in s.nodes()} - {"job-1-0"}, "no pod is created that would train from the start"
+    s.store.create("PersistentVolumeClaim", claim)  # restored from a backup
     await s.until_phase("Running")

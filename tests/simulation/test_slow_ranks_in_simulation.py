@@ -1,4 +1,4 @@
-"""A slow rank moves to a spare, uncounted, or is named where it cannot."""
+"""A slow rank moves to a spare, uncounted. Without a spare it is only reported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def test_a_spare_takes_over_from_a_slow_rank_uncounted(mode: str) -> None:
     node, round_ = s.pods["job-2-0"].node, s.status["round"]
     s.training.slow_pods = {"job-2-0": SLOW}
     await passes(s, 25)
-    assert reasons(s) == [] and s.status["progress"]["stragglers"][0]["rank"] == 2, "it has to last"
+    assert reasons(s) == [] and s.status["progress"]["stragglers"][0]["rank"] == 2, "it must persist"
     await passes(s, 15)
     await s.until_phase("Running")
     await passes(s, 5)
@@ -40,7 +40,7 @@ async def test_a_spare_takes_over_from_a_slow_rank_uncounted(mode: str) -> None:
     assert training_pods == {"job-0-0", "job-1-0", "job-3-0", "job-4-0"}, "the spare, not a new pod"
 
 
-async def test_without_a_spare_a_slow_rank_is_named_and_then_forgotten() -> None:
+async def test_without_a_spare_a_slow_rank_is_reported_until_it_recovers() -> None:
     s = await training(0)
     s.training.slow_pods = {"job-1-0": SLOW}
     await passes(s, 40)
@@ -54,7 +54,7 @@ async def test_without_a_spare_a_slow_rank_is_named_and_then_forgotten() -> None
     assert len(running(s)) == 4
 
 
-async def test_slow_ranks_are_only_named_if_the_job_says_so() -> None:
+async def test_slow_ranks_are_only_reported_if_the_job_says_so() -> None:
     s = await training(1, recovery={"mode": "Fast", "slowRanks": "Report"})
     s.training.slow_pods = {"job-1-0": SLOW}
     await passes(s, 40)
@@ -64,7 +64,7 @@ async def test_slow_ranks_are_only_named_if_the_job_says_so() -> None:
     assert reasons(s) == [("SlowRank", False)], "it can be changed while the job runs"
 
 
-async def test_a_rank_that_is_slow_wherever_it_runs_moves_once() -> None:
+async def test_a_rank_that_is_slow_on_every_host_moves_once() -> None:
     s = await training(1)
     s.training.slow_pods = {f"job-{index}-{attempt}": SLOW for index in (3, 4) for attempt in range(9)}
     await passes(s, 60)

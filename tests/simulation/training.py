@@ -24,16 +24,17 @@ class WorkerRound:
         self.working: dict[int, Launcher] = {}
         self.broken = self.hung = self.whole = False
         self.silent_peer = False
-        """A member has gone without a sign: the others wait in a collective."""
+        """Whether a member has gone without a sign, so that the others wait in a collective."""
 
     def __repr__(self) -> str:
         return f"round {self.generation}.{self.number}"
 
 
 class Training:
-    """`steps` are needed. A step takes a second, and all ranks of a round.
+    """The script needs `steps`. A step takes a second, and all ranks of a round.
 
-    `check(round)` is called at each step; `progress` says whether rank 0 reports to the coordinator.
+    `check(round)` is called at each step; `progress` says whether rank 0 reports to the
+    coordinator.
     """
 
     def __init__(self, network: Network, steps: int) -> None:
@@ -42,12 +43,12 @@ class Training:
         self.check: Callable[[WorkerRound], None] = lambda current: None
         self.progress = True
         self.slow_pods: dict[str, dict[str, Any]] = {}
-        """What it says of pods with a slow rank, by pod, for as long as they train."""
+        """Reports about pods with a slow rank, by pod, for as long as they train."""
         self.last_step = self.last_start = -1e9
         """Times of the last step of a group, and of the last start of a launcher's workers."""
 
     def meet(self, launcher: Launcher, go: dict[str, Any]) -> WorkerRound:
-        """A launcher arrives at the rendezvous of its round."""
+        """Let a launcher arrive at the rendezvous of its round."""
         key = launcher.generation, go["round"]
         current = self.rounds.get(key)
         if current is None:
@@ -67,7 +68,7 @@ class Training:
         return current
 
     def started(self, launcher: Launcher, current: WorkerRound) -> None:
-        """A launcher's workers run."""
+        """Let a launcher's workers run."""
         self.last_start = self.network.clock.now
         if current.broken:
             self._peers_notice(current, only=launcher)
@@ -112,7 +113,7 @@ class Training:
                 process.post("progress", first.token, json.dumps({"stragglers": lags}).encode())
 
     def left(self, launcher: Launcher, current: WorkerRound, how: str) -> None:
-        """A launcher's processes no longer take part."""
+        """Remove a launcher's processes from its round."""
         rank = next((r for r, member in current.arrived.items() if member is launcher), None)
         if rank is None:
             return
@@ -122,7 +123,9 @@ class Training:
             self._peers_notice(current, gone=launcher)
 
     def _peers_notice(self, current: WorkerRound, gone: Launcher | None = None, only: Launcher | None = None) -> None:
-        """A connection that the kernel closes is noticed at once, a cut one never."""
+        """Notice a lost peer: at once if the kernel closes the connection, never if the link is
+        cut.
+        """
         for member in [only] if only is not None else list(current.working.values()):
             if gone is not None and not self.network.reachable(member.pod, gone.pod):
                 continue
@@ -134,7 +137,9 @@ class Training:
             self.network.clock.later(self.network.draw("notice"), notice)
 
     def save_and_leave(self, current: WorkerRound) -> None:
-        """One of the round was asked to end; all agree at the next step, save, and step aside."""
+        """Ask one member of the round to end. At the next step all agree, save, and leave the
+        round.
+        """
 
         def step_aside() -> None:
             for member in list(current.working.values()):

@@ -1,4 +1,4 @@
-"""Samples the status against the world: what it says must not be untrue for long while the operator lives."""
+"""Samples the status against the world: it must not be untrue for long while the operator runs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ if TYPE_CHECKING:
     from .story import Story
 
 LIMIT = 2.0
-"""Seconds for which the status may say what is not so."""
+"""Seconds for which the status may be untrue."""
 PERIOD = 0.1
 UNKNOWABLE = frozenset(
     {"cut-operator", "lossy", "watch-gap", "isolate", "cut-host", "delete-host", "kubelet", "hang", "stuck"}
     | {"coordinator", "key"}
 )
-"""Faults that nobody can know of so soon, or that keep the operator from knowing."""
+"""Faults that cannot be known so soon, or that keep the operator from knowing."""
 
 
 class Truth:
-    """Samples a story of faults that can be known at once; raises Violation when something stays untrue."""
+    """Sample a story of faults that can be known at once. Raises Violation if a statement stays
+    untrue.
+    """
 
     def __init__(self, story: Story) -> None:
         self.story, self.s = story, story.s
@@ -46,7 +48,7 @@ class Truth:
                 raise Violation(self.failed)
 
     def _untrue(self) -> list[str]:
-        """Each statement of the status that is not so now."""
+        """Statements of the status that are untrue now."""
         s, phase, nodes = self.s, self.s.phase, self.s.status["nodes"]
         rounds = [r for r in s.training.rounds.values() if r.whole and not r.broken and not self._silent(r)]
         finished = s.training.made >= s.training.steps

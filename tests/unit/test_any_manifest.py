@@ -1,4 +1,6 @@
-"""Whatever a manifest says, reading and checking it raise nothing unforeseen, and what is written is read again."""
+"""Reading and checking a manifest with any content raises only expected errors, and written
+manifests can be read back.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ _FIELDS = st.sampled_from(
 
 
 @given(st.text() | st.binary().map(lambda b: b.decode("latin-1")))
-def test_no_text_makes_the_reader_raise_another_exception(text: str) -> None:
+def test_no_text_makes_the_reader_raise_an_unexpected_exception(text: str) -> None:
     try:
         read_manifests(text)[0].checked()
     except ManifestError as error:

@@ -16,7 +16,9 @@ from ddpjob.api.schema import object_schema
 
 @cache
 def _refusals(case: Case) -> tuple[Any, ...]:
-    """Why ddpjob refuses a case: asked for twice, and a rule takes long in Python."""
+    """Return why ddpjob refuses a case. It is cached, because tests ask twice and a rule takes long
+    in Python.
+    """
     *before, new = case.documents()
     return tuple(validate(new, *before))
 
@@ -26,12 +28,12 @@ def _named(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", _named("valid"))
-def test_valid(case: Case) -> None:
+def test_a_valid_case_is_accepted(case: Case) -> None:
     assert read_manifests(case.path)[0].checked()["kind"] == "DDPJob"
 
 
 @pytest.mark.parametrize("case", _named("invalid"))
-def test_invalid(case: Case) -> None:
+def test_an_invalid_case_is_refused(case: Case) -> None:
     with pytest.raises(ManifestError) as caught:
         read_manifests(case.path)[0].checked()
     for text in case.says + case.locally:
@@ -39,9 +41,9 @@ def test_invalid(case: Case) -> None:
     assert str(case.path) in str(caught.value)
 
 
-@pytest.mark.slow  # a quarter of a second each in Python, those of the environment two
+@pytest.mark.slow  # a quarter of a second each in Python, of which the environment takes two
 @pytest.mark.parametrize("case", _named("updates"))
-def test_updates(case: Case) -> None:
+def test_an_update_is_accepted_or_refused(case: Case) -> None:
     assert validate(case.documents()[0]) == []
     message = "\n".join(map(str, _refusals(case)))
     assert bool(message) == case.refused, message
@@ -53,7 +55,7 @@ def test_updates(case: Case) -> None:
 
 
 def _rules(schema: Mapping[str, Any], keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
-    """The position of each rule of the CRD: the keys to its schema, its number there."""
+    """Positions of the CRD's rules: the keys to the schema, and the number of the rule in it."""
     yield from ((keys, number) for number in range(len(schema.get("x-kubernetes-validations", ()))))
     for key, child in schema.get("properties", {}).items():
         yield from _rules(child, (*keys, "properties", key))
@@ -73,7 +75,7 @@ def _without(keys: tuple[str, ...], number: int) -> Any:
 
 @pytest.fixture(scope="module")
 def sole_refusals() -> list[tuple[str, Any, Any]]:
-    """Message, new object and old one of every case that is rejected for a single reason."""
+    """Message, new object and old one of every case that is refused for a single reason."""
     found = []
     for kind in ("invalid", "updates"):
         for case in cases(kind):
@@ -88,7 +90,7 @@ def sole_refusals() -> list[tuple[str, Any, Any]]:
 @pytest.mark.parametrize(
     ("keys", "number"), [pytest.param(p, n, id=f"{'.'.join(p[1::2])}-{n}") for p, n in _rules(object_schema())]
 )
-def test_without_a_rule_the_corpus_fails(
+def test_the_corpus_fails_without_any_one_rule(
     keys: tuple[str, ...], number: int, sole_refusals: list[tuple[str, Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = object_schema()

@@ -1,4 +1,4 @@
-"""The reader's errors: the right document and line, and never any exception but ManifestError."""
+"""The reader's errors name the right document and line, and are always a ManifestError."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_all_problems_are_reported_with_their_lines() -> None:
     assert caught.value.problems[1] == Problem("spec.nodes", "0 is less than 1, the smallest allowed")
 
 
-def test_a_generated_name_is_filled_in() -> None:
+def test_a_generated_name_is_completed() -> None:
     name = _checked(JOB.replace("name:", "generateName:"))["metadata"]["name"]
     assert name.startswith("digits") and len(name) == len("digits") + 5
 
@@ -76,7 +76,7 @@ def test_the_job_is_found_among_other_kinds() -> None:
     assert "contains no DDPJob, but PersistentVolumeClaim (line 1). A DDPJob has apiVersion" in _message(claim)
 
 
-def test_lines_count_from_the_file_s_beginning() -> None:
+def test_lines_are_counted_from_the_beginning_of_the_file() -> None:
     assert "line 14" in _message("# one\n---\nkind: Secret\napiVersion: v1\n---\n# two\n---\n" + JOB + "  nodes: x\n")
 
 
@@ -107,7 +107,7 @@ def test_lines_count_from_the_file_s_beginning() -> None:
         (JOB.replace("{name: digits}", "digits"), "metadata: must be a mapping, not a string"),
     ],
 )
-def test_text_that_is_no_manifest(text: str, part: str) -> None:
+def test_text_that_is_not_a_manifest_is_refused(text: str, part: str) -> None:
     assert part in _message(text)
 
 
@@ -130,7 +130,7 @@ def test_text_that_is_no_manifest(text: str, part: str) -> None:
         ("namespace: own", "did you mean metadata.namespace?"),
     ],
 )
-def test_what_is_written_in_another_form_is_answered_by_the_right_one(written: str, remedy: str) -> None:
+def test_a_misspelled_value_is_refused_with_the_right_one(written: str, remedy: str) -> None:
     assert remedy in _message(f"{JOB}  {written}\n")
 
 
@@ -154,7 +154,7 @@ def test_a_bomb_of_merges_is_refused_before_it_is_expanded() -> None:
         _checked(f"x: {chain}\n<<: *a1999\n")
 
 
-def test_what_is_merged_gives_way_to_what_is_written_or_came_first() -> None:
+def test_merged_keys_yield_to_explicit_and_earlier_ones() -> None:
     text = "a: &a {k: 1, m: 1}\nb: &b {k: 2, o: 2}\nc: {<<: [*a, *b], m: 3}\nd: &d {<<: *d, e: 1}\nf: {<<: *b}"
     [document] = read_documents(text)
     assert document.value["c"] == {"k": 1, "o": 2, "m": 3} and document.value["f"] == {"k": 2, "o": 2}
@@ -168,7 +168,7 @@ def test_deep_nesting_is_refused() -> None:
     assert "line 1: nested more than 100 levels deep" in _message("[" * 5000)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
     assert f"{tmp_path}: is a folder; name a file" in _message(tmp_path)
     assert "missing.yaml: does not exist" in _message(tmp_path / "missing.yaml")
     assert str(Path.cwd()) in _message(Path("missing.yaml"))
@@ -180,13 +180,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "Not a directory" in _message(tmp_path / "file" / "job.yaml")
 
 
-def test_a_byte_order_mark_and_windows_lines_are_fine(tmp_path: Path) -> None:
+def test_a_byte_order_mark_and_windows_lines_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_bytes(b"\xef\xbb\xbf" + JOB.replace("\n", "\r\n").encode())
     assert _checked(tmp_path / "job.yaml")["spec"]["script"] == "train.py"
 
 
-def test_json_is_read_as_its_writers_indent_and_escape_it() -> None:
-    """kubectl reads both; YAML knows neither tabs before a value nor characters in two halves."""
+def test_json_is_read_with_its_usual_indents_and_escapes() -> None:
+    """kubectl reads both. YAML knows neither tabs before a value nor characters in two halves."""
     job = yaml.safe_load(JOB)
     job["spec"]["args"] = ["\N{GRINNING FACE}", "a\tb"]
     assert _checked(json.dumps(job, indent="\t"))["spec"]["args"] == job["spec"]["args"]
@@ -203,7 +203,7 @@ def test_a_pipe_can_be_read() -> None:
 
 
 def test_importing_the_reader_is_cheap() -> None:
-    """Only validation needs the large libraries; reading must not wait for them."""
+    """Only validation needs the large libraries, and reading must not wait for them."""
     code = (
         "import sys, ddpjob.api.reader; print([m for m in ('celpy', 'jsonschema', 'kubernetes') if m in sys.modules])"
     )
@@ -242,7 +242,7 @@ _TOO_LONG = r"spec\.nodes=\S{20}\.\.\.\(\d+ more\)\.\.\.\S{20}: a number of [\d,
     ],
     ids=lambda value: value[:24],
 )  # fmt: skip
-def test_a_huge_number_is_one_short_line_that_names_the_field(value: str, message: str) -> None:
+def test_a_huge_number_is_reported_in_one_short_line_with_its_field(value: str, message: str) -> None:
     with pytest.raises(ManifestError, match=message) as caught:
         _checked(job_with_nodes(value))
     assert len(str(caught.value)) < 2_300 and "\n" not in str(caught.value) and "line 4" in str(caught.value)
@@ -257,7 +257,7 @@ def test_a_number_of_64_bits_is_read(value: str) -> None:
 
 
 def test_a_message_repeats_little_of_a_long_manifest() -> None:
-    """The field's beginning and the remedy are kept: what is cut is the middle."""
+    """The beginning of the field and the remedy are kept, and the middle is cut."""
     problem = str(Problem("spec." + "x" * 10_000, "y" * 10_000 + "; write less"))
     assert len(problem) < 2_300 and problem.startswith("spec.xxx") and problem.endswith("yyy; write less")
 
@@ -268,7 +268,7 @@ def test_a_number_beyond_64_bits_is_read_as_the_api_server_does() -> None:
     assert validate(manifest) == []
 
 
-def test_of_very_many_problems_the_first_are_shown_and_the_others_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_very_many_problems_the_first_are_shown_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[str] = []
     near = schema._near
 
@@ -287,7 +287,7 @@ def test_of_very_many_problems_the_first_are_shown_and_the_others_counted(monkey
     assert len(long) < 25_000 and "line" in long
 
 
-def test_a_spec_above_the_limits_of_size_is_refused_by_name() -> None:
+def test_a_spec_above_the_size_limits_is_refused_by_name() -> None:
     body = _checked(JOB)
     assert later_refusals(body) == []
     spec = {**body["spec"], "podTemplate": {"spec": {"containers": [{} for _ in range(5000)]}}}
@@ -307,6 +307,8 @@ def test_a_spec_above_the_limits_of_size_is_refused_by_name() -> None:
         ),
     ],
 )
-def test_what_the_api_server_refuses_in_the_coordinator_s_pod_is_named(rendezvous: dict[str, Any], path: str) -> None:
+def test_fields_that_the_api_server_refuses_in_the_coordinators_pod_are_reported(
+    rendezvous: dict[str, Any], path: str
+) -> None:
     body = _checked(JOB)
     assert [p.path for p in later_refusals({**body, "spec": {**body["spec"], "rendezvous": rendezvous}})] == [path]

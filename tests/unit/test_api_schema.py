@@ -1,4 +1,4 @@
-"""The CRD file: complete, bounded, and in agreement with the dataclasses."""
+"""The CRD file is complete, bounded, and in agreement with the dataclasses."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ CRD = "charts/ddpjob-operator/crds/ddpjobs.ddpjob.io.yaml"
 
 
 def do(what: str, step: int) -> str:
-    """What to do when a check fails."""
+    """Advice for a failing check."""
     return f"{what} (CONTRIBUTING.md, A field of the spec, step {step})"
 
 
 def _schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every schema below this one with its path; items and values of mappings end in []."""
+    """Yield every schema below this one with its path. Items and values of mappings end in []."""
     yield path, schema
     for name, child in schema.get("properties", {}).items():
         yield from _schemas(child, f"{path}.{name}")
@@ -69,7 +69,9 @@ def test_defaults_are_given_in_the_description() -> None:
 
 
 def test_every_value_is_bounded() -> None:
-    """Unbounded values make the rules too expensive for the API server, or let one object fill etcd."""
+    """Unbounded values would make the rules too expensive for the API server, or let one object
+    fill etcd.
+    """
     bounds = {"string": ("maxLength", "enum"), "array": ("maxItems",), "integer": ("maximum",)}
     unbounded = [
         path
@@ -89,7 +91,7 @@ def test_defaults_fit_their_schema() -> None:
             assert fits, do(f"{path}: its own schema refuses its default; correct one of them in {CRD}", 1)
 
 
-def test_rules_use_what_both_evaluators_support() -> None:
+def test_rules_use_only_features_of_both_evaluators() -> None:
     rules = [rule for _, schema in _schemas(object_schema(), "") for rule in schema.get("x-kubernetes-validations", ())]
     assert len(rules) > 40
     for rule in rules:
@@ -100,7 +102,7 @@ def test_rules_use_what_both_evaluators_support() -> None:
 
 
 def test_no_field_changes_by_itself_while_running() -> None:
-    """A field of spec either may change at any time or has a rule against it, never both."""
+    """A field of spec either may change at any time or has a rule against changes, never both."""
     free = {"nodes", "elastic", "spares", "recovery", "runPolicy", "notify", "rankOrder"}
     guarded = {rule["fieldPath"].lstrip(".") for rule in SPEC["x-kubernetes-validations"] if "oldSelf" in rule["rule"]}
     fixed = (set(SPEC["properties"]) - free) | {"recovery.mode"}
@@ -113,7 +115,7 @@ Path_ = tuple[str | int, ...]
 
 
 def _two_values(schema: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Two different values of a field: at least one is not its default."""
+    """Return two different values of a field. At least one is not its default."""
     if "enum" in schema:
         return schema["enum"][0], schema["enum"][-1]
     by_type: dict[str, tuple[Any, Any]] = {
@@ -124,11 +126,13 @@ def _two_values(schema: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _one_field_set(schema: Mapping[str, Any]) -> Iterator[tuple[Path_, Any, Any]]:
-    """For each field below and two values of it: its path, the value, an object that holds it and what is required."""
+    """For each field below, yield two cases: its path, the value, an object with it and with the
+    required fields.
+    """
     if "properties" in schema:
         required = {name: _two_values(schema["properties"][name])[0] for name in schema.get("required", ())}
         if "on" in schema["properties"]:
-            required["cause"] = "Hang"  # a rule of the CRD's requires one of the two
+            required["cause"] = "Hang"  # a rule of the CRD requires one of the two
         for name, child in schema["properties"].items():
             for path, value, inner in _one_field_set(child):
                 siblings = {key: item for key, item in required.items() if (name, key) != ("on", "cause")}
@@ -147,14 +151,14 @@ def _attribute(name: str) -> str:
 
 
 def _at(model: Any, path: Path_) -> Any:
-    """What a dataclass holds for a path of the CRD."""
+    """Return what a dataclass holds for a path of the CRD."""
     for name in path:
         if is_dataclass(model):
             assert isinstance(name, str)
             declared = hasattr(model, _attribute(name))
             assert declared, do(f"declare {_attribute(name)} of {type(model).__name__} in ddpjob/api/job_spec.py", 2)
             model = getattr(model, _attribute(name))
-        elif not isinstance(model, str):  # of a pull secret only the name is kept
+        elif not isinstance(model, str):  # only the name of a pull secret is kept
             model = model[name]
     return model
 
@@ -168,7 +172,7 @@ def test_every_field_of_spec_is_read(path: Path_, value: Any, spec: Mapping[str,
 
 
 def _declared(model: Any, schema: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Field[Any]]]:
-    """Each field of the CRD that a dataclass or one in it has, with its declaration."""
+    """Yield each field of the CRD that a dataclass has, at any depth, with its declaration."""
     for name, child in schema["properties"].items():
         yield from ((child, f) for f in fields(model) if f.name == _attribute(name))
         inner = getattr(model, _attribute(name))
@@ -176,7 +180,7 @@ def _declared(model: Any, schema: Mapping[str, Any]) -> Iterator[tuple[Mapping[s
 
 
 def test_no_default_is_written_twice() -> None:
-    """Where the CRD has a default, the dataclass has none; other defaults mean absent."""
+    """A field with a default in the CRD has none in the dataclass. Other defaults mean absent."""
     volumes = {"data": {"claimName": "a"}, "checkpoints": {"claimName": "a"}}
     job = JobSpec.read({"image": "a", "elastic": {"minNodes": 1}, "storage": volumes})
     declared = list(_declared(job, SPEC))
@@ -185,7 +189,7 @@ def test_no_default_is_written_twice() -> None:
         twice = do(f"remove the default of {found.name} from the dataclass: the CRD has it", 2)
         assert found.default_factory is MISSING, twice
         assert found.default is MISSING if "default" in schema else found.default in (MISSING, None, (), ""), twice
-    # Nor may the code that reads contain one; 0, 1 and 10 have other uses.
+    # The reading code must not contain a default either. 0, 1 and 10 have other uses.
     defaults = {s["default"] for _, s in _schemas(SPEC, "") if isinstance(s.get("default"), str | int)} - {0, 1, 10}
     folder = Path(job_spec.__file__).parent
     tree = ast.parse("\n".join((folder / f"{name}.py").read_text() for name in ("job_spec", "job_status", "job")))
@@ -200,7 +204,7 @@ def test_without_checkpoints_their_path_is_the_default() -> None:
     assert JobSpec.read({"image": "a", "storage": {"checkpoints": checkpoints}}).storage.checkpoint_path == "/b"
 
 
-def test_the_template_hash_is_of_the_spec_as_it_is_stored() -> None:
+def test_the_template_hash_covers_the_spec_as_it_is_stored() -> None:
     """A default that a later release adds must not replace the pods of every job."""
     spec = {"image": "a", "recovery": {"maxRestarts": 3}}
     assert JobSpec.read(spec).template_hash == HASH
@@ -211,10 +215,11 @@ def test_the_template_hash_is_of_the_spec_as_it_is_stored() -> None:
 
 
 HASH = "7720613975"
-"""Of a spec that names an image alone: another one replaces the pods of all jobs at an upgrade."""
+"""Hash of a spec that names only an image. If it changes, an upgrade replaces the pods of all jobs.
+"""
 
 
-def test_the_enums_have_the_same_values() -> None:
+def test_the_enums_have_the_values_of_the_schema() -> None:
     def values(path: str, part: Mapping[str, Any]) -> set[str]:
         return set(dict(_schemas(part, ""))[path]["enum"])
 
@@ -232,7 +237,9 @@ def test_the_enums_have_the_same_values() -> None:
 
 
 def _filled(kind: Any, default: Any = None) -> Any:
-    """A value of this type other than its default; of a dataclass, one in which every field has such a value."""
+    """Return a value of this type other than its default. In a dataclass, every field has such a
+    value.
+    """
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         return kind(**{f.name: _filled(hints[f.name], f.default) for f in fields(kind)})
@@ -248,7 +255,7 @@ def _filled(kind: Any, default: Any = None) -> Any:
 
 
 def _complete(schema: Mapping[str, Any]) -> Any:
-    """A value with every field of the schema."""
+    """Return a value with every field of the schema."""
     if schema.get("type") == "object":
         named = {name: _complete(child) for name, child in schema.get("properties", {}).items()}
         return named or {"accuracy": 1}
@@ -257,10 +264,10 @@ def _complete(schema: Mapping[str, Any]) -> Any:
     return TIME if schema.get("format") == "date-time" else _two_values(schema)[1]
 
 
-def test_the_status_that_is_written_fits_the_schema() -> None:
+def test_a_written_status_fits_the_schema() -> None:
     """The API server silently drops fields that the schema lacks."""
     full: JobStatus = _filled(JobStatus)
-    # 102 slots, so that they are written by runs of equal ones.
+    # 102 slots, so that equal ones are written as runs
     slots = (*full.slots, Slot(), *(Slot(node=f"n{i}") for i in range(100)))
     status = replace(full, slots=slots, progress=_complete(STATUS["properties"]["progress"]))
     assert _at_default(status) == [], "give `_filled` a value for fields of this type that is not their default"
@@ -268,7 +275,7 @@ def test_the_status_that_is_written_fits_the_schema() -> None:
     errors = [error.message for error in Draft202012Validator(to_json_schema(STATUS)).iter_errors(written)]
     assert errors == [], do(f"correct the schema of the status in {CRD}", 1)
     assert JobStatus.read(written) == status, do("let ddpjob/api/job_status.py read what it writes", 2)
-    of_class = ".jobClass.spec."  # Fields of the spec, which the status' schema does not repeat.
+    of_class = ".jobClass.spec."  # fields of the spec, which the schema of the status does not repeat
     paths = {path for path in _paths(written, "") if not path.startswith(of_class)}
     described = {path for path, _ in _schemas(STATUS, "")} - {""}
     assert paths - described == set(), do(f"describe these fields of the status in {CRD}", 1)
@@ -276,7 +283,9 @@ def test_the_status_that_is_written_fits_the_schema() -> None:
 
 
 def _paths(value: Any, path: str) -> set[str]:
-    """Paths of a JSON value as `_schemas` names them, with [] for whatever names a mapping's schema admits."""
+    """Paths of a JSON value in the form of `_schemas`, with [] for any key that the schema of a
+    mapping admits.
+    """
     if isinstance(value, Mapping):
         if path.endswith((".metrics", ".nodeSelector", ".labels", ".annotations")):
             return {path, f"{path}[]"}
@@ -290,7 +299,9 @@ def _paths(value: Any, path: str) -> set[str]:
 
 
 def _at_default(model: Any) -> list[str]:
-    """Fields of a dataclass and of those in it, of lists in the first entry, that have their default."""
+    """Fields of a dataclass, at any depth, that have their default. Of lists, the first entry
+    counts.
+    """
     found = [f"{type(model).__name__}.{f.name}" for f in fields(model) if getattr(model, f.name) == f.default]
     for inner in (getattr(model, f.name) for f in fields(model)):
         first = inner[0] if isinstance(inner, tuple) and inner else inner
@@ -298,7 +309,7 @@ def _at_default(model: Any) -> list[str]:
     return found
 
 
-def test_what_is_not_set_is_not_written() -> None:
+def test_unset_fields_are_not_written() -> None:
     written = JobStatus(slots=(Slot(),)).write(JobSpec.read({"image": "a", "nodes": 2}))
     assert written == {
         "observedGeneration": 0,
@@ -319,10 +330,10 @@ def test_what_is_not_set_is_not_written() -> None:
         },
     }
     assert JobStatus.read(written) == JobStatus(slots=(Slot(),))
-    yaml.safe_dump(written)  # plain values alone
+    yaml.safe_dump(written)  # only plain values
 
 
-def test_a_status_of_a_later_release_is_read() -> None:
+def test_a_status_of_a_later_release_can_be_read() -> None:
     later = {"later": {"a": 1}, "rendezvous": {"later": 1, "generation": 3}, "nodes": {"later": 1, "ready": 2}}
     read = JobStatus.read(later | {"slots": [{"attempt": 3, "state": "Running", "later": 1}]})
     assert (read.rendezvous.generation, read.ready, read.active) == (3, 2, 0)
@@ -332,8 +343,8 @@ def test_a_status_of_a_later_release_is_read() -> None:
     assert not JobStatus.read({"conditions": [unknown]}).holds(ConditionType.RUNNING)
 
 
-def test_what_nobody_writes_into_a_status_is_left_out() -> None:
-    """A status that cannot be read would be a job that the operator does not see: its pods would run on for ever."""
+def test_impossible_content_of_a_status_is_dropped() -> None:
+    """The operator would not see a job whose status it cannot read, and its pods would run forever."""
     good = {"type": "Running", "status": "True", "reason": "A", "message": "", "lastTransitionTime": TIME}
     forged = {
         "phase": "Later",
@@ -366,8 +377,10 @@ SCHEMA_WORDS = {
 }
 
 
-def test_the_schema_has_no_words_that_the_api_server_does_not_know() -> None:
-    """In YAML's flow style a comma ends a description, and what follows becomes keys of the schema."""
+def test_the_schema_has_only_keywords_that_the_api_server_knows() -> None:
+    """In YAML's flow style a comma ends a description, and the text after it becomes keys of the
+    schema.
+    """
 
     def unknown(schema: Mapping[str, Any], path: str) -> Iterator[str]:
         yield from (
@@ -386,7 +399,7 @@ def test_the_schema_has_no_words_that_the_api_server_does_not_know() -> None:
 
 
 def test_kubectl_get_all_shows_no_jobs() -> None:
-    """With them, `kubectl delete all --all` would delete trainings and what they own."""
+    """Otherwise `kubectl delete all --all` would delete jobs and everything that they own."""
     assert not load_crd()["spec"]["names"].get("categories")
 
 
@@ -404,9 +417,9 @@ def test_columns_and_subresources_point_at_fields() -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_carries_the_definition(tmp_path: Path) -> None:
-    """In the checkout it is a link to the chart's file; in a wheel it must be the file."""
-    source = tmp_path / "source"  # setuptools leaves its build folder beside pyproject.toml
+def test_a_wheel_contains_the_definition(tmp_path: Path) -> None:
+    """In the checkout it is a link to the chart's file, but a wheel needs the file."""
+    source = tmp_path / "source"  # setuptools leaves its build folder next to pyproject.toml
     for part in ("operator", "runtime", "trainer", "charts"):
         shutil.copytree(ROOT / part, source / part, symlinks=True)
     for part in ("pyproject.toml", "README.md", "LICENSE"):
@@ -454,7 +467,7 @@ STORED = json.loads(
 
 
 def test_a_new_default_of_the_crd_restarts_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From this release to a later one, and back."""
+    """The upgrade is from this release to a later one, and back."""
     stored = JobSpec.read(STORED).template_hash
     later = deepcopy(schema_of("spec"))
     queue = {"type": "object", "default": {}, "properties": {"depth": {"type": "integer", "default": 3}}}
@@ -469,7 +482,7 @@ def test_a_new_default_of_the_crd_restarts_no_job(monkeypatch: pytest.MonkeyPatc
     }
     read = apply_defaults(STORED, later)
     assert read["fabric"] == {"policy": "Isolated", "queue": {"depth": 3}} and read["storage"]["data"]["split"] is False
-    assert JobSpec.read(read).template_hash == stored, "an operator that does not know the fields yet"
+    assert JobSpec.read(read).template_hash == stored, "an earlier operator does not know the fields"
     with monkeypatch.context() as patched:
         patched.setattr(job_spec, "schema_of", lambda path: later if path == "spec" else schema_of(path))
         assert job_spec._template_hash(read, "Standard") == stored
@@ -479,7 +492,7 @@ def test_a_new_default_of_the_crd_restarts_no_job(monkeypatch: pytest.MonkeyPatc
 
 
 def _functions_of_fields(kind: Any, seen: set[Any]) -> Iterator[Any]:
-    """What pydantic calls while it reads or writes a value of `kind`."""
+    """Functions that pydantic calls while it reads or writes a value of `kind`."""
     if kind in seen:
         return
     seen.add(kind)
@@ -491,8 +504,10 @@ def _functions_of_fields(kind: Any, seen: set[Any]) -> Iterator[Any]:
             yield from _functions_of_fields(part, seen)
 
 
-def test_what_pydantic_calls_has_the_same_signature_in_every_python() -> None:
-    """Of an itemgetter Python 3.12.3 says that it takes any arguments, and pydantic refuses to import such a class."""
+def test_functions_that_pydantic_calls_have_the_same_signature_in_every_python() -> None:
+    """Python 3.12.3 says that an itemgetter takes any arguments, and pydantic refuses to import
+    such a class.
+    """
     found = [*_functions_of_fields(JobSpec, set()), *_functions_of_fields(JobStatus, set())]
     validators = [each for each in found if each is not str]
     assert len(validators) > 4

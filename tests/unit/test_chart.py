@@ -1,4 +1,6 @@
-"""The chart as Helm renders it, without a cluster: labels, monitoring, and what a user reads after the installation."""
+"""The chart as Helm renders it, without a cluster: labels, monitoring, and the notes after the
+installation.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from ddpjob.controller.operator_settings import Settings, SettingsError
 
 CHART = Path(__file__).parents[2] / "charts" / "ddpjob-operator"
 BUILT = sorted(Path("~/.cache/ddpjob/cluster/bin").expanduser().glob("*/helm"))
-HELM = shutil.which("helm") or next(map(str, BUILT), None)  # that of the test cluster, where it was built
+HELM = shutil.which("helm") or next(map(str, BUILT), None)  # the test cluster's Helm, if it was built
 needs_helm = pytest.mark.skipif(HELM is None, reason="no helm on PATH, and the test cluster's is not built")
 MONITORING = ",".join(
     f"metrics.{name}.enabled=true" for name in ("serviceMonitor", "podMonitor", "rules", "dashboards")
@@ -33,7 +35,7 @@ def helm(*words: str) -> str:
 
 
 def template(*words: str) -> str:
-    """With the chart's own values, but for those of `words`."""
+    """Render the chart with its own values, except for those in `words`."""
     given = [str(HELM), "template", "mine", str(CHART), "--namespace", "ml", *words]
     return subprocess.run(given, capture_output=True, text=True, check=True).stdout
 
@@ -42,7 +44,7 @@ def template(*words: str) -> str:
 def test_every_object_has_the_recommended_labels() -> None:
     rendered = helm("template", "mine", str(CHART), "--set", f"replicas=2,{MONITORING}")
     objects = [document for document in yaml.safe_load_all(rendered) if document]
-    assert not [body for body in objects if "ddpjob-dashboard" in str(body)], "off unless it is asked for"
+    assert not [body for body in objects if "ddpjob-dashboard" in str(body)], "off by default"
     assert {body["kind"] for body in objects} >= {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ConfigMap"}
     for body in objects:
         labels = body["metadata"]["labels"]
@@ -53,14 +55,14 @@ def test_every_object_has_the_recommended_labels() -> None:
 
 @needs_helm
 @pytest.mark.parametrize("release", ["2.x", "team.a", "mine-operator", "a" * 53])
-def test_every_release_name_that_helm_takes_gives_services_that_kubernetes_takes(release: str) -> None:
+def test_every_release_name_that_helm_accepts_gives_valid_service_names(release: str) -> None:
     rendered = helm("template", release, str(CHART), "--set", f"dashboard.enabled=true,{MONITORING}")
     services = [o["metadata"]["name"] for o in yaml.safe_load_all(rendered) if o and o["kind"] == "Service"]
     assert len(services) == 2 and all(re.fullmatch("[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name) for name in services)
 
 
 @needs_helm
-def test_a_users_pod_adds_no_series_of_others_to_prometheus() -> None:
+def test_a_users_pod_cannot_add_others_series_to_prometheus() -> None:
     rendered = yaml.safe_load_all(helm("template", "mine", str(CHART), "--set", MONITORING))
     (monitor,) = [body for body in rendered if body and body["kind"] == "PodMonitor"]
     names = ("ddpjob_train_loss", "ddpjob_members", "ddpjob_job_failed", "kube_pod_info", "node_load1", "ALERTS")
@@ -75,7 +77,7 @@ def test_a_users_pod_adds_no_series_of_others_to_prometheus() -> None:
 @pytest.mark.parametrize("upgrade", [False, True])
 def test_the_notes_work_without_the_checkout(upgrade: bool, tmp_path: Path) -> None:
     template = (CHART / "templates" / "NOTES.txt").read_text()
-    if upgrade:  # Helm says it of a release in a cluster; here the condition is set.
+    if upgrade:  # Helm sets this for a release in a cluster. Here the test sets the condition.
         shutil.copytree(CHART, tmp_path / "chart")
         template = template.replace("if .Release.IsUpgrade", "if true")
         (tmp_path / "chart" / "templates" / "NOTES.txt").write_text(template)
@@ -90,8 +92,8 @@ def test_the_notes_work_without_the_checkout(upgrade: bool, tmp_path: Path) -> N
     assert checked(manifest)["spec"]["module"] == "torch.utils.collect_env"
 
 
-def test_the_charts_page_says_what_the_definition_says() -> None:
-    """The annotations that Artifact Hub shows."""
+def test_the_charts_metadata_matches_the_definition() -> None:
+    """Artifact Hub shows these annotations."""
     notes = yaml.safe_load((CHART / "Chart.yaml").read_text())["annotations"]
     [shown] = yaml.safe_load(notes["artifacthub.io/crds"])
     definition = yaml.safe_load((CHART / "crds" / "ddpjobs.ddpjob.io.yaml").read_text())
@@ -109,7 +111,7 @@ def test_the_definition_can_be_taken_from_the_chart() -> None:
 
 
 def dashboard(*words: str) -> dict[str, dict[str, Any]]:
-    """What the chart renders for the dashboard, by kind."""
+    """Objects that the chart renders for the dashboard, by kind."""
     rendered = helm("template", "mine", str(CHART), "--set", "dashboard.enabled=true", *words)
     found = [body for body in yaml.safe_load_all(rendered) if body and body["metadata"]["name"].endswith("-dashboard")]
     assert all(body["metadata"]["labels"]["app.kubernetes.io/name"] == "ddpjob-dashboard" for body in found)
@@ -125,7 +127,7 @@ LISTS_AND_MAPS = (
 
 @needs_helm
 def test_a_list_or_map_without_a_value_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`jobClasses:` with all classes below it commented out."""
+    """For example `jobClasses:` with all classes below it commented out."""
     nothing = ",".join(f"{name}=null" for name in LISTS_AND_MAPS)
     rendered = yaml.safe_load_all(
         template("--set", f"key.existingSecret=given,dashboard.enabled=true,{MONITORING},{nothing}")
@@ -142,8 +144,10 @@ def test_a_list_or_map_without_a_value_is_empty(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_helm
-def test_a_class_arrives_as_it_is_written() -> None:
-    """The kubelet expands variables in the operator's environment: $$(RANK) is an escaped one, of the jobs' pods."""
+def test_a_class_arrives_unchanged() -> None:
+    """The kubelet expands variables in the operator's environment. $$(RANK) is an escaped variable
+    for the jobs' pods.
+    """
     command = ["sh", "-c", "echo $$(RANK) $(KUBERNETES_SERVICE_HOST) $HOME; kill $$$$"]
     spec = {"podTemplate": {"spec": {"initContainers": [{"name": "first", "image": "busybox", "command": command}]}}}
     rendered = template(
@@ -166,8 +170,8 @@ def test_a_class_arrives_as_it_is_written() -> None:
              "metrics.podMonitor", "metrics.podMonitor.interval", "metrics.serviceMonitor.interval", "queues",
              "networkPolicy", "rbac"],
 )  # fmt: skip
-def test_another_value_that_is_missing_is_named(name: str) -> None:
-    """Else `replicas:` would mean no replica, and `apiServerPorts:` all ports."""
+def test_any_other_missing_value_is_reported(name: str) -> None:
+    """Otherwise `replicas:` would mean no replica, and `apiServerPorts:` all ports."""
     with pytest.raises(subprocess.CalledProcessError) as refused:
         template("--set", f"key.existingSecret=given,{name}=null")
     assert f"missing property '{name.rpartition('.')[2]}'" in refused.value.stderr
@@ -188,8 +192,10 @@ def test_another_value_that_is_missing_is_named(name: str) -> None:
         ("nodeHealth.conditions={MemoryPressure=False}", "a healthy node has MemoryPressure=False"),
     ],
 )
-def test_values_that_do_not_go_together_are_named(values: str, words: str) -> None:
-    """With which the operator ends at each start: one port for two servers, say; alerts without any series."""
+def test_conflicting_values_are_reported(values: str, words: str) -> None:
+    """With such values the operator would end at each start, for example with one port for two
+    servers.
+    """
     with pytest.raises(subprocess.CalledProcessError) as refused:
         template("--set", f"key.existingSecret=given,{values}")
     assert words in refused.value.stderr
@@ -200,7 +206,7 @@ def test_values_that_do_not_go_together_are_named(values: str, words: str) -> No
     + ["node.kubernetes.io/unschedulable", "nodes", "node-health*", "node.kubernetes.iox/gpu", "*"],
 )  # fmt: skip
 def test_the_chart_takes_the_taints_that_the_operator_takes(key: str) -> None:
-    """Else it crashes with a name that `helm upgrade` has taken."""
+    """Otherwise it would crash with a name that `helm upgrade` has accepted."""
     signals = json.loads((CHART / "values.schema.json").read_text())["properties"]["nodeHealth"]["properties"]
     schema = signals["taints"]["items"]
     is_taken = re.search(schema["pattern"], key) and not re.search(schema["not"]["pattern"], key)
@@ -213,8 +219,8 @@ def test_the_chart_takes_the_taints_that_the_operator_takes(key: str) -> None:
     [("ghcr.io/ddpjob/operator", True), ("registry.example:5000/team/operator", True), ("operator", True),
      ("ghcr.io/Owner/operator", False), ("host:5000/Team/operator", False), ("a:5000", False), ("a/b:1.2", False)],
 )  # fmt: skip
-def test_the_operators_image_is_one_that_a_kubelet_takes(repository: str, taken: bool) -> None:
-    """It takes no capitals behind the registry's name."""
+def test_the_operators_image_has_a_name_that_the_kubelet_accepts(repository: str, taken: bool) -> None:
+    """The kubelet accepts no capitals behind the registry's name."""
     schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["image"]["properties"]["repository"]
     assert bool(re.search(schema["pattern"], repository)) is taken
 
@@ -231,7 +237,7 @@ MANY = ["n" * 60] * 20
     ],
     ids=["receivers", "classes"],
 )
-def test_what_is_too_large_for_the_operators_environment_is_named(values: Any, name: str, tmp_path: Path) -> None:
+def test_values_too_large_for_the_operators_environment_are_reported(values: Any, name: str, tmp_path: Path) -> None:
     """Linux starts no program with a variable of more than 128 KiB."""
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(subprocess.CalledProcessError) as refused:
@@ -265,8 +271,10 @@ def test_an_interval_is_a_duration_of_prometheus(interval: str, taken: bool) -> 
         ({"ipBlock": {"cidr": "fd00::/8", "except": ["fd00:1::/32"]}}, ""),
     ],
 )
-def test_a_peer_with_a_slip_is_named(value: str, peer: Any, words: str) -> None:
-    """The API server would refuse the policy of each job, and so leave them open; or drop the field, and admit all."""
+def test_a_faulty_peer_is_reported(value: str, peer: Any, words: str) -> None:
+    """Otherwise the API server would refuse each job's policy and leave the job open, or drop the
+    field and admit all.
+    """
     given = ("--set", "key.existingSecret=given,dashboard.enabled=true", "--set-json", f"{value}={json.dumps([peer])}")
     if not words:
         assert template(*given)
@@ -277,8 +285,10 @@ def test_a_peer_with_a_slip_is_named(value: str, peer: Any, words: str) -> None:
 
 
 @needs_helm
-def test_a_name_that_looks_like_a_number_stays_a_name() -> None:
-    """A namespace may be called 2026. The API server refuses an object whose namespace is a number."""
+def test_a_name_that_looks_like_a_number_stays_text() -> None:
+    """A namespace may be called 2026, but the API server refuses an object whose namespace is a
+    number.
+    """
     names = (
         "key.existingSecret",
         "priorityClassName",
@@ -319,8 +329,10 @@ def test_the_dashboard_has_no_rights() -> None:
 
 
 @needs_helm
-def test_the_dashboard_is_no_pod_of_the_operator() -> None:
-    """The operator's Deployment, Service and disruption budget, and the jobs' policies, choose pods by labels."""
+def test_the_dashboard_is_not_selected_as_a_pod_of_the_operator() -> None:
+    """The operator's Deployment, Service and disruption budget, and the jobs' policies, select pods
+    by labels.
+    """
     labels = dashboard()["Deployment"]["spec"]["template"]["metadata"]["labels"]
     rendered = helm("template", "mine", str(CHART), "--set", "dashboard.enabled=true,replicas=2")
     for body in yaml.safe_load_all(rendered):
@@ -332,9 +344,9 @@ def test_the_dashboard_is_no_pod_of_the_operator() -> None:
 
 
 @needs_helm
-def test_the_dashboard_is_reached_by_whom_the_values_name() -> None:
+def test_the_dashboard_admits_the_peers_that_the_values_name() -> None:
     policy = dashboard()["NetworkPolicy"]["spec"]
-    # No empty list, which the API server does not keep: tools that compare would see a change at each look.
+    # The API server drops an empty list, so tools that compare would report a change at each look.
     assert "ingress" not in policy and policy["policyTypes"] == ["Ingress", "Egress"]
     assert policy["egress"] == [{"ports": [{"protocol": "TCP", "port": port} for port in (443, 6443)]}]
     peer = '[{"podSelector": {"matchLabels": {"app": "proxy"}}}]'
@@ -367,15 +379,15 @@ def test_every_value_of_the_dashboard_arrives() -> None:
     assert "port-forward service/mine-operator-dashboard 8300:http\n" in notes
 
 
-def test_the_oldest_kubernetes_that_it_names_is_the_one_that_can_be_tested() -> None:
-    """By DDPJOB_CLUSTER_KUBERNETES=oldest."""
+def test_the_oldest_kubernetes_that_the_chart_names_is_the_one_that_is_tested() -> None:
+    """It is the version of DDPJOB_CLUSTER_KUBERNETES=oldest."""
     named = yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"].removeprefix(">=").split(".")[:2]
     pins = (CHART.parents[1] / "tests" / "cluster" / "oldest" / "go.mod").read_text()
     assert f"require k8s.io/kubernetes v{'.'.join(named)}." in pins
 
 
 def test_no_page_upgrades_without_the_values_of_the_new_chart() -> None:
-    """--reuse-values leaves out what the chart of the release before did not have."""
+    """--reuse-values leaves out values that the previous chart did not have."""
     root = CHART.parents[1]
     pages = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *CHART.glob("*.md"), CHART / "templates" / "NOTES.txt"]
     assert [page.name for page in pages if " --reuse-values" in page.read_text()] == []
@@ -384,10 +396,12 @@ def test_no_page_upgrades_without_the_values_of_the_new_chart() -> None:
 @needs_helm
 @pytest.mark.parametrize("delete", [None, False, True])
 @pytest.mark.parametrize(("values", "kind"), [("queues.kueue=true", "ClusterRole"), ("watchNamespaces={one}", "Role")])
-def test_the_operator_may_delete_config_maps_only_where_the_values_say_so(
+def test_the_operator_may_delete_config_maps_only_if_the_values_say_so(
     values: str, kind: str, delete: bool | None
 ) -> None:
-    """OpenShift's OwnerReferencesPermissionEnforcement requires that right from whoever adds an owner."""
+    """OpenShift's OwnerReferencesPermissionEnforcement requires that right from every client that
+    adds an owner.
+    """
     chosen = "" if delete is None else f",rbac.deleteConfigMaps={str(delete).lower()}"
     rendered = yaml.safe_load_all(template("--set", f"key.existingSecret=given,{values}{chosen}"))
     (role,) = [b for b in rendered if b and (b["kind"], b["metadata"]["name"]) == (kind, "ddpjob-operator")]
@@ -398,8 +412,8 @@ def test_the_operator_may_delete_config_maps_only_where_the_values_say_so(
 @needs_helm
 @pytest.mark.parametrize(("name", "group"), [("kueue", "kueue.x-k8s.io"), ("volcano", "scheduling.volcano.sh")])
 @pytest.mark.parametrize("wanted", [True, False])
-def test_a_role_grants_rights_to_queues_only_where_the_values_say_so(name: str, group: str, wanted: bool) -> None:
-    """An administrator of a namespace may not create a Role with rights that they do not hold."""
+def test_a_role_grants_rights_to_queues_only_if_the_values_say_so(name: str, group: str, wanted: bool) -> None:
+    """A namespace administrator may not create a Role with rights that they do not hold."""
     values = f"key.existingSecret=given,watchNamespaces={{one}},queues.{name}={str(wanted).lower()}"
     rendered = yaml.safe_load_all(template("--set", values))
     (role,) = [b for b in rendered if b and (b["kind"], b["metadata"]["name"]) == ("Role", "ddpjob-operator")]
@@ -415,10 +429,10 @@ def operators_policy(*values: str) -> dict[str, Any] | None:
 
 
 @needs_helm
-def test_the_operators_pods_are_reached_by_the_metrics_peers_alone() -> None:
+def test_only_the_metrics_peers_can_connect_to_the_operators_pods() -> None:
     peer = '[{"podSelector": {"matchLabels": {"app": "prometheus"}}}]'
     admitted = (f"isolation.metricsFrom={peer}", "networkPolicy.enabled=true")
-    assert operators_policy() is None, "off unless it is asked for"
+    assert operators_policy() is None, "off by default"
     assert operators_policy(*admitted, "metrics.port=9999") == {
         "podSelector": {
             "matchLabels": {"app.kubernetes.io/name": "ddpjob-operator", "app.kubernetes.io/instance": "mine"}
@@ -428,7 +442,8 @@ def test_the_operators_pods_are_reached_by_the_metrics_peers_alone() -> None:
     }
     for closed in (("networkPolicy.enabled=true",), (*admitted, "metrics.port=0")):
         policy = operators_policy(*closed)
-        # No empty list, which the API server does not keep: tools that compare would see a change at each look.
+        # The API server drops an empty list, so tools that compare would report a change at each
+        # look.
         assert policy is not None and "ingress" not in policy and policy["policyTypes"] == ["Ingress"]
 
 
@@ -453,7 +468,7 @@ DIGEST = f"sha256:{'0123456789abcdef' * 4}"
 
 
 @needs_helm
-def test_the_chart_of_a_release_runs_the_image_of_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chart_of_a_release_uses_the_image_of_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(str(HELM)).parent}:/usr/bin:/bin")
     PACKAGE(DIGEST, tmp_path)
     [packed] = tmp_path.glob("ddpjob-operator-*.tgz")

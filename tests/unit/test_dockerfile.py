@@ -1,4 +1,6 @@
-"""The Dockerfile, as docker reads it. What the images hold when the tests build them: tests/cluster/test_images.py."""
+"""The Dockerfile as Docker reads it. tests/cluster/test_images.py checks the contents of the
+images.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ STAGES = {
 INSTALLS = re.findall(r"pip (?:\S+ )*?install [^&;\n]*", DOCKERFILE)
 
 
-def test_images_install_by_hash_and_build_nothing_but_the_project() -> None:
-    """But for torch from an index of the builder's own choice, whose files no lock file can know."""
+def test_images_install_by_hash_and_build_only_the_project() -> None:
+    """The exception is torch from an index of the builder's choice, whose files no lock file can
+    know.
+    """
     from_an_index = [install for install in INSTALLS if "--no-index" not in install]
     own_index = [install for install in from_an_index if "--index-url" in install]
     by_hash = [install for install in from_an_index if "--require-hashes" in install]
@@ -36,7 +40,7 @@ def test_the_base_image_is_named_where_dependabot_looks() -> None:
 
 
 def test_no_download_of_pip_stays_in_an_image() -> None:
-    """The tests' own builds mount a folder at pip's cache, and so cannot see it."""
+    """The tests' own builds mount a folder over pip's cache, so they cannot see it."""
     for name in ("operator", "trainer"):
         setting = re.search(r"^ARG PIP_NO_CACHE_DIR=1$", STAGES[name], flags=re.MULTILINE)
         for install in re.finditer(r"pip install [^&\n]*", STAGES[name]):

@@ -1,7 +1,8 @@
 """The documentation agrees with the code.
 
-The reference is the CRD, the chart's page its values, every reason that the operator writes is explained, links lead
-somewhere, and the paths, make targets and tests that a page names exist.
+The reference matches the CRD and the chart's page its values. Every reason that the operator writes
+is explained. Links
+have targets, and the paths, make targets and tests that a page names exist.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ API = runpy.run_path(str(ROOT / "docs" / "generate_api.py"))
 CHART = runpy.run_path(str(ROOT / "docs" / "generate_chart_readme.py"))
 
 CAMEL = re.compile(r"[A-Z][a-z]+(?:[A-Z][a-z]+)*|OOMKilled")
-# CamelCase words of core/ that are not reasons of the operator: Kubernetes' own, the coordinator's, values of the API.
+# CamelCase words of core/ that are not reasons of the operator, but of Kubernetes, the coordinator
+# or the API.
 OTHER_WORDS = {
     *("PreemptionByScheduler", "TerminationByKubelet", "DeletionByTaintManager"),
     *("NodeShutdown", "Shutdown", "Terminated", "Preempting"),
@@ -38,7 +40,7 @@ OTHER_WORDS = {
 
 
 def words_of_core() -> set[str]:
-    """Every CamelCase string of the decisions, in whatever call it stands."""
+    """Every CamelCase string of the decisions, in any call."""
     trees = [ast.parse(path.read_text()) for path in CORE.rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     return {
@@ -54,16 +56,16 @@ def explained() -> set[str]:
     return {word for cell in first_cells for word in re.findall(r"`(\w+)`", cell)}
 
 
-def test_the_reference_page_is_the_definition_s() -> None:
+def test_the_reference_page_is_up_to_date() -> None:
     made = REFERENCE["render"](yaml.safe_load(REFERENCE["CRD"].read_text()))
     assert REFERENCE["PAGE"].read_text() == made, "run: python docs/generate_reference.py"
 
 
-def test_the_page_of_the_command_line_is_its_help() -> None:
+def test_the_page_of_the_command_line_is_up_to_date() -> None:
     assert CLI["PAGE"].read_text() == CLI["render"](), "run: python docs/generate_cli.py"
 
 
-def test_the_page_of_the_command_line_has_the_defaults_that_the_help_shows() -> None:
+def test_the_page_of_the_command_line_has_the_defaults_of_the_help() -> None:
     from ddpjob.cli.main import root
 
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", CLI["PAGE"].read_text(), flags=re.MULTILINE | re.DOTALL))
@@ -73,11 +75,11 @@ def test_the_page_of_the_command_line_has_the_defaults_that_the_help_shows() -> 
             assert re.search(rf"^\| `{option.opts[0]}`.* Default: {option.default}\. \|$", sections[name], re.MULTILINE)
 
 
-def test_the_page_of_the_python_client_is_its_docstrings() -> None:
+def test_the_page_of_the_python_client_is_up_to_date() -> None:
     assert API["file"]("python.md").read_text() == API["made"]("python.md"), "run: python docs/generate_api.py"
 
 
-def test_the_programs_on_the_page_of_the_python_client_use_what_there_is() -> None:
+def test_the_programs_on_the_page_of_the_python_client_use_existing_names() -> None:
     from ddpjob import Client
 
     blocks = re.findall(r"^```python\n(.*?)^```", API["file"]("python.md").read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -114,12 +116,12 @@ def test_documented_commands_exist(page: Path) -> None:
     assert unknown == set(), f"{page.name} names commands that `ddpjob --help` does not; correct the page"
 
 
-def test_the_chart_s_page_has_the_values() -> None:
+def test_the_charts_page_is_up_to_date() -> None:
     made = CHART["render"](CHART["PAGE"].read_text(), CHART["VALUES"].read_text())
     assert CHART["PAGE"].read_text() == made, "run: python docs/generate_chart_readme.py"
 
 
-def test_the_chart_s_page_has_a_row_for_every_value_and_its_comment() -> None:
+def test_the_charts_page_has_a_row_for_every_value_and_its_comment() -> None:
     values = "# What a is.\na: 1\n\n# Of b.\nb:\n  # Of c, in\n  # two lines.\n  c: [x]\n  d: {}\n"
     page = "before\n<!-- values: begin -->\nold\n<!-- values: end -->\nafter\n"
     rows = [
@@ -164,7 +166,7 @@ def test_the_definition_names_every_condition() -> None:
     assert silent == set(), "name these in the description of status.conditions in the CRD"
 
 
-def test_the_reference_page_has_under_the_name_what_is_about_the_name() -> None:
+def test_rules_on_the_reference_page_stand_under_the_field_that_they_are_about() -> None:
     sections = re.findall(r"^## (\S+)\n\n(.*?)(?=^##)", REFERENCE["PAGE"].read_text(), flags=re.MULTILINE | re.DOTALL)
     rules = {title: re.findall(r"^- (.*)$", text, flags=re.MULTILINE) for title, text in sections}
     assert len(rules["metadata.name"]) == 2
@@ -172,7 +174,7 @@ def test_the_reference_page_has_under_the_name_what_is_about_the_name() -> None:
     assert any(rule.startswith("joinTimeoutSeconds") for rule in rules["spec"])
 
 
-def test_every_reason_is_explained_and_no_other() -> None:
+def test_exactly_the_reasons_in_core_are_explained() -> None:
     in_core, in_page = words_of_core(), explained()
     step = "CONTRIBUTING.md, A cause of failure, step 5"
     silent = in_core - OTHER_WORDS - in_page
@@ -181,20 +183,20 @@ def test_every_reason_is_explained_and_no_other() -> None:
     assert OTHER_WORDS - in_core == set(), "remove these from OTHER_WORDS: they are not in core"
 
 
-def test_no_removal_of_several_kinds_names_one_that_a_cluster_may_lack() -> None:
-    """Else kubectl removes nothing: it has no resource type of that name."""
+def test_no_deletion_of_several_kinds_names_one_that_a_cluster_may_lack() -> None:
+    """Otherwise kubectl deletes nothing, because it does not know that resource type."""
     everywhere = {"pods", "services", "secrets", "configmaps", "pdb", "networkpolicies"}
     lists = re.findall(r"kubectl delete (\w+(?:,\w+)+)", "".join(page.read_text() for page in pages()))
     assert lists
     assert {kind for kinds in lists for kind in kinds.split(",")} <= everywhere
 
 
-def test_kueue_s_workloads_have_their_group() -> None:
-    """Kubernetes 1.36 has Workloads of its own, where gangs are switched on: kubectl may list those."""
+def test_kueues_workloads_are_named_with_their_group() -> None:
+    """Kubernetes 1.36 has its own Workloads if gangs are enabled, and kubectl may list those."""
     assert [page.name for page in pages() if re.search(r"kubectl get workloads(?!\.)", page.read_text())] == []
 
 
-def test_the_exit_codes_that_a_command_may_use_itself_are_all_of_the_launcher_s() -> None:
+def test_the_exit_codes_that_a_command_may_use_are_all_the_launchers() -> None:
     from ddpjob_runtime import protocol
 
     own = {code for name, code in vars(protocol).items() if name.startswith("EXIT_") and code}
@@ -213,12 +215,12 @@ GENERATED_PAGES = {"cli.md", "metrics.md", "reference.md"}
 
 
 def count_words(text: str) -> int:
-    """Count words as `wc -w` does, without what a program writes between its marks."""
+    """Count words as `wc -w` does, without the generated parts."""
     return len(re.sub(r"<!-- ([\w -]+): begin -->.*?<!-- \1: end -->", "", text, flags=re.DOTALL).split())
 
 
-def test_readme_and_the_site_are_short_enough_to_be_read() -> None:
-    """The site's words are those of docs/. README is its first page, and counts by itself."""
+def test_the_readme_and_the_site_are_short_enough_to_be_read() -> None:
+    """The site's words are those of docs/. README.md counts separately."""
     readme = len((ROOT / "README.md").read_text().split())
     assert readme <= README_WORDS, (
         f"README.md has {readme} words, at most {README_WORDS}: move details to a page in docs/ and link it"
@@ -239,13 +241,13 @@ def test_words_are_counted_without_generated_parts() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them from headings."""
+    """Make anchors from headings as GitHub does."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_and_pictures_lead_somewhere(page: Path) -> None:
+def test_links_and_pictures_have_targets(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if re.match(r"https?://", target):
             continue
@@ -266,7 +268,7 @@ def test_the_rows_of_a_table_have_as_many_cells_as_its_head(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_manifests_and_make_targets_in_the_texts_are_right(page: Path, tmp_path: Path) -> None:
+def test_manifests_and_make_targets_in_the_pages_are_valid(page: Path, tmp_path: Path) -> None:
     from ddpjob.client.manifests.manifest_sources import read_job
 
     text = page.read_text()
@@ -289,10 +291,10 @@ def test_examples_are_accepted_by_the_definition_and_the_trainer(example: Path) 
     if spec.get("module") == "ddpjob_trainer":
         read_settings(spec["args"])
         if "digits" in spec["args"]:
-            assert spec["gpusPerNode"] == 0, "they need none, and a cluster to try things on may have none"
+            assert spec["gpusPerNode"] == 0, "they need no GPU, and a cluster for trials may have none"
 
 
-def test_the_tests_named_in_the_trainer_s_page_exist() -> None:
+def test_the_tests_named_on_the_trainers_page_exist() -> None:
     named = re.findall(r"`(tests/)?((?:\w+/)*test_\w+\.py)(?:::(\w+))?`", (ROOT / "docs" / "trainer.md").read_text())
     assert len(named) > 30
     for top, path, function in named:
@@ -332,7 +334,7 @@ EXPLAINED = (
 
 
 @pytest.mark.parametrize("module", EXPLAINED)
-def test_a_policy_is_explained_where_it_is(module: str) -> None:
+def test_a_policy_is_explained_in_its_module(module: str) -> None:
     lines = (ast.get_docstring(ast.parse((ROOT / module).read_text())) or "").splitlines()
     remedy = f"open {module} with the problem, the rule and an example, as CONTRIBUTING.md says under Style"
     assert 10 <= len(lines) <= 35, f"its docstring has {len(lines)} lines, not 10 to 35; {remedy}"
@@ -354,7 +356,8 @@ def test_every_decision_record_is_named_by_the_code_that_it_explains() -> None:
     assert named - records == set(), "modules name these records, which do not exist; correct the numbers"
 
 
-# A path below one of the repository's folders, or a file beside these: in Markdown code, in the map, in prose.
+# A path below one of the repository's folders, or a file next to them: in Markdown code, in the
+# map, or in prose.
 NAMED_PATH = re.compile(
     r"(?:`|^|\s)((?:\.github|benchmarks|charts|docs|examples|operator|runtime|scripts|tests|trainer)/[\w./-]*"
     r"|[A-Z]+\.md|pyproject\.toml|Makefile|Dockerfile)(?=[`\s:,;.)]|$)",
@@ -373,7 +376,7 @@ def test_every_path_that_the_pages_for_contributors_name_exists(page: Path) -> N
     assert gone == [], f"{page.name} names paths that do not exist; correct the page"
 
 
-def test_named_paths_are_found_wherever_they_stand() -> None:
+def test_named_paths_are_found_in_all_forms() -> None:
     text = "`docs/none.md`: (`tests/no/`)\noperator/none/   a room   trainer/none/\nsee tests/none.py.\nREADME.md"
     assert named_paths(text) == {
         *("docs/none.md", "tests/no", "operator/none", "trainer/none", "tests/none.py", "README.md"),

@@ -1,4 +1,6 @@
-"""No module imports itself through others: not lazily, and not for types alone. A package that is missing is named."""
+"""No module imports itself through others, not even lazily or for types, and a missing package is
+reported by name.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from ddpjob.missing_package import INSTALL
 
 
 def order(package: str, *more: tuple[str, str]) -> None:
-    """Raises CycleError, which names the circle. `more`: imports to add, as (importer, imported)."""
+    """Raise CycleError, which names the cycle. `more`: additional imports, as (importer, imported)."""
     graph = grimp.build_graph(package, include_external_packages=False)
     for importer, imported in more:
         graph.add_import(importer=importer, imported=imported)
@@ -25,17 +27,17 @@ def order(package: str, *more: tuple[str, str]) -> None:
     "package",
     ["ddpjob", "ddpjob_runtime", "ddpjob_pod", "ddpjob_report", "ddpjob_bucket", "ddpjob_trainer", "benchmarks"],
 )
-def test_no_import_circle(package: str) -> None:
+def test_there_is_no_import_cycle(package: str) -> None:
     order(package)
 
 
-def test_a_circle_is_found() -> None:
+def test_a_planted_cycle_is_found() -> None:
     with pytest.raises(CycleError):
         order("ddpjob", ("ddpjob.core.world", "ddpjob.core.decide"))
 
 
 def completed_later(root: Path) -> list[str]:
-    """Lines that set an attribute of an object that its maker has handed over already."""
+    """Lines that set an attribute of an object which its creator has already passed on."""
     rooms = [*(root / "operator/ddpjob" / room for room in ("core", "controller", "engine", "dashboard"))]
     rooms += [root / "runtime/ddpjob_runtime/coordinator"]
     lines = (line.strip() for room in rooms for path in room.rglob("*.py") for line in path.read_text().splitlines())
@@ -71,7 +73,7 @@ runpy.run_module(program, run_name="__main__", alter_sys=True)
         ("aiohttp", "ddpjob.dashboard", "cli"),
     ],
 )
-def test_what_a_program_needs_is_named_with_its_extra(package: str, program: str, extra: str) -> None:
+def test_a_missing_package_is_reported_with_its_extra(package: str, program: str, extra: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", WITHOUT, package, program], capture_output=True, text=True, check=False
     )

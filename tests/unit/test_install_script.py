@@ -1,4 +1,4 @@
-"""scripts/install.py: what pip is set to counts for uv, too, and what uv cannot do, pip does."""
+"""scripts/install.py: pip's settings also apply to uv, and pip does what uv cannot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ find-links = /wheels /more
 """
 
 
-def test_pip_s_own_index_is_uv_s(tmp_path: Path) -> None:
+def test_pips_index_is_used_by_uv(tmp_path: Path) -> None:
     (tmp_path / "pip.conf").write_text(PIP_CONF)
     bare = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
 
@@ -61,7 +61,7 @@ def test_pip_does_what_uv_cannot(
     says: str,
     code: int,
 ) -> None:
-    """Both are stand-ins; the pip that would bring uv where there is none fails."""
+    """Both are stand-ins. The pip that would install a missing uv fails."""
     programs = {"python": f'case "$*" in *--quiet*) exit 1;; *config*) exit 0;; *) echo "$@"; {pip};; esac'}
     programs |= {"uv": f'echo "uv $@"; {uv}'} if uv else {}
     for name, text in programs.items():

@@ -1,4 +1,6 @@
-"""Classes of jobs: what a class may set, what of it a job gets, how lists merge, and what is refused."""
+"""Classes of jobs: what a class may set, what a job gets from it, how lists merge, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def body_of(spec: Json, labels: dict[str, str] | None = None) -> Json:
 
 
 def taken(spec: Json, given: Json, labels: dict[str, str] | None = None) -> DDPJob:
-    """The job as it is read once it has taken the class."""
+    """Return the job as it is read after it has taken the class."""
     body = body_of(spec, labels)
     offered = JobClasses.read({"c": given}).offer(DDPJob.read(body)).job_class
     assert offered is not None
@@ -44,7 +46,7 @@ def problems_of(spec: Json, given: Json, labels: dict[str, str] | None = None) -
 
 
 @pytest.mark.parametrize("path", CLASS_FIELDS)
-def test_what_a_class_may_set_has_no_default_that_could_be_taken_for_the_jobs_own(path: str) -> None:
+def test_fields_that_a_class_may_set_have_no_default_that_could_look_like_the_jobs(path: str) -> None:
     assert schema_of(f"spec.{path}").get("default", {}) == {}
 
 
@@ -77,18 +79,18 @@ def test_what_a_class_may_set_has_no_default_that_could_be_taken_for_the_jobs_ow
         ({"spec": {"podTemplate": {"metadata": {"annotations": {"a": "x" * LARGEST_CLASS}}}}}, r"c: larger than"),
     ],
 )
-def test_a_faulty_class_is_named_at_the_operators_start(given: Any, says: str) -> None:
+def test_a_faulty_class_is_reported_at_the_operators_start(given: Any, says: str) -> None:
     with pytest.raises(SettingsError, match=f"DDPJOB_OPERATOR_CLASSES: {says}"):
         Settings.from_environment(KEY | {"DDPJOB_OPERATOR_CLASSES": json.dumps({"c": given})})
 
 
 @pytest.mark.parametrize("wrong", ["{", "[]", '{"A/b": {}}', json.dumps({f"c{n}": {} for n in range(101)})])
-def test_wrong_settings_are_named(wrong: str) -> None:
+def test_wrong_settings_are_reported(wrong: str) -> None:
     with pytest.raises(SettingsError, match="DDPJOB_OPERATOR_CLASSES"):
         Settings.from_environment(KEY | {"DDPJOB_OPERATOR_CLASSES": wrong})
 
 
-def test_the_operator_reads_classes_and_a_namespace_uses_its_own() -> None:
+def test_the_operator_reads_classes_and_a_namespace_sees_its_own() -> None:
     given = {"a": {"namespaces": ["vision"]}, "b": {}, "c": {"namespaces": ["speech"]}, "d": {"namespaces": []}}
     settings = Settings.from_environment(KEY | {"DDPJOB_OPERATOR_CLASSES": json.dumps(given)})
     offer = settings.classes.offer(DDPJob.read(body_of({"image": "i"})))
@@ -98,20 +100,20 @@ def test_the_operator_reads_classes_and_a_namespace_uses_its_own() -> None:
 # --- what a job gets
 
 
-def test_a_null_is_a_field_that_is_absent() -> None:
-    """Values of a chart may be null, which takes a default of the chart away."""
+def test_a_null_counts_as_an_absent_field() -> None:
+    """Values of a chart may be null, which removes a default of the chart."""
     read = JobClasses.read({"a": {"namespaces": None, "spec": {"image": "i", "env": None}, "fixed": None}})
     assert read == JobClasses.read({"a": {"spec": {"image": "i"}}})
 
 
-def test_the_jobs_own_value_counts_and_the_class_fills_what_is_absent() -> None:
+def test_the_jobs_own_value_counts_and_the_class_fills_absent_fields() -> None:
     given = {"spec": {"image": "theirs", "workingDir": "/theirs", "scheduling": {"priorityClassName": "high"}}}
     job = taken({"image": "mine", "scheduling": {"onePodPerNode": False}}, given)
     assert (job.spec.image, job.spec.working_dir) == ("mine", "/theirs")
     assert (job.spec.scheduling.priority_class_name, job.spec.scheduling.one_pod_per_node) == ("high", False)
 
 
-def test_what_the_api_server_adds_is_not_taken_for_the_jobs_own() -> None:
+def test_fields_that_the_api_server_adds_do_not_count_as_the_jobs_own() -> None:
     stored = {"resources": {"requests": {}}, "podTemplate": {}, "scheduling": {"onePodPerNode": True}, "runPolicy": {}}
     given = {
         "spec": {"image": "i", "resources": {"limits": {"memory": "1Gi"}}, "preflight": {}},
@@ -140,11 +142,11 @@ def test_lists_merge_by_name() -> None:
         {"name": "A", "value": "1"},
         {"name": "B", "value": "mine"},
         {"name": "C", "value": "mine"},
-    ], "the job's replaces the class's as a whole"
+    ], "the job's entry replaces the class's as a whole"
     assert [s["name"] for s in merged["imagePullSecrets"]] == ["theirs", "mine"]
     assert [s["secretRef"]["name"] for s in merged["envFrom"]] == ["theirs", "mine"]
     assert merged["resources"] == {"limits": {"cpu": 1, "memory": "1Gi"}}
-    assert own["resources"] == {"limits": {"cpu": 1}}, "nothing of the job's is changed"
+    assert own["resources"] == {"limits": {"cpu": 1}}, "the job's own fields are unchanged"
 
 
 def test_pod_templates_merge_as_kubernetes_does() -> None:
@@ -179,14 +181,14 @@ def test_pod_templates_merge_as_kubernetes_does() -> None:
     assert {None, "gpu", "spot"} <= set(keys)
 
 
-def test_a_volume_of_another_source_replaces_the_classs() -> None:
+def test_a_volume_with_a_different_source_replaces_the_classs() -> None:
     given = {"podTemplate": {"spec": {"volumes": [{"name": "s", "emptyDir": {}}, {"name": "t", "emptyDir": {}}]}}}
     mine = [{"name": "s", "persistentVolumeClaim": {"claimName": "c"}}, {"name": "t", "emptyDir": {"sizeLimit": "1Gi"}}]
     merged = with_class({"podTemplate": {"spec": {"volumes": mine}}}, given)
     assert merged["podTemplate"]["spec"]["volumes"] == mine
 
 
-def test_a_probe_of_another_kind_replaces_the_classs() -> None:
+def test_a_probe_of_a_different_kind_replaces_the_classs() -> None:
     def sidecar(probe: dict[str, Any]) -> dict[str, Any]:
         return {"podTemplate": {"spec": {"containers": [{"name": "s", "livenessProbe": probe}]}}}
 
@@ -196,7 +198,7 @@ def test_a_probe_of_another_kind_replaces_the_classs() -> None:
         assert merged["podTemplate"]["spec"]["containers"] == [{"name": "s", "livenessProbe": found}]
 
 
-def test_a_queue_of_the_class_is_that_of_jobs_without_a_label() -> None:
+def test_the_queue_of_the_class_applies_to_jobs_without_a_label() -> None:
     label = {"kueue.x-k8s.io/queue-name": "mine"}
     given = {"spec": {"image": "i"}, "queue": "gpus"}
     assert taken({}, given).queue == "gpus" and taken({}, given, label).queue == "mine"
@@ -209,12 +211,12 @@ def test_a_class_that_a_job_has_not_taken_changes_nothing() -> None:
     assert DDPJob.read({**body, "status": job.status.write(job.spec)}).spec.working_dir is None
 
 
-def test_an_equal_class_has_an_equal_mark_and_another_content_another() -> None:
+def test_equal_classes_have_equal_marks_and_different_ones_different_marks() -> None:
     first, again, other = (
         JobClasses.read({"c": {"spec": {"image": image}, "namespaces": spaces}}).classes["c"].mark
         for image, spaces in (("a", ["x"]), ("a", ["y"]), ("b", ["x"]))
     )
-    assert first == again != other, "who else may use it changes nothing for those that do"
+    assert first == again != other, "a change of the permitted namespaces does not affect current users"
 
 
 # --- what a job may not
@@ -290,7 +292,7 @@ def test_a_violation_names_the_field_the_class_and_the_remedy(spec: Json, given:
 @pytest.mark.parametrize(
     ("init", "gpus"),
     [
-        ([8], 8),  # such as a check of the GPUs: the trainer gets the same ones when it has ended
+        ([8], 8),  # for example a check of the GPUs: the trainer gets the same ones when it has ended
         ([8, 8], 8),
         ([9], 9),
         (["1 stays"], 9),
@@ -314,7 +316,7 @@ def test_gpus_of_init_containers_count_as_kubernetes_counts_them(init: list[Any]
     )
 
 
-def test_devices_that_are_no_gpus_do_not_count() -> None:
+def test_devices_other_than_gpus_do_not_count() -> None:
     resources = {"limits": {"rdma/hca": 8, "nvidia.com/sriov_roce": 8, "vpc.amazonaws.com/efa": 32, "cpu": 96}}
     assert problems_of({"image": "i", "resources": resources}, {"limits": {"maxGpusPerNode": 1}}) == ()
 
@@ -324,14 +326,16 @@ def _without_script(body: Json) -> Json:
 
 
 def submitted(**pod: Any) -> Json:
-    """What `ddpjob submit train.py` writes, and more."""
+    """The job that `ddpjob submit train.py` writes, with additions."""
     volume, mount = mount_code("job-code-12345678", [{"key": "train.py", "path": "train.py"}])
     trainer = {"name": "trainer", "volumeMounts": [mount]}
     return {"podTemplate": {"spec": {"volumes": [volume], "containers": [trainer], **pod}}}
 
 
-def test_submitted_code_is_no_template_of_the_users() -> None:
-    """A class that fixed podTemplate refused `ddpjob submit train.py`, whose user had written none."""
+def test_submitted_code_does_not_count_as_the_users_template() -> None:
+    """Regression: a class that fixed podTemplate refused `ddpjob submit train.py`, although its
+    user had written none.
+    """
     given = {"spec": {"image": "i", "podTemplate": {"spec": {"nodeSelector": {"gpu": "a"}}}}, "fixed": ["podTemplate"]}
     assert problems_of(submitted(), given) == () and problems_of(submitted(), {"fixed": ["podTemplate"]}) != ()
     assert problems_of({**submitted(), "image": "i"}, {"fixed": ["podTemplate"]}) == ()
@@ -351,7 +355,7 @@ def test_submitted_code_is_no_template_of_the_users() -> None:
         {"containers": [3], "volumes": "x"},
     ],
 )
-def test_nothing_else_passes_with_submitted_code(pod: Json) -> None:
+def test_other_content_next_to_submitted_code_is_refused(pod: Json) -> None:
     given = {"spec": {"image": "i", "podTemplate": {"spec": {"nodeSelector": {"gpu": "a"}}}}, "fixed": ["podTemplate"]}
     assert "spec.podTemplate: is set by class c" in problems_of(submitted(**pod), given)[0]
     whole = taken(submitted(**pod), given).spec.pod_template["spec"]
@@ -369,7 +373,7 @@ def test_fixed_variables_leave_others_to_the_job() -> None:
 
 @pytest.mark.parametrize("item", ["gpu", None, 3, [], {"name": [], "key": {}}])
 @pytest.mark.parametrize("field", ["tolerations", "volumes", "containers"])
-def test_a_list_with_items_of_another_shape_is_found_in_the_job_with_its_class(field: str, item: Any) -> None:
+def test_a_list_with_items_of_a_different_shape_is_reported_with_its_class(field: str, item: Any) -> None:
     pod = {
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
         "volumes": [{"name": "data", "emptyDir": {}}],
@@ -381,13 +385,13 @@ def test_a_list_with_items_of_another_shape_is_found_in_the_job_with_its_class(f
 
 
 @pytest.mark.parametrize("hostile", [{"spec": {"containers": 3}}, {"spec": []}, {"spec": {"containers": [3]}}])
-def test_a_pod_template_of_any_shape_is_left_to_those_who_judge_it(hostile: Any) -> None:
+def test_a_pod_template_of_any_shape_is_left_to_its_own_check(hostile: Any) -> None:
     given = {"spec": {"image": "i"}, "limits": {"images": ["i"], "maxGpusPerNode": 1}}
     assert problems_of({"podTemplate": hostile}, given) == ()
 
 
 @pytest.mark.parametrize("amount", [True, [], {"a": 1}, "1e9", "-3", "9" * 400])
-def test_an_amount_of_gpus_that_is_no_number_counts_as_too_many(amount: Any) -> None:
+def test_an_amount_of_gpus_that_is_not_a_number_counts_as_too_many(amount: Any) -> None:
     container = {"name": "s", "image": "i", "resources": {"limits": {"nvidia.com/gpu": amount}}}
     given = {"limits": {"maxGpusPerNode": 8}}
     found = problems_of({"image": "i", "podTemplate": {"spec": {"containers": [container]}}}, given)

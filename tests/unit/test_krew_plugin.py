@@ -1,4 +1,6 @@
-"""The krew plugin: its manifest names the archive that is made, and its launcher runs `ddpjob` on clusters."""
+"""The krew plugin: its manifest names the built archive, and its launcher runs `ddpjob` on
+clusters.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ URL = "https://github.com/me/ddpjob/releases/download/v9.8.7"
 
 
 def krew_refuses(plugin: Any, unpacked: Path) -> Iterator[str]:
-    """What krew (internal/index/validation) and its index (validate-krew-manifest, naming guide) refuse."""
+    """Return what krew (internal/index/validation) and its index (validate-krew-manifest, naming
+    guide) would refuse.
+    """
     spec, name = plugin["spec"], plugin["metadata"]["name"]
     if (plugin["apiVersion"], plugin["kind"]) != ("krew.googlecontainertools.github.com/v1alpha2", "Plugin"):
         yield "apiVersion and kind"
@@ -59,7 +63,7 @@ def krew_refuses(plugin: Any, unpacked: Path) -> Iterator[str]:
         yield "spec.platforms.selector: two platforms for one system, or an unknown one"
 
 
-def test_the_plugin_of_a_release(tmp_path: Path) -> None:
+def test_the_plugin_of_a_release_is_valid(tmp_path: Path) -> None:
     SCRIPT["main"]("v9.8.7", URL, str(tmp_path))
     packed = (tmp_path / "kubectl-ddp.tar.gz").read_bytes()
     spec = yaml.safe_load((tmp_path / "ddp.yaml").read_text())["spec"]
@@ -67,10 +71,10 @@ def test_the_plugin_of_a_release(tmp_path: Path) -> None:
     assert spec["version"] == "v9.8.7" and spec["homepage"] == "https://github.com/me/ddpjob"
     assert platform["uri"] == f"{URL}/kubectl-ddp.tar.gz"
     assert platform["sha256"] == hashlib.sha256(packed).hexdigest()
-    assert packed == SCRIPT["archive"]("9.8.7"), "the same bytes at each build"
+    assert packed == SCRIPT["archive"]("9.8.7"), "each build gives the same bytes"
     with tarfile.open(tmp_path / "kubectl-ddp.tar.gz") as tar:
         assert {file["from"] for file in platform["files"]} == set(tar.getnames())
-        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and later have it.
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # needs Python 3.11.4 or later
         tar.extractall(tmp_path)
 
     made = (tmp_path / "ddp.yaml").read_text()

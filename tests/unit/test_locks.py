@@ -1,4 +1,6 @@
-"""The lock files in locks/ hold what pyproject.toml asks for, with hashes, and CI tests the versions that ship."""
+"""The lock files in locks/ satisfy pyproject.toml, with hashes, and CI tests the versions that are
+shipped.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ LOCKS = ("dev.txt", *SHIPPED, "build.txt")
 
 
 def asked(*extras: str) -> list[Requirement]:
-    """What the package with these extras needs itself; an extra of its own is followed."""
+    """Requirements of the package itself with these extras, including extras of its own."""
     found = [Requirement(text) for text in PYPROJECT["project"]["dependencies"]]
     for requirement in (Requirement(text) for extra in extras for text in EXTRAS[extra]):
         found += asked(*requirement.extras) if requirement.name == "ddpjob" else [requirement]
@@ -29,7 +31,9 @@ def asked(*extras: str) -> list[Requirement]:
 
 
 def unmet(requirements: list[Requirement], *names: str) -> list[str]:
-    """The requirements that the lock files of these names do not hold, or hold in a version that is not allowed."""
+    """Requirements that these lock files do not contain, or contain in a version that is not
+    allowed.
+    """
     held = {package: versions for name in names for package, versions in lock.pins(name).items()}
     return [
         str(requirement)
@@ -44,13 +48,15 @@ def unmet(requirements: list[Requirement], *names: str) -> list[str]:
     [(("dev",), ("dev.txt",)), (("operator",), ("operator.txt",)), (("trainer", "s3"), ("torch.txt", "trainer.txt"))],
     ids=lambda value: value[0],
 )
-def test_a_lock_file_holds_what_its_extras_ask_for(extras: tuple[str, ...], names: tuple[str, ...]) -> None:
+def test_a_lock_file_satisfies_its_extras(extras: tuple[str, ...], names: tuple[str, ...]) -> None:
     assert unmet(asked(*extras), *names) == [], "pyproject.toml has changed: run `make locks`"
 
 
 @pytest.mark.parametrize("names", [("dev.txt",), ("operator.txt",), ("torch.txt", "trainer.txt")], ids=lambda n: n[0])
-def test_a_lock_file_holds_what_its_packages_need(names: tuple[str, ...]) -> None:
-    """As far as this environment has the locked versions. Images install with --no-deps."""
+def test_a_lock_file_satisfies_its_packages(names: tuple[str, ...]) -> None:
+    """This is checked where this environment has the locked versions. Images install with
+    --no-deps.
+    """
     held = {package: versions for name in names for package, versions in lock.pins(name).items()}
     lacking = []
     for package, versions in held.items():
@@ -67,13 +73,13 @@ def test_a_lock_file_holds_what_its_packages_need(names: tuple[str, ...]) -> Non
     assert lacking == [], f"{names} were written by hand, or a package has changed: run `make locks`"
 
 
-def test_the_build_s_lock_file_holds_the_build_s_tools() -> None:
+def test_the_builds_lock_file_contains_the_build_tools() -> None:
     group = [Requirement(text) for text in PYPROJECT["dependency-groups"]["build"]]
     backend = [Requirement(text) for text in PYPROJECT["build-system"]["requires"]]
     assert unmet([*group, *backend, *asked()], "build.txt") == [], "pyproject.toml has changed: run `make locks`"
 
 
-def test_a_requirement_that_no_lock_file_meets_is_found() -> None:
+def test_an_unmet_requirement_is_found() -> None:
     assert unmet([Requirement("kopf>=2"), Requirement("nothing-of-this-name")], "operator.txt") == [
         "kopf>=2",
         "nothing-of-this-name",
@@ -81,8 +87,8 @@ def test_a_requirement_that_no_lock_file_meets_is_found() -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_what_ships_was_tested(name: str) -> None:
-    """The images' versions are those of CI."""
+def test_the_shipped_versions_were_tested(name: str) -> None:
+    """The versions in the images are those in CI."""
     tested = lock.pins("dev.txt")
     differ = {package: versions for package, versions in lock.pins(name).items() if versions != tested[package]}
     assert differ == {}, f"locks/{name} has other versions than locks/dev.txt: run `make locks`"
@@ -95,7 +101,7 @@ def test_no_package_of_the_trainer_is_installed_twice() -> None:
 
 @pytest.mark.parametrize("name", LOCKS)
 def test_a_lock_file_has_a_hash_for_every_version_and_no_address(name: str) -> None:
-    """An index in the file would be the index of everybody who installs by it."""
+    """An index in the file would apply to everybody who installs from it."""
     text = (lock.LOCKS / name).read_text()
     first, *requirements = re.split(r"^(?=[^\s#])", text, flags=re.MULTILINE)
     assert requirements and "--hash" not in first
@@ -105,5 +111,5 @@ def test_a_lock_file_has_a_hash_for_every_version_and_no_address(name: str) -> N
 
 
 def test_only_wheels_are_locked_for_images() -> None:
-    """A source distribution is built when it is installed, by tools that no lock file names."""
+    """A source distribution is built during installation, with tools that no lock file names."""
     assert not {package for name in (*SHIPPED, "build.txt") for package in lock.pins(name)} & {*lock.FROM_SOURCE}

@@ -1,6 +1,7 @@
-"""The runtime on the oldest and the newest Python and torch, by the rows of `make matrix` (`scripts/matrix.py`).
+"""The runtime on the oldest and the newest Python and torch, as rows of `make matrix`
+(`scripts/matrix.py`).
 
-The suite's own environment is a row as well: it runs tests/runtime with all process tests.
+The suite's own environment is one more row, because it runs tests/runtime with all process tests.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("matrix", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -39,8 +40,9 @@ def run(row: object) -> None:
         pytest.skip(result.skipped_because)
     print(matrix.table([result]))
     if not result.ok:
-        # On a machine with many times more work than processors, one worker of a few hundred has not ended with its
-        # group (torch 2.6 and 2.9; the cause is not known: the output has its stacks). Twice in a row is a defect.
+        # On a machine with many times more work than processors, one worker among hundreds did not
+        # end with its group (torch 2.6 and 2.9). The cause is unknown, and the output has its
+        # stacks. Two failures in a row are a defect.
         print(result.output)
         again = matrix.run_row(row)
         print(matrix.table([again]))
@@ -48,22 +50,22 @@ def run(row: object) -> None:
 
 
 @pytest.mark.slow
-def test_standard_library_alone() -> None:
+def test_the_runtime_works_with_the_standard_library_alone() -> None:
     run(matrix.Row("3.9"))
 
 
 @pytest.mark.slow
-def test_oldest_torch() -> None:
+def test_the_runtime_works_with_the_oldest_torch() -> None:
     run(matrix.Row("3.9", OLDEST_TORCH))
 
 
 @pytest.mark.slow
-def test_newest_torch() -> None:
+def test_the_runtime_works_with_the_newest_torch() -> None:
     torch = pytest.importorskip("torch")
     own = f"{sys.version_info.major}.{sys.version_info.minor}"
     newest = matrix.choose(False, torches=["newest"])
     if not newest:
-        pytest.skip("no list of torch's versions: no registry")
+        pytest.skip("the registry gives no list of torch's versions")
     row = newest[-1]
     if (row.python, row.torch) == (own, torch.__version__.partition("+")[0]):
         pytest.skip(f"tests/runtime runs in this environment, which has the newest: Python {own}, torch {row.torch}")
@@ -71,14 +73,14 @@ def test_newest_torch() -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_on_the_python_of_debian_12() -> None:
+def test_checkpoints_work_on_debian_12s_python() -> None:
     run(matrix.Row(matrix.TRAINER_PYTHON, trainer=True))
 
 
 # ---- the command itself
 
 
-def test_newest_patch_of_each_minor_from_2_6_on() -> None:
+def test_the_newest_patch_of_each_minor_from_2_6_on_has_a_row() -> None:
     assert matrix.newest_patches(LISTED) == MINORS
     assert matrix.newest_patches("") == {}
 
@@ -93,7 +95,7 @@ def test_the_newest_pre_release_of_torch_has_a_row_that_may_fail(monkeypatch: py
     assert failed.ok and not failed.went_well and "which may fail" in matrix.table([failed])
 
 
-def test_oldest_and_newest_python_of_a_torch() -> None:
+def test_the_oldest_and_newest_python_of_a_torch_are_chosen() -> None:
     wheels = {"3.9": {(2, 8): "2.8.0"}, "3.10": {(2, 8): "2.8.0"}, "3.13": {(2, 8): "2.8.0", (2, 9): "2.9.1"}}
     rows = [matrix.Row("3.9", "2.8.0"), matrix.Row("3.13", "2.8.0")]
     assert matrix.of_minor((2, 8), wheels, everything=False) == rows
@@ -135,7 +137,7 @@ def test_failures_and_modules_that_cannot_be_imported_are_counted(tmp_path: Path
 
 @pytest.mark.slow
 def test_newer_syntax_fails_on_the_oldest_python(tmp_path: Path) -> None:
-    """The row is able to fail: `match` is no syntax of Python 3.9."""
+    """The row can fail: Python 3.9 has no `match`."""
     test = tmp_path / "test_newer.py"
     test.write_text("def test() -> None:\n    match 1:\n        case 1:\n            pass\n")
     result = matrix.run_row(matrix.Row("3.9"), tests=[str(test)])

@@ -32,13 +32,13 @@ BY_NAME = re.compile(r"\b(?:pip|uv|pipx|uvx)\b[^\n`]{0,40}?[ '\"]ddpjob(?:\[[\w,
 OURS = re.compile(r"\b(?:[\w.-]+\.io|docker\.io)/[\w.-]+/(?:(?:operator|trainer)\b(?::[\w.]+)?|charts/ddpjob-operator)")
 URL = re.compile(r"https://github\.com/[\w-]+/ddpjob\b")
 MADE_UP = ("registry.example", "ghcr.io/other", "ghcr.io/Owner", "ghcr.io/acme", "github.com/Acme", "github.com/me/")
-"""In tests."""
+"""Names that only tests use."""
 OF_A_RELEASE = ("scripts/krew_plugin.py", "tests/unit/test_krew_plugin.py", "CHANGELOG.md", "tests/unit/test_names.py")
 """The plugin is made for a release, whose package is on the index."""
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Path and content of every text file of the repository."""
+    """Yield path and content of every text file of the repository."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in listed.split("\0"):
         path = ROOT / name
@@ -48,7 +48,7 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def different(pattern: re.Pattern[str], right: tuple[str, ...]) -> list[str]:
-    """The places where a text matches the pattern and is not one of the right spellings."""
+    """Return the places where a text matches the pattern but is not one of the right spellings."""
     return [
         f"{name}: {found[0]}"
         for name, text in texts()
@@ -58,7 +58,7 @@ def different(pattern: re.Pattern[str], right: tuple[str, ...]) -> list[str]:
 
 
 def test_no_text_installs_the_package_by_a_name_that_is_not_reserved() -> None:
-    """Whoever registers the name would run code on the machine of each reader."""
+    """Anybody who registers the name would run code on the machine of each reader."""
     is_published = "ddpjob[" in INSTALL
     assert is_published or different(BY_NAME, ()) == [], f"write as INSTALL has it: {INSTALL}"
 
@@ -94,12 +94,12 @@ def test_links_lead_to_one_repository() -> None:
     )
 
 
-def test_the_limits_say_that_the_names_are_not_reserved() -> None:
+def test_the_limitations_say_that_the_names_are_not_reserved() -> None:
     limits = (ROOT / "README.md").read_text().partition("\n## Limits\n")[2].partition("\n## ")[0]
     assert "ddpjob[" in INSTALL or ("not reserved" in limits and REGISTRY in limits and "`ddpjob` on PyPI" in limits)
 
 
-def test_the_page_about_verification_names_the_same() -> None:
+def test_the_page_about_verification_uses_the_same_names() -> None:
     page = (ROOT / "docs" / "verify-a-release.md").read_text()
     chosen = (
         f"${{VERSION:-{VERSION}}}",

@@ -1,4 +1,4 @@
-"""Which tests see the GPUs of the machine that they run on, and which of them see torch."""
+"""Which tests see the machine's GPUs, and which see torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def conftest(request: pytest.FixtureRequest) -> Any:
     return request.config.pluginmanager.get_plugin(str(TESTS / "conftest.py"))
 
 
-def test_torch_is_hidden_as_if_it_was_not_installed(conftest: Any) -> None:
+def test_torch_can_be_hidden_as_if_it_was_not_installed(conftest: Any) -> None:
     finder = conftest.Without(frozenset({"json", "none"}))
     assert [finder.find_spec(name) for name in ("json", "json.decoder", "none")] == [None] * 3
     assert finder.find_spec("jsonschema").name == "jsonschema"
@@ -39,7 +39,7 @@ def test_tests_run_on_the_cpu_on_any_machine() -> None:
         ("gpu", [], True),
     ],
 )
-def test_those_of_gpus_by_themselves_see_them(
+def test_gpu_tests_run_alone_see_the_gpus(
     folder: str, chosen: list[str], hidden: bool, conftest: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

@@ -1,4 +1,6 @@
-"""The oldest packages that pyproject.toml allows: who has them already keeps them. And the newest that fit together."""
+"""The oldest packages that pyproject.toml allows, which users may have already, and the newest that
+fit together.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,16 @@ metadata: {name: first}
 spec: {image: image, script: train.py, nodes: 2}
 """
 
-pytestmark = pytest.mark.slow  # They are fetched.
+pytestmark = pytest.mark.slow  # The packages are downloaded.
 Uv = Callable[..., str]
-"""uv's arguments -> what it prints."""
+"""uv's arguments -> its output."""
 
 
 @pytest.fixture
 def uv(tmp_path: Path) -> Uv:
-    """In `tmp_path`, with pip's settings. The test is skipped where uv is not there or reaches no packages."""
+    """Run uv in `tmp_path` with pip's settings. The test is skipped without uv or without a package
+    index.
+    """
     program = Path(sys.executable).with_name("uv")
     if not program.exists():
         pytest.skip("no uv beside this Python: scripts/install.py brings it")
@@ -60,10 +64,10 @@ def uv(tmp_path: Path) -> Uv:
         (["operator", "cli"], ["-c", "import ddpjob.controller.main"]),
     ],
 )
-def test_they_are_enough(uv: Uv, tmp_path: Path, extras: list[str], arguments: list[str]) -> None:
+def test_the_oldest_packages_are_sufficient(uv: Uv, tmp_path: Path, extras: list[str], arguments: list[str]) -> None:
     python = tmp_path / "oldest" / "bin" / "python"
     uv("venv", "--python", sys.executable, "oldest")
-    # Not ".[cli]": what an extra asks for would not count as direct.
+    # Not ".[cli]", because requirements of an extra would not count as direct.
     chosen = [option for extra in extras for option in ("--extra", extra)]
     requirements = ["--requirements", str(ROOT / "pyproject.toml")]
     uv("pip", "install", "--python", str(python), "--resolution=lowest-direct", *requirements, *chosen)

@@ -1,4 +1,6 @@
-"""A rank's own work in any script is measured without its waits, and a slow rank has a cost."""
+"""A rank's own work in any script is measured without its waits, and the cost of a slow rank is
+computed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from ddpjob_pod.own_work import Lookout, WorkClock, count_tail, count_waits, rea
 from torch import distributed, nn
 
 SLEEP = 0.1
-"""Seconds that an ordinary rank sleeps in each step."""
+"""Seconds that a normal rank sleeps in each step."""
 WORLD = 3
 
 
@@ -45,7 +47,7 @@ LOOPS = {"ddp": by_ddp, "by hand": by_hand}
 
 
 def train(kind: str, rank: int, folder: Path) -> None:
-    """Train as a script does until rank 1 is named. Rank 0 saves a checkpoint in every tenth step."""
+    """Train like a script until rank 1 is reported. Rank 0 saves a checkpoint in every tenth step."""
     os.environ |= {"WORLD_SIZE": str(WORLD), "RANK": str(rank)}
     said, step, stop = folder / "said", 0, torch.zeros(1)
     own_work.LOOK_SECONDS, own_work.SECONDS, own_work.FACTOR = 0.5, 1.0, 2.0
@@ -66,8 +68,8 @@ def train(kind: str, rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_the_rank_that_lags_is_named_and_no_other(kind: str, tmp_path: Path) -> None:
-    """The others wait in the exchange. Rank 0 sleeps longest, but in every tenth step only."""
+def test_only_the_lagging_rank_is_reported(kind: str, tmp_path: Path) -> None:
+    """The others wait in the exchange. Rank 0 sleeps longest, but only in every tenth step."""
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=train, args=(kind, rank, tmp_path)) for rank in range(WORLD)]
     for process in ranks:
@@ -97,7 +99,7 @@ def test_an_evaluation_between_steps_is_not_work_of_a_step() -> None:
     assert 0.01 <= own < 0.5 and step - own >= 0.03
 
 
-def test_few_steps_say_nothing_and_are_kept_for_the_next_look() -> None:
+def test_few_steps_are_kept_for_the_next_look() -> None:
     optimizer = object()
     clock = clock_of((0.01, 0.0), (0.01, 0.0), first=optimizer)
     assert clock.take() is None
@@ -117,7 +119,7 @@ def test_steps_are_the_first_optimizers_and_waits_those_of_training() -> None:
     elsewhere.join()
     clock.step_ends(optimizer)
     own, _ = clock.take() or (0, 0)
-    assert own >= 0.02, "a wait in the background is not one of training"
+    assert own >= 0.02, "a wait in the background is not a wait of the training"
 
 
 def test_a_backward_pass_that_waits_at_its_end_has_waited() -> None:
@@ -128,7 +130,7 @@ def test_a_backward_pass_that_waits_at_its_end_has_waited() -> None:
     clock.step_ends(optimizer)
     for _ in range(3):
         loss = (weight * 2).sum()
-        weight_hook = weight.register_hook(lambda _: queue(lambda: time.sleep(0.05)))  # As DDP does.
+        weight_hook = weight.register_hook(lambda _: queue(lambda: time.sleep(0.05)))  # as DDP does
         time.sleep(0.02)
         backward(loss)
         weight_hook.remove()
@@ -141,7 +143,7 @@ def test_a_backward_pass_that_waits_at_its_end_has_waited() -> None:
 
 
 class Event:
-    """Stands in for a GPU's event, because this suite has no GPU."""
+    """Stand in for a GPU's event, because this suite has no GPU."""
 
     done = True
 
@@ -158,7 +160,7 @@ class Event:
         return 1000 * (other.at - self.at)
 
 
-def test_on_a_gpu_events_are_read_once_they_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_events_are_read_once_they_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, optimizer = WorkClock(torch), object()
     for name, value in (("is_initialized", lambda: True), ("Event", Event)):
         monkeypatch.setattr(torch.cuda, name, value)
@@ -177,7 +179,7 @@ def test_on_a_gpu_events_are_read_once_they_are_over(monkeypatch: pytest.MonkeyP
 
 
 class Store:
-    """The group's store, as a dictionary."""
+    """The group's store as a dictionary."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -193,7 +195,9 @@ class Store:
 
 
 def said_by(owns: Callable[[float, int], float], step: float, seconds: float, world: int = 4) -> list[list[Any]]:
-    """What rank 0 says in `seconds` of looks each 5 s, if a rank's own work at a time takes `owns(time, rank)`."""
+    """Return rank 0's reports in `seconds` of looks, one each 5 s, if a rank's own work takes
+    `owns(time, rank)`.
+    """
     said: list[list[Any]] = []
     store, lookout, now = Store(), Lookout(said.append, clock=lambda: now), 0.0
 
@@ -211,10 +215,10 @@ def said_by(owns: Callable[[float, int], float], step: float, seconds: float, wo
     return said
 
 
-def test_a_slow_rank_is_named_after_half_a_minute_with_its_cost() -> None:
+def test_a_slow_rank_is_reported_after_half_a_minute_with_its_cost() -> None:
     ((entry,), *_) = said_by(lambda now, rank: 0.2 if rank == 2 else 0.1, 0.21, 45)
     assert entry["rank"] == 2 and entry["slowdown"] == 2.0 and 0.4 < entry["cost"] < 0.5
-    assert said_by(lambda now, rank: 0.2 if rank == 2 else 0.1, 0.21, 25) == [], "it has to last"
+    assert said_by(lambda now, rank: 0.2 if rank == 2 else 0.1, 0.21, 25) == [], "it must persist"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +231,7 @@ def test_a_slow_rank_is_named_after_half_a_minute_with_its_cost() -> None:
     ],
     ids=["all are slow together", "a short load of another process", "one sample more", "each in turn"],
 )
-def test_what_is_not_a_slow_rank_is_not_named(owns: Callable[[float, int], float], step: float) -> None:
+def test_a_rank_that_is_not_slow_is_not_reported(owns: Callable[[float, int], float], step: float) -> None:
     assert said_by(owns, step, 300) == []
 
 
@@ -239,7 +243,7 @@ def test_a_slow_rank_that_hardly_limits_the_steps_costs_nothing(slow: float, fas
     assert said and all(entry["cost"] < 0.05 for entries in said for entry in entries)
 
 
-def test_a_rank_that_recovers_is_taken_back() -> None:
+def test_the_report_of_a_rank_that_recovers_is_withdrawn() -> None:
     said = said_by(lambda now, rank: 0.2 if rank == 2 and now < 100 else 0.1, 0.21, 300)
     assert said[0] and said[-1] == []
 

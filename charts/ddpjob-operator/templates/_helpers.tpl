@@ -1,4 +1,4 @@
-{{- /* A release may be named 2.x; a Service has no dots in its name and begins with a letter. */ -}}
+{{- /* A release may be named 2.x, but a Service's name begins with a letter and has no dots. */ -}}
 {{- define "operator.name" -}}
 {{- $release := .Release.Name | replace "." "-" -}}
 {{- if regexMatch "^[0-9]" $release -}}
@@ -25,7 +25,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 
-{{- /* Other labels than the operator's, whose Deployment, Service and policies choose pods by theirs. */ -}}
+{{- /* The dashboard's labels differ from the operator's, by which its Deployment, Service and policies select pods. */ -}}
 {{- define "dashboard.selector" -}}
 app.kubernetes.io/name: ddpjob-dashboard
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
@@ -46,7 +46,7 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- else if .Values.serviceAccount.create -}}
 {{- include "operator.name" . -}}
 {{- else -}}
-{{- fail "serviceAccount.name: with serviceAccount.create false, set the name of the ServiceAccount that the operator uses" -}}
+{{- fail "serviceAccount.name: empty, although serviceAccount.create is false; set the name of the ServiceAccount that the operator uses" -}}
 {{- end -}}
 {{- end -}}
 
@@ -54,7 +54,7 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- .Values.replicas | int | eq 0 | ternary 0 (max (int .Values.replicas) (int .Values.shards)) -}}
 {{- end -}}
 
-{{- /* Names of the Leases for every number of shards: while an upgrade changes it, replicas of both numbers run. */ -}}
+{{- /* Names of the Leases for every number of shards. While an upgrade changes it, replicas with both numbers run. */ -}}
 {{- define "operator.leases" -}}
 {{- $name := include "operator.name" . -}}
 - {{ $name }}
@@ -69,7 +69,7 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- .Values.key.existingSecret | default (printf "%s-key" (include "operator.name" .)) -}}
 {{- end -}}
 
-{{- /* What the operator may do to jobs and their objects. Used in a ClusterRole, or in a Role per namespace. */ -}}
+{{- /* The operator's rights to jobs and their objects, for a ClusterRole or for a Role in each namespace. */ -}}
 {{- define "operator.rules" -}}
 - apiGroups: [ddpjob.io]
   resources: [ddpjobs]
@@ -83,12 +83,12 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 - apiGroups: [""]
   resources: [services]
   verbs: [get, list, watch, create]
-# Jobs of a namespace share the ConfigMap of the runtime, and each adds itself to its owners by a patch. No resourceNames:
-# the names change with the runtime's version, and operators of two versions act in turn during an upgrade.
+# The jobs of a namespace share the ConfigMap of the runtime, and a patch adds each job to its owners. The rule has no
+# resourceNames, because the names change with the runtime's version, and two versions may act during an upgrade.
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [get, list, watch, create, patch{{ if .Values.rbac.deleteConfigMaps }}, delete{{ end }}]
-# The jobs' tokens; the operator never reads a Secret.
+# The jobs' tokens. The operator never reads a Secret.
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create]
@@ -98,12 +98,12 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create]
-# Gangs, where the cluster serves them: Kubernetes' own, and Volcano's.
+# Gangs, if the cluster serves them: PodGroups of Kubernetes and of Volcano.
 - apiGroups: [scheduling.k8s.io{{ if .Values.queues.volcano }}, scheduling.volcano.sh{{ end }}]
   resources: [podgroups]
   verbs: [get, list, watch, create, delete]
 {{- if .Values.queues.kueue }}
-# Requests for quota, of jobs in a queue of Kueue's.
+# Quota requests of jobs in a Kueue queue.
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]
   verbs: [get, list, watch, create, delete]
@@ -114,7 +114,7 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
   verbs: [get, create]
-# The claim by which of two operators only one acts in a namespace. A rule cannot restrict a creation by name.
+# The Lease by which only one operator acts in a namespace. A rule cannot restrict creations by name.
 - apiGroups: [coordination.k8s.io]
   resources: [leases]
   resourceNames: [ddpjob-jobs]

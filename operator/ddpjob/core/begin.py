@@ -1,4 +1,27 @@
-"""Decides a job's generation and slots when it begins, resumes, changes or yields its room."""
+"""Decides a job's generation and slots when it begins, resumes, changes or yields its room.
+
+A generation is one coordinator with its pods (`plan.slots`). The question here is whether the
+current generation still fits the job, and if not, how much of it must be replaced.
+
+- A new job begins generation 0.
+- If pods would be made differently now, a new generation replaces all of them. That is so after a
+  change of the operator's key or of the spec that pods are made from, and if a missing pod cannot
+  get the same runtime as its peers. The restart is planned, so it does not count.
+- A different spec.nodes or spec.spares resizes the generation in place. Additional nodes join
+  through a later restart by the coordinator. Fewer nodes restart the group now. A new generation is
+  needed only for a `command`, or if missing pods could not join their peers.
+- Nothing changes while podTemplate has faults, or if the group has already finished its work.
+- A gang that holds nodes but cannot train gives them up (`yield_room`).
+
+Example:
+
+    created with nodes=2    generation 0 with slots 0 and 1
+    nodes=3                 slot 2 is added, and joins at the coordinator's next restart
+    nodes=2                 slot 2 is dropped, and the group restarts: Scaled, uncounted
+    a new image             generation 1, and every slot gets its next attempt: SpecChanged
+
+Why: docs/decisions/0009.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +61,7 @@ def begin(view: View) -> Begun:
         reason, why = "Resumed", "the job is in no queue" if queued else "runPolicy.suspend is false"
         if before is not None and before.reason in (CLASS_MISSING, CLASS_REFUSED):
             name = view.job.spec.class_name
-            why = f"class {name} is applied" if name else "the job names no class any more"
+            why = f"class {name} is applied" if name else "the job no longer names a class"
         if queued and status.queue is not None:
             reason, why = "Admitted", f"{status.queue.cluster_queue} has granted the quota"
         for kind in (ConditionType.SUSPENDED, ConditionType.RESTARTING):
@@ -64,15 +87,14 @@ def _lay_out(view: View) -> tuple[JobStatus, list[Event]]:
     suspended = status.holds(ConditionType.SUSPENDED)
     fitting = fits(view)
     if fitting and is_outdated(view):
-        return begin_generation(view), []  # no part of it has been placed
+        return begin_generation(view), []  # No pod of the gang has been placed yet.
     other_size = status.rendezvous.nodes != job.spec.nodes or len(status.slots) != job.spec.pods
     if (other_size or not fitting) and is_done(find_ends(view)):
-        # Other pods would have nothing to do, because the job has finished unseen or its last pods
-        # are ending.
+        # New pods would have nothing to do, because the group has finished its work.
         return status, []
     if not fitting:
         cause, message = _change(view)
-        view = view.with_status(replace(status, runtime=""))  # new pods also get the newest runtime
+        view = view.with_status(replace(status, runtime=""))  # New pods also get the newest runtime.
     elif not other_size:
         return status, []
     elif suspended or not job.spec.under_torchrun or (len(status.slots) < job.spec.pods and not can_replace(view)):
@@ -95,10 +117,10 @@ def _change(view: View) -> tuple[Cause, str]:
 
 
 def _resize(view: View) -> tuple[JobStatus, list[Event]]:
-    """Resize in place. Additional nodes join through a later restart by the coordinator.
+    """Return the status with slots added or dropped in the current generation, and the event.
 
-    Fewer nodes cause a restart now, and so do fewer spares if one of the removed pods has taken
-    over and too few others are idle.
+    Additional nodes join through a later restart by the coordinator. Fewer nodes restart the group
+    now. Fewer spares do so only if a dropped pod trains and cannot be kept (`keep_training`).
     """
     job, status = view.job, view.status
     message = _new_size(view)
@@ -117,9 +139,9 @@ def _resize(view: View) -> tuple[JobStatus, list[Event]]:
 
 
 def _restarted(view: View, cause: Cause, message: str) -> View:
-    """Return the view with a planned restart.
+    """Return the view with a planned restart recorded.
 
-    A job that is still waiting for its first group, for instance for room, has nothing to restart.
+    If no group has formed yet, for example because there is no room, nothing is recorded.
     """
     status, report = view.status, view.report
     running = status.condition(ConditionType.RUNNING)
@@ -141,9 +163,9 @@ def _new_size(view: View) -> str:
 
 
 def yield_room(view: View) -> Begun:
-    """Begin a new generation that waits as a gang, if a job holds nodes but cannot train.
+    """If the job holds nodes but cannot train, begin a new generation that waits as a gang.
 
-    This restart never counts.
+    This restart never counts against the budget.
     """
     why = explain_yield(view)
     if not why:

@@ -1,6 +1,25 @@
 """Makes the one decision about a job: from what was observed, what to write and do.
 
-It uses neither I/O nor a clock.
+Each reconcile calls `decide` once with three values: the job, the observed world and the time. It
+returns one `Decision`, which `engine.apply` performs. An operator may die at any point, so only the
+job's status is remembered between calls. There is neither I/O nor a clock here, so a test can play
+years of any job's history in seconds.
+
+1. `GATES`: an ended, faulty, suspended or waiting job stops here.
+2. `begin`: plan slots for a job that begins, resumes or has changed.
+3. `follow`: find pods that have ended, their causes, and the next attempts.
+4. The job ends if its deadline has passed, an object is invalid, or the group failed or finished.
+5. `plan_actions` and `describe`: which pods to create and delete, and the conditions.
+6. Last come the messages to the coordinator, and the time of the next reconcile.
+
+Example: pod train-1-0 of a running job is evicted.
+
+    10:00:00  `follow` records an uncounted restart and plans slot 1 at attempt 1; the action is
+              to create pod train-1-1, and Restarting becomes true
+    10:00:01  train-1-1 exists, but its program has not started; there is nothing to do
+    10:00:20  the coordinator reports that the group runs; Restarting becomes false
+
+Why: docs/decisions/0002, and 0004 for the actions.
 """
 
 from __future__ import annotations
@@ -46,14 +65,13 @@ def decide(job: DDPJob, world: World, now: datetime) -> Decision:
 
     `job` holds the spec and the last written status; `world` was observed after `job` was read.
 
-    The function is pure: the same arguments give the same decision, and only the returned status is
-    remembered between calls. It is idempotent: an action may be performed twice, since creations
-    are named by index and attempt and deletions carry a uid. An operator that dies partway through
-    a decision continues from a new observation.
+    The function is pure: the same arguments always give the same decision. The decision may be
+    performed twice, because creations are named by index and attempt, and deletions carry a uid. If
+    an operator dies partway through, the next reconcile decides from a new observation.
 
-    Nothing is decided for a job that is being deleted or belongs to another controller. Otherwise
-    GATES come first, in order, and then `_run`. Finally, notifications for the job's receiver are
-    added to any decision.
+    A job that is being deleted, or that belongs to another controller, is left alone. For any other
+    job, the GATES come first and then `_run`. Notifications for the job's receiver are added to
+    either decision.
     """
     if job.deleting or job.spec.managed_elsewhere:
         return Decision(job.status)
@@ -77,11 +95,10 @@ def _decide(view: View) -> Decision:
 
 
 def _run(view: View) -> Decision:
-    """Return the decision for a job that should run. The order of these lines matters.
+    """Return the decision for a job that should run.
 
-    After the group was followed, the job may end, either for a reason outside the group or with the
-    group's failure or success. Otherwise actions, conditions and messages to the coordinator
-    follow.
+    The order of these lines matters. Whether the job ends is known only after `follow`. Only a job
+    that continues gets new actions, conditions and messages to the coordinator.
     """
     begun = begin(view)
     followed = follow(begun.view)
@@ -100,7 +117,7 @@ def _run(view: View) -> Decision:
 
 
 def _end_from_outside(begun: Begun, followed: Followed) -> Decision | None:
-    """Return the end of a job at its deadline, or because the API server rejects an object."""
+    """Return the end of a job that has reached its deadline or has an object that is invalid."""
     view = begun.view
     if _is_too_late(view) and not is_done(followed.ends):
         return fail(view, _deadline_exceeded(view.job))
@@ -113,25 +130,25 @@ def _end_from_outside(begun: Begun, followed: Followed) -> Decision | None:
 
 
 def _end_of_group(followed: Followed, events: list[Event]) -> Decision | None:
-    """Return the end of a job whose group has failed for good or has finished."""
+    """Return the end of a job whose group has failed for good or has finished its work."""
     view = followed.view
     if followed.failure is not None:
         return fail(view, followed.failure, events)
     if followed.complete or (is_done(followed.ends) and _is_too_late(view)):
-        # A short training may begin and end between two reconciles.
+        # A short training may begin and end between two reconciles. Judge its preflight here.
         return complete(view.with_status(judge_preflight(view, (), formed=True)), events)
     return None
 
 
 def _restart_events(followed: Followed) -> list[Event]:
     failure = followed.failure
-    # The failure gets its own event.
+    # The failure has its own event, so its restart does not get a second one.
     restarts = tuple(r for r in followed.restarts if failure is None or r.reason != failure.reason)
     return restart_events(followed.view, restarts, followed.idle, failed=failure is not None)
 
 
 def _wake(view: View, followed: Followed, *, quiet: bool, held: datetime | None) -> float:
-    """Return the seconds until the next reconcile. A `quiet` reconcile had nothing to do."""
+    """Return the seconds until the next reconcile. A `quiet` reconcile had no actions."""
     world = view.world
     blocked = bool(world.rejections or world.problems) or view.claim_problem is not None
     quiet = quiet and not followed.news and not followed.undecided and not _is_somebody_silent(view)
@@ -152,7 +169,10 @@ def _is_too_late(view: View) -> bool:
 
 
 def _deadline_exceeded(job: DDPJob) -> Failure:
-    """Return the failure and what was last missing, so that a job that never began shows why."""
+    """Return the failure of a job at its deadline.
+
+    The message includes the last unmet condition, so that a job that never began shows why.
+    """
     message = f"not finished within runPolicy.activeDeadlineSeconds = {job.spec.run_policy.active_deadline_seconds}"
     known = (job.status.condition(kind) for kind in (ConditionType.SCHEDULED, ConditionType.RUNNING))
     missing = next((c for c in known if c is not None and not c.status), None)
@@ -162,7 +182,7 @@ def _deadline_exceeded(job: DDPJob) -> Failure:
 
 
 def _with_budget_restored(view: View) -> tuple[JobStatus, list[Event]]:
-    """Restore all of maxRestarts after enough training without a counted failure."""
+    """Reset the counted restarts to 0 after enough training without a counted failure."""
     status = view.status
     running, counts = status.condition(ConditionType.RUNNING), status.restarts
     if running is None or not running.status or not counts.counted:
@@ -176,6 +196,6 @@ def _with_budget_restored(view: View) -> tuple[JobStatus, list[Event]]:
 
 
 def _is_somebody_silent(view: View) -> bool:
-    """Return whether a pod or the coordinator may be declared lost merely because time passes."""
+    """Whether a pod or the coordinator is silent, so that it may soon be declared lost."""
     world = view.world
     return bool(world.silent) or any(lost_since(pod, world, view.now) is not None for pod in world.pods)

@@ -36,7 +36,7 @@ class CreateBudget:
 
 @dataclass(frozen=True)
 class CreatePolicy:
-    """Create the NetworkPolicy of the job's pods. If it is refused, the job runs without it."""
+    """Create the NetworkPolicy of the job's pods. If it is rejected, the job runs without it."""
 
 
 @dataclass(frozen=True)
@@ -74,24 +74,18 @@ class CreateNode:
 
 @dataclass(frozen=True)
 class DeletePod:
-    """Delete a pod, with its uid as a precondition.
-
-    It therefore never hits a different pod with the same name.
-    """
+    """Delete a pod. The uid is a precondition, so a newer pod with the same name is never hit."""
 
     name: str
     uid: str
     grace: int | None = None
-    """Seconds; None: the pod's own grace period. 0 deletes the pod without waiting for its host's
-    confirmation."""
+    """Grace period in seconds; None means the pod's own. 0 deletes the pod without waiting until
+    its host confirms the end."""
 
 
 @dataclass(frozen=True)
 class DeleteGang:
-    """Delete the PodGroup of an earlier generation or of an ended job.
-
-    Its uid is a precondition.
-    """
+    """Delete the PodGroup of an earlier generation or an ended job. Its uid is a precondition."""
 
     name: str
     uid: str
@@ -99,7 +93,7 @@ class DeleteGang:
 
 @dataclass(frozen=True)
 class DeleteWorkload:
-    """Delete a Workload, with its uid as a precondition."""
+    """Delete a Workload. Its uid is a precondition."""
 
     name: str
     uid: str
@@ -107,7 +101,7 @@ class DeleteWorkload:
 
 @dataclass(frozen=True)
 class MarkWorkload:
-    """Report a Workload's state to Kueue: its pods run, or have ended for good."""
+    """Report to Kueue that a Workload's pods are running, or that they have ended for good."""
 
     name: str
     uid: str
@@ -127,10 +121,7 @@ class ReleaseWorkload:
 
 @dataclass(frozen=True)
 class LabelPod:
-    """Change the role label of a slot's pod.
-
-    The coordinator has included the pod in the group or excluded it.
-    """
+    """Change the role label of a pod that the coordinator has taken into the group or left out."""
 
     name: str
     uid: str
@@ -146,7 +137,7 @@ class DeleteJob:
 class NotifyCoordinator:
     """Send `POST /v1/VERB` to the coordinator at `endpoint` (host:port).
 
-    Nothing depends on the message's arrival.
+    The message may be lost. Nothing depends on its arrival.
     """
 
     endpoint: str
@@ -156,7 +147,7 @@ class NotifyCoordinator:
 
 @dataclass(frozen=True)
 class SendNotification:
-    """Post a notification to a receiver without waiting for it: a later World holds the outcome."""
+    """Post a notification to a receiver without waiting. A later World holds the outcome."""
 
     id: str
     receiver: str
@@ -164,7 +155,7 @@ class SendNotification:
 
 
 Preparation = CreateService | CreateClaim | CreateRuntime | CreateBudget | CreatePolicy | CreateToken | CreateGang
-"""Actions that create objects that pods need."""
+"""Creations of the objects that pods need."""
 Creation = Preparation | CreateWorkload | CreateCoordinator | CreateNode
 Queueing = DeleteWorkload | MarkWorkload | ReleaseWorkload
 Change = DeletePod | DeleteGang | DeleteJob | LabelPod | Queueing
@@ -179,7 +170,7 @@ class Event:
     reason: str
     message: str
     once: bool = False
-    """Whether one such event is enough while the cluster keeps it."""
+    """Whether the event is skipped if the cluster still has the same event of this job."""
 
 
 @dataclass(frozen=True)
@@ -198,4 +189,4 @@ class Decision:
     actions: tuple[Action, ...] = ()
     events: tuple[Event, ...] = ()
     wake: float | None = None
-    """Seconds until the next reconcile; None: only when something changes."""
+    """Seconds until the next reconcile. None means that only a change causes the next one."""

@@ -1,6 +1,24 @@
 """The gates that a job passes before it may run. Each returns a view, or a decision.
 
-A decision ends the reconcile: the job has ended, has faults, is suspended, or is waiting.
+A view lets the job pass to the next gate. A decision ends the reconcile, because the job may not
+run now. `decide.GATES` has the order, in which each gate relies on the previous ones:
+
+1. A job that has ended is only wound down. Its spec no longer matters.
+2. A new job with a faulty podTemplate fails. A job that has already run keeps its pods.
+3. A suspended job loses its pods.
+4. A job that begins or resumes takes its class, which may change everything below.
+5. A job in a queue gets pods only while it holds quota, and only as many as were granted.
+
+Example of a new job that names a class and a queue:
+
+    first reconcile    gate 4 writes the class to the status, and the next reconcile reads it
+    second reconcile   gate 5 requests quota. The job is Queued, and has no pods
+    later              Kueue grants the quota, and all gates let the job pass
+
+Waiting for a class or quota is treated as a suspension (`suspend`), so that a job loses and regains
+its pods in only one way.
+
+Why: docs/decisions/0017 and 0018.
 """
 
 from __future__ import annotations
@@ -30,10 +48,10 @@ def pass_unless_ended(view: View) -> View | Decision:
 def pass_valid_template(view: View) -> View | Decision:
     """Fail a job that has a faulty podTemplate and has never run a pod.
 
-    If the job has run pods, they stay as they are.
+    A job that has run pods keeps them as they are.
     """
     job, problems = view.job, view.world.problems
-    # The class may provide what podTemplate lacks.
+    # The job's class may supply fields that podTemplate lacks, so wait for the class first.
     judged = bool(job.oversized) or not lacks_class(job)
     waits = job.spec.run_policy.suspend and view.status.slots
     if problems and judged and not view.has_run and not waits:
@@ -47,7 +65,7 @@ def pass_unless_suspended(view: View) -> View | Decision:
 
 
 def pass_with_class(view: View) -> View | Decision:
-    """Make a job that begins take its class: write the class, and do nothing else."""
+    """Let a job that begins take its class, and show in the status which class applies."""
     fault, taken = find_class_fault(view), take_class(view)
     if fault is not None:
         return _without_class(view, *fault)
@@ -59,7 +77,7 @@ def pass_with_class(view: View) -> View | Decision:
 def _without_class(view: View, reason: str, message: str) -> Decision:
     """Return the decision for a job that cannot have its class.
 
-    A new job that violates the class's rules fails; other jobs wait.
+    A new job that violates the class's rules fails. Other jobs wait without pods.
     """
     if reason == CLASS_REFUSED and not view.has_run:
         return fail(view, Failure(reason, message))
@@ -73,7 +91,7 @@ def _without_class(view: View, reason: str, message: str) -> Decision:
 
 
 def pass_with_quota(view: View) -> View | Decision:
-    """Remove the pods of a job without quota from its queue. Give other jobs the granted size."""
+    """Remove the pods of a queued job that has no quota. Give other jobs the granted size."""
     granted = with_grant(view)
     if not is_queued(granted.with_status(view.job.status)):
         return granted
@@ -91,14 +109,14 @@ def _without_quota(view: View) -> Decision:
     if had is not None:
         held = next((w for w in view.world.workloads if w.uid == had.uid), None)
         lost = next((w for w in view.world.workloads if w.evicted and w.grant is not None), None)
-        # The label may now name a different queue.
+        # Name the queue that had granted the quota. The label may now name a different one.
         queue = next((w.asks[0] for w in (held, lost) if w is not None and w.asks[0]), view.job.queue)
         if lost is None and held is not None and held.admitted and not (held.finished or held.leaving):
-            why = f"the quota that queue {queue} has granted does not suit the job's spec any more"
-            events.append(Event(False, Cause.SPEC_CHANGED, f"{why}: it asks again; checkpoints are kept"))
+            why = f"the quota that queue {queue} has granted no longer fits the job's spec"
+            events.append(Event(False, Cause.SPEC_CHANGED, f"{why}; the job requests it again; checkpoints are kept"))
         else:
             why = lost.message if lost is not None else "its Workload is gone"
-            evicted = f"queue {queue} takes the quota back: {why}; checkpoints are kept"
+            evicted = f"queue {queue} has withdrawn the quota: {why}; checkpoints are kept"
             events.append(Event(True, "Evicted", evicted))
     elif not view.status.holds(ConditionType.SUSPENDED):
         events.append(Event(False, reason, message))

@@ -1,24 +1,26 @@
 """Decides whether deleting pods would destroy the only copy of a job's newest state.
 
-A job without `storage.checkpoints` keeps its checkpoints and the states in memory in its pods. They
-outlive any pod while another one that trained is left. What a user or the cluster deletes is gone.
-What the operator deletes by its own decision is not: before it yields a gang's room, drops slots
-or moves a pod, it asks here which pods hold the newest state.
+A job without `storage.checkpoints` has its checkpoints, and its states in memory, only in its pods.
+Each training pod has a copy, so the state survives until the last of these pods is deleted. The
+operator cannot prevent deletions by users or by the cluster, but it must not cause such a loss
+itself. Before it yields a gang's room, drops slots or moves a pod, it therefore asks here which
+pods hold the newest state.
 
-- If no pod that holds the state would be left, the operator waits.
-- A gang that waits for room yields its pods only if another job waits for room, too. Otherwise two
-  jobs could wait for each other forever, each with half of its pods.
+- If the deletion would remove the last copy, the operator waits.
+- The exception is a gang that waits for room. It yields its pods if another job waits for room too,
+  because otherwise the two jobs could wait for each other forever, each with half of its pods.
 
 Example with 2 nodes, no checkpoints, and a cluster of two machines:
 
-    train-1-0 is drained     train-0-0 is the only pod that has trained: it holds the state
-    30 s without room        the pod stays, because nobody else waits for its node
+    train-1-0 is drained     train-0-0 is the only pod that has trained, so it holds the state
+    30 s without room        the pod stays, because no other job waits for its node
     the machine returns      train-1-1 gets the state from train-0-0, and no step is lost
     another job waits        train-0-0 is deleted, and the event says what that costs
 
-A new generation for a changed spec or key is the decision of whoever changed them.
+A changed spec or key replaces all pods without this check, because the user or administrator chose
+to change it.
 
-See docs/decisions/0016.
+Why: docs/decisions/0016.
 """
 
 from __future__ import annotations
@@ -33,17 +35,18 @@ from ddpjob.core.view import View
 from ddpjob.core.world import Role
 
 _OF_THE_POD = frozenset({"name", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image", "ephemeral"})
-"""Keys of volumes that end with their pod, or that nobody writes to."""
+"""Keys of volumes that are deleted with their pod, or that are read-only."""
 
 
 ONLY_COPY, STATE = "OnlyCopy", "the newest state"
-"""The reason of pods that stay, and a part of each message about them."""
+"""Why a pod is kept: the reason in conditions and events, and words in each message about it."""
 
 
 def find_holders(view: View) -> frozenset[str]:
-    """Return the names of the pods that hold the job's newest state, if nothing else does.
+    """Return the names of the pods that hold the job's newest state, if it is in no other place.
 
-    They are the pods that train or, while nothing trains, those that trained before the last break.
+    These are the training pods or, while no group trains, the pods that trained before the last
+    break.
     """
     if not view.trained or is_kept_elsewhere(view):
         return frozenset()
@@ -57,10 +60,10 @@ def find_holders(view: View) -> frozenset[str]:
 
 
 def is_kept_elsewhere(view: View) -> bool:
-    """Whether the job's state may also be outside its pods.
+    """Whether the job's state may also be stored outside its pods.
 
-    That is so with storage.checkpoints, with any other volume that the pods can write to and that
-    outlives them, and for a script that reports copies in a bucket.
+    It may be in storage.checkpoints, in any other writable volume that outlives the pods, or in a
+    bucket to which the script reports copies.
     """
     if view.job.spec.storage.checkpoints is not None or _mounts_a_volume(view.job.spec):
         return True
@@ -75,15 +78,15 @@ def _mounts_a_volume(spec: JobSpec) -> bool:
 
 
 def explain_kept(view: View) -> str:
-    """Return why pods beyond spec.nodes and spec.spares stay for now; empty if none do.
+    """Return why pods beyond spec.nodes and spec.spares stay for now; empty if no such pod stays.
 
-    The last slots are dropped. They stay while no pod of the other slots holds the newest state.
+    A lower size drops the last slots. They stay for now if only their pods hold the newest state.
     """
     going = {pod.name for pod in view.pods[view.job.spec.pods :] if pod is not None}
     holders = find_holders(view) if going else frozenset()
     if not holders or not holders <= going:
         return ""
     return (
-        f"pod {min(holders)} would go with the lower spec.nodes or spec.spares, and stays until another pod trains, "
-        f"because only it holds {STATE}"
+        f"although spec.nodes or spec.spares is lower now, pod {min(holders)} stays until another pod trains, because "
+        f"only it holds {STATE}"
     )

@@ -38,16 +38,16 @@ the first missing label on, the Kubernetes node's name replaces the unknown valu
 
 
 def order_pods(view: View) -> tuple[str, ...]:
-    """Return the slots' pod names in rank order, if their places are known.
+    """Return the names of the slots' pods in rank order. Pods in unknown places are left out.
 
-    The result is empty without spec.rankOrder, because ranks then follow the indices.
+    Without spec.rankOrder the result is empty, because ranks then follow the indices.
     """
     if not view.job.spec.rank_order:
         return ()
     hosts, places, names = view.world.hosts, dict[int, Place](), dict[int, str]()
     for index, pod in enumerate(view.pods):
-        # A node that the watch has not shown yet will be known soon. If no nodes are known, none
-        # ever will be.
+        # A Kubernetes node that the watch has not shown yet will be known soon. If `hosts` is None,
+        # the operator may not watch nodes, so every pod gets a place of its own.
         if pod is not None and pod.host and (hosts is None or pod.host in hosts):
             names[index] = pod.name
             places[index] = place_of(pod.host, (hosts or {}).get(pod.host), view.job.spec.rank_order)
@@ -55,10 +55,9 @@ def order_pods(view: View) -> tuple[str, ...]:
 
 
 def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool, str, str]:
-    """Return whether a group's ranks follow spec.rankOrder, and why.
+    """Return status, reason and message of the condition RanksOrdered for a running group.
 
-    The reason is returned as one word and as a text. `group` has the names of its pods in rank
-    order.
+    `group` has the names of the group's pods in rank order.
     """
     labels, hosts = view.job.spec.rank_order, view.world.hosts
     if hosts is None:
@@ -76,13 +75,13 @@ def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool,
     ranked = {pod.name: None for pod in placed}
     if list(ranked) != [name for name in order_pods(view) if name in ranked]:
         why = "the group formed before the places of its nodes were known, or they or rankOrder have changed since"
-        return False, "NextRound", f"{why}; the next round follows"
+        return False, "NextRound", f"{why}; the new order applies from the next round"
     values = [f"{len({place[: level + 1] for place in places})} x {label}" for level, label in enumerate(labels)]
     return True, "InOrder", f"nodes of one place have neighbouring ranks ({', '.join(values)})"
 
 
 def place_of(name: str, host: HostView | None, labels: Sequence[str]) -> Place:
-    """Return the place of a Kubernetes node."""
+    """Return the place of the Kubernetes node `name`; `host` is None if its labels are unknown."""
     values = (host.labels.get(label, "") if host is not None else "" for label in labels)
     known = tuple(takewhile(bool, values))
     # Label values never begin with a slash.

@@ -1,4 +1,25 @@
-"""Decides how a job loses its pods when it is suspended or waits for a class or quota."""
+"""Decides how a job loses its pods when it is suspended or waits for a class or quota.
+
+Scripts must be able to save, nothing may be left running, and a resume must find a new plan.
+
+1. A group that has already finished its work makes the job complete. It is not suspended.
+2. The slots are planned again as a new generation, so a resume only has to create the pods.
+3. Nodes are deleted with their grace period. The coordinator is deleted last, because nodes need it
+   until they have ended. It does not wait for a pod that should have ended long ago.
+4. An unreachable host cannot confirm the end of its pods, so they are deleted without waiting.
+5. After the last pod, the PodGroup is deleted, and so are the quota requests unless the job waits
+   in a queue.
+
+Example with 2 nodes and a coordinator:
+
+     0 s  runPolicy.suspend becomes true: both nodes are deleted, and their scripts save
+     9 s  both nodes have ended: the coordinator is deleted
+    11 s  no pods are left: the PodGroup is deleted, and the job waits
+
+A job that waits for a class or quota is treated in the same way, with a different reason.
+
+Why: docs/decisions/0017 for the quota.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +45,14 @@ _LEAVING_POLL = DEAF.total_seconds() + 1.0
 
 
 def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list[Event] | None = None) -> Decision:
-    """Delete all pods with their grace period, so that scripts can save.
+    """Return the decision for a job that may not have pods now.
 
-    The slots are planned again for the resume. A job that has finished becomes complete anyway. The
-    coordinator is deleted last, because nodes need it until they have ended. `reason`, `waits` and
-    `events` are for a job that its queue does not let run.
+    By default, the user has suspended it. For a job that waits for its class or its queue, `reason`
+    and `waits` are the condition's reason and message, and `events` replaces the default event.
     """
     done = settle(view) if view.status.slots else None
     if done is not None:
-        # It finished unseen, for instance while no operator was running. Restarting it at the
-        # resume would be pointless.
+        # The group finished while no operator was watching. A resumed job would have nothing to do.
         return complete(done, [])
     if view.status.holds(ConditionType.SUSPENDED) and has_finished_while_ending(view):
         return complete(view, [])
@@ -41,8 +60,8 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
     states = [status.rendezvous.state, *(s.state for s in status.slots)]
     created = view.coordinator is not None or any(pod is not None for pod in view.pods)
     if created or any(state is not SlotState.PLANNED for state in states):
-        # This also covers pods that no status shows yet, since their names are used up. The spec is
-        # checked when the job resumes.
+        # A pod may exist that the status does not show yet. Its name is used up too. The old
+        # template hash and runtime are kept, so that `begin` compares the spec at the resume.
         status = replace(begin_generation(view), template_hash=status.template_hash, runtime=status.runtime)
     leaving = [p for p in view.world.pods if is_left(p, view.world)]
     if events is None:
@@ -56,7 +75,7 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
         if leaving and view.world.deletion_refused
         else f"{count(len(leaving), 'pod')} still terminating{_overdue(leaving, now)}"
         if leaving
-        else waits or "no pods run; set runPolicy.suspend to false to resume"
+        else waits or "no pods are running; set runPolicy.suspend to false to resume"
     )
     status = with_condition(status, ConditionType.SUSPENDED, True, reason, message, now)
     for kind in (ConditionType.SCHEDULED, ConditionType.RUNNING, ConditionType.RESTARTING):
@@ -80,7 +99,7 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
     lost = [p for p in leaving if is_given_up(view, p, lost_since(p, view.world, now))]
     alive = [p for p in leaving if p not in lost]
     nodes_first = [p for p in alive if p.role is not Role.COORDINATOR and not is_overdue(p, now)] or alive
-    # An unreachable host will never confirm the end of its pods, so nothing waits for them.
+    # An unreachable host never confirms that its pods have ended.
     actions: list[Action] = [DeletePod(p.name, p.uid, 0) for p in lost]
     actions += [DeletePod(p.name, p.uid) for p in nodes_first if p.deleted_at is None]
     actions += _send_away(view, leaving)
@@ -93,24 +112,27 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
 
 
 def _send_away(view: View, leaving: list[PodView]) -> list[Action]:
-    """Return the message to the coordinators, which are deleted last, about pods that stay."""
+    """Return messages to the coordinators about pods whose launchers have missed their deletion.
+
+    There may be a coordinator of an earlier generation, so each one is notified at its own address.
+    """
     port = view.job.spec.rendezvous.endpoint_port
     coordinators = (p for p in leaving if p.role is Role.COORDINATOR and p.address and p.main.running)
     return [action for p in coordinators for action in send_away_deaf(view, host_port(p.address, port))]
 
 
 def is_left(pod: PodView, world: World) -> bool:
-    """Return whether any container of a pod is still running and its host will end it.
+    """Whether the pod still has to end.
 
-    The container may be a sidecar of a program that has ended.
+    A pod whose program has ended may still have a running sidecar, which is ignored on a dead host.
     """
     return not pod.ended or (has_leftovers(pod) and not is_down(pod.host, world.hosts))
 
 
 def _overdue(leaving: list[PodView], now: datetime) -> str:
-    """Return what keeps the first pod that should have ended."""
+    """Describe the first pod that should have ended by now; empty if there is no such pod."""
     pod = next((p for p in leaving if is_overdue(p, now)), None)
     if pod is None:
         return ""
-    host = f", or its Kubernetes node {pod.host} does not answer" if pod.host else ""
+    host = f", or its Kubernetes node {pod.host} is unreachable" if pod.host else ""
     return f"; pod {pod.name} should have ended by {format_time(pod.deleted_at)}: a finalizer holds it{host}"

@@ -18,9 +18,9 @@ from ddpjob.core.world import PodView, World, coordinator_pod_name, node_pod_nam
 
 @dataclass(frozen=True)
 class View:
-    """An immutable view. Derived values are computed once.
+    """An immutable view of a job, whose derived values are computed only once.
 
-    A decision that changes the status uses `with_status` to continue.
+    A stage that changes the status continues with the view that `with_status` returns.
     """
 
     job: DDPJob
@@ -43,7 +43,7 @@ class View:
         return view
 
     def with_slots(self, slots: list[Slot]) -> View:
-        """Return the view with changed slots; the same view if they are equal."""
+        """Return the view with changed slots, or the same view if no slot has changed."""
         old = self.status.slots
         if len(old) == len(slots) and all(a is b for a, b in zip(old, slots, strict=True)):
             return self
@@ -51,10 +51,7 @@ class View:
 
     @cached_property
     def pods(self) -> tuple[PodView | None, ...]:
-        """The pod of every slot's current attempt, in slot order.
-
-        An entry is None if there is no such pod.
-        """
+        """The pod of every slot's current attempt, in slot order; None where it does not exist."""
         by_name = self.world.nodes_by_name
         return tuple(by_name.get(node_pod_name(self.job, i, slot.attempt)) for i, slot in enumerate(self.status.slots))
 
@@ -83,10 +80,7 @@ class View:
 
     @cached_property
     def reported_progress(self) -> dict[str, Any]:
-        """The training script's last reported progress, from any generation.
-
-        Empty without a report.
-        """
+        """The progress in the last report, of any generation; empty if there is no report."""
         return self.world.report.progress if self.world.report is not None else {}
 
     @cached_property
@@ -112,5 +106,5 @@ class View:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a reported value is a finite number, which JSON's true and NaN are not."""
+    """Whether a reported value is a finite number. JSON's true and NaN are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")

@@ -1,15 +1,21 @@
 """Decides whether the job's claims can serve all its nodes, and whether it may use a kept claim.
 
-A checkpoint folder belongs to the first job that begins with it, until that job has ended or is
-deleted; suspended jobs keep theirs. Another job that names the same folder of the same volume waits
-(`FolderTaken`), whatever script it runs, because it would continue and overwrite the first one's
-training. Both share the folder if both set `exclusive: false`.
+Pods that mount an unsuitable claim wait without a clear error, or train from scratch unnoticed. So
+no pod is created until every claim exists, suits the number of nodes, and holds the right data.
+
+- A claim that only one Kubernetes node can mount cannot serve several nodes.
+- A claim from `claimTemplate` is used only if this job made it, or an earlier job with the same
+  name made it from an equal template. If it is lost with its checkpoints, no new pod is created.
+- A checkpoint folder belongs to the first job that begins with it, until that job has ended or is
+  deleted. A suspended job keeps its folder. Another job that names the same folder of the same
+  volume waits (`FolderTaken`), because it would continue and overwrite the first job's training.
+  Jobs share a folder only if all of them set `exclusive: false`.
 
 Example with three jobs that name the claim `checkpoints`:
 
     a                   uses the folder a, by default
     b, subPath: a       waits until a has ended, then continues its training
-    c                   uses the folder c, next to them
+    c                   uses the folder c, at the same time as the others
 
 Why: docs/decisions/0027.
 """
@@ -39,11 +45,7 @@ class Unusable:
 
 
 def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
-    """Return the first claim that cannot serve the job's pods; None if all can.
-
-    A claim cannot serve if it does not exist, or if only one host can hold it while several need
-    it.
-    """
+    """Return why a claim cannot serve the job's pods, for the first such claim; None if all can."""
     template = job.spec.storage.claim_template
     if world.folder_user:
         return Unusable(FOLDER_TAKEN, _taken(job, world.folder_user))
@@ -61,7 +63,7 @@ def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
                 "create it, and the job then starts by itself"
             )
             return Unusable("ClaimNotFound", message)
-        if serves_one(claim.access_modes, job.spec.pods, one_per_node=job.spec.scheduling.one_pod_per_node):
+        if not can_serve_all(claim.access_modes, job.spec.pods, one_per_node=job.spec.scheduling.one_pod_per_node):
             modes = ", ".join(claim.access_modes)
             remedy = "use a claim with ReadWriteMany (or ReadOnlyMany for data), or spec.nodes 1"
             if claim.name == job.made_claim:
@@ -74,10 +76,10 @@ def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
 
 
 def find_folder_user(job: DDPJob, others: Iterable[DDPJob]) -> str:
-    """Return which other job has the folder that a new job names, and its phase; empty if none has.
+    """Return the name and phase of another job that has this job's folder; empty if it is free.
 
-    A job that has its folder keeps it, so that only jobs that begin or wait are judged. Of two that
-    begin at once, the older one gets the folder.
+    A job that already has its folder keeps it, so only jobs that begin or wait are judged. If two
+    jobs begin at once, the older one gets the folder.
     """
     key = _folder(job)
     if not key or _has_its_folder(job):
@@ -92,9 +94,9 @@ def find_folder_user(job: DDPJob, others: Iterable[DDPJob]) -> str:
 
 
 def _folder(job: DDPJob) -> tuple[str, ...]:
-    """Return what identifies the job's checkpoint folder in its namespace.
+    """Return the kind, volume and path of the job's checkpoint folder, which together identify it.
 
-    Empty if nothing does.
+    The result is empty if the job cannot share a folder with another job.
     """
     volume = job.spec.storage.checkpoints
     if volume is None or volume.url or volume.read_only:
@@ -114,7 +116,7 @@ def _is_exclusive(job: DDPJob) -> bool:
 
 
 def _has_its_folder(job: DDPJob) -> bool:
-    """Whether the job has begun with its folder. A suspended job may not have."""
+    """Whether the job has begun to use its folder. A job that was suspended early may not have."""
     status, scheduled = job.status, job.status.condition(ConditionType.SCHEDULED)
     if not status.slots or (scheduled is not None and scheduled.reason == FOLDER_TAKEN):
         return False
@@ -130,8 +132,9 @@ def _taken(job: DDPJob, user: str) -> str:
     kind, volume, folder = _folder(job)
     where = f"folder {folder} of {kind} {volume}" if folder else f"the root of {kind} {volume}"
     return (
-        f"{where} is in use by job {user}; this job begins when that one has ended. For a folder of its own, create it "
-        f"without storage.checkpoints.subPath. To share the folder, set storage.checkpoints.exclusive: false in both"
+        f"{where} is in use by job {user}; this job begins when that job has ended. To use a separate folder, create "
+        f"this job without storage.checkpoints.subPath. To share the folder, set storage.checkpoints.exclusive: false "
+        f"in both jobs"
     )
 
 
@@ -146,12 +149,12 @@ def has_claim(job: DDPJob, world: World) -> bool:
 
 
 def list_claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]:
-    """Return names of the claims that this reconcile must know.
+    """Return the names of the claims that this reconcile must read.
 
-    These are the claims that a pod to be created would mount. A claim's access modes do not change,
-    but a claim that the job made may be removed while the job runs. It is therefore read again
-    whenever a pod is missing, since the next pod would train from scratch. All claims are read if
-    only one of several pods is placed, because a claim that serves one pod may not serve two.
+    All claims are read until a pod is active and, in a job of several pods, two of them are placed,
+    because a claim that serves one pod may not serve two. Later, only a claim that the job made is
+    read, and only while a pod is missing. Such a claim may be deleted while the job runs, and the
+    next pod would train from scratch.
     """
     slots = job.status.slots
     wanted = {node_pod_name(job, i, s.attempt) for i, s in enumerate(slots) if s.state is not SlotState.SUCCEEDED}
@@ -165,10 +168,10 @@ def list_claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]
 
 
 def _goes_with_job(job: DDPJob, claim: ClaimView) -> Unusable | None:
-    """Report a claim that would unexpectedly be deleted with the job that made it.
+    """Return why a claim would be deleted with the job although the spec does not request it.
 
-    The spec does not ask for the deletion. A claimTemplate cannot change, but it can be removed and
-    written again. If others have given their own claim owners, that is their decision.
+    A claimTemplate cannot change, but it can be removed and added again with a different
+    `whenDeleted`. Owners of a claim that no job made are ignored, because its author chose them.
     """
     template = job.spec.storage.claim_template
     delete = template is not None and template.when_deleted is WhenDeleted.DELETE and claim.name == job.made_claim
@@ -184,15 +187,15 @@ def _goes_with_job(job: DDPJob, claim: ClaimView) -> Unusable | None:
 
 
 def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
-    """Return why an existing claim cannot serve as the one that the job makes; None if it can.
+    """Return why an existing claim cannot serve as the claim that the job makes; None if it can.
 
-    It can if this job made it from an equal template, or if an earlier job of the same name did and
-    kept it. Names are unique in a namespace, so the earlier job is gone. This job's own template
-    may have changed since, because it can be removed and written again.
+    It can if this job, or an earlier job with the same name, made it from an equal template. Names
+    are unique in a namespace, so the earlier job is gone. This job's own template may have changed
+    too, because it can be removed and added again.
     """
     what = f"the claim {claim.name}, which {FIELD} makes,"
     if any(uid != job.uid for uid in claim.owners):
-        why = "exists and is removed with another object, such as an earlier job"
+        why = "exists and will be deleted with its owner, such as an earlier job"
         return Unusable("ClaimTaken", f"{what} {why}: {_WAIT}")
     if claim.deleting:
         return Unusable("ClaimTaken", f"{what} is being removed; a new one is made afterwards")
@@ -207,9 +210,9 @@ def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
 
 
 def _lost(job: DDPJob, claim: ClaimView) -> Unusable | None:
-    """Report that the claim with the job's checkpoints is gone.
+    """Return that the claim with the job's checkpoints is gone; None if it never existed.
 
-    Training must not start from scratch unnoticed.
+    The job must not train from scratch unnoticed.
     """
     if not (job.status.trained and job.status.claim_made):
         return None
@@ -232,7 +235,11 @@ def _sizes(job: DDPJob) -> str:
     return f"spec.nodes is {job.spec.nodes}" + (f" and spec.spares {job.spec.spares}" if job.spec.spares else "")
 
 
-def serves_one(access_modes: Collection[str], pods: int, *, one_per_node: bool) -> bool:
-    """Whether a claim with these access modes cannot serve this many pods."""
+def can_serve_all(access_modes: Collection[str], pods: int, *, one_per_node: bool) -> bool:
+    """Whether a claim with these access modes can be mounted by this many pods.
+
+    Pods on the same host can share a ReadWriteOnce claim, but not a ReadWriteOncePod claim.
+    """
     modes = set(access_modes)
-    return bool(modes) and modes <= _ONE_HOST and pods > 1 and (one_per_node or modes == {"ReadWriteOncePod"})
+    shared = not modes or not modes <= _ONE_HOST
+    return shared or pods <= 1 or (not one_per_node and modes != {"ReadWriteOncePod"})

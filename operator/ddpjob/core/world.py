@@ -23,7 +23,7 @@ TRAINER_CONTAINER = "trainer"
 COORDINATOR_CONTAINER = "coordinator"
 
 NAME_TAKEN = 409
-"""HTTP's Conflict, the `Rejection.status` if another owner's object has the name."""
+"""HTTP status Conflict: the `Rejection.status` if another owner's object has the name."""
 
 OUT_OF_SERVICE_TAINT = "node.kubernetes.io/out-of-service"
 
@@ -39,9 +39,9 @@ LABEL_ROUND = "ddpjob.io/round"
 LABEL_ISOLATED = "ddpjob.io/isolated"
 LABEL_BUDGET = "ddpjob.io/disruption-budget"
 ANNOTATION_GROUP = "scheduling.k8s.io/group-name"
-"""Annotation of a pod with the PodGroup that Volcano places it in."""
+"""Annotation of a pod that names its PodGroup for Volcano."""
 ANNOTATION_TEMPLATE = "ddpjob.io/claim-template"
-"""Annotation of a claim that a job has made, with the mark of the claimTemplate."""
+"""Annotation of a claim that a job has made. The value is the mark of the claimTemplate."""
 
 
 class Role(StrEnum):
@@ -58,7 +58,7 @@ NODE_ROLES = (Role.NODE, Role.SPARE)
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerView:
-    """A container's state, described by at most one of waiting, started and exit_code."""
+    """A container's state: waiting, running, ended, or still unknown."""
 
     waiting_reason: str = ""
     waiting_message: str = ""
@@ -96,19 +96,17 @@ class PodView:
     address: str = ""
     created: datetime | None = None
     deleted_at: datetime | None = None
-    """The time by which the kubelet ends the pod; None while its deletion has not been
-    requested."""
+    """When the pod's grace period ends; None if its deletion has not been requested."""
     status_reason: str = ""
     status_message: str = ""
     unschedulable: str = ""
-    """The scheduler's message while no host fits."""
+    """The scheduler's message while it finds no host for the pod."""
     gated: str = ""
-    """Kubernetes' message while gates keep the pod from the scheduler."""
+    """Kubernetes' message while scheduling gates keep the pod from the scheduler."""
     scheduled: datetime | None = None
     """When the pod was bound to its host."""
     prepared: bool | None = None
-    """Whether the kubelet has the pod's volumes and network ready; None: the kubelet does not
-    report it."""
+    """Whether the pod's volumes and network are ready; None if the kubelet does not report it."""
     disruption: str = ""
     """Reason of the condition DisruptionTarget, such as PreemptionByScheduler or
     EvictionByEvictionAPI."""
@@ -119,7 +117,7 @@ class PodView:
     """Whether the init containers are done: ordinary ones have ended, and sidecars have started."""
     grace_seconds: int = 30
     default_memory: str = ""
-    """The main container's memory limit if the namespace's LimitRange has set it."""
+    """The main container's memory limit, if it comes from the namespace's LimitRange."""
 
     @cached_property
     def main(self) -> ContainerView:
@@ -162,7 +160,7 @@ class HealthSignals:
     def against(self, conditions: Iterable[Mapping[str, Any]], taints: Iterable[Mapping[str, Any]]) -> str:
         """Describe the first sign of a fault; empty if there is none.
 
-        Parts that change while the fault stays the same are omitted.
+        The text stays the same as long as the fault does, so timestamps and messages are left out.
         """
         for condition in conditions:
             kind, status = str(condition["type"]), str(condition.get("status"))
@@ -191,20 +189,20 @@ class HostView:
     """Whether its Ready condition is True. Unknown, which is the status of a host without a
     network, counts as not ready."""
     since: datetime | None
-    """When the operator last saw `ready` change, by its own clock (see `remembered`). None:
+    """When the operator last saw `ready` change, by its own clock (see `remembered`). None if
     unknown."""
     out_of_service: bool
-    """Whether an administrator has marked the host with a taint as down for good, so that nothing
-    is running on it."""
+    """Whether an administrator has marked the host with a taint as shut down. Nothing is running on
+    it."""
     deleted: bool = False
-    """Whether the host was seen but its object has since been deleted."""
+    """Whether the host's object has been deleted since the operator first saw it."""
     unhealthy: str = ""
-    """The fault that a health agent reports with a condition or a taint; empty: none."""
+    """The fault that a health agent reports with a condition or a taint; empty if there is none."""
     unhealthy_since: datetime | None = None
-    """When the operator saw the fault begin, by its own clock. None: it was there at the operator's
-    first look."""
+    """When the operator saw the fault begin, by its own clock. None if the fault was already there
+    when the operator first saw the host."""
     schedulable: bool = True
-    """Whether the host is not cordoned and does not have more taints than are read."""
+    """Whether the host is not cordoned, and all of its taints could be read."""
     taints: tuple[tuple[str, str, str], ...] = ()
     """Key, value and effect of taints that keep pods away (NoSchedule and NoExecute)."""
     devices: Mapping[str, int] = field(default_factory=dict)
@@ -218,7 +216,7 @@ class HostView:
 
     @classmethod
     def read(cls, body: Mapping[str, Any], signals: HealthSignals | None = None) -> HostView:
-        """Read a Node object. The signals show whether it is unhealthy.
+        """Read a Node object, whose health is judged by `signals`.
 
         Raises KeyError if the body has no name.
         """
@@ -240,10 +238,7 @@ class HostView:
 
 
 def _devices(allocatable: Mapping[str, Any]) -> dict[str, int]:
-    """Return the devices from device plugins.
-
-    Such resources have a domain and are counted in whole numbers.
-    """
+    """Return the resources of device plugins: whole numbers, with a domain in the name."""
     return {name: int(n) for name, n in allocatable.items() if "/" in name and str(n).isdecimal()}
 
 
@@ -253,9 +248,9 @@ def remembered(
     """Return the hosts that were `found`, with the operator's memory of them from `before`.
 
     The operator remembers since when each host has been ready, not ready or unhealthy, and which
-    hosts were deleted. A host that was never seen may be newer than the list, so it is unknown, not
-    deleted. If a host is unhealthy when it is first seen, it is unknown since when, and whether the
-    signal is still valid.
+    hosts were deleted. A host that was never seen may be newer than the list, so it counts as
+    unknown, not as deleted. If a host is already unhealthy when it is first seen, the beginning of
+    the fault is unknown.
     """
     hosts = {}
     for name, host in (before or {}).items():
@@ -278,13 +273,13 @@ def remembered(
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimView:
-    """A persistent volume claim that the job names or makes."""
+    """A PersistentVolumeClaim that the job names or makes."""
 
     name: str
     exists: bool = True
     access_modes: tuple[str, ...] = ()
     made_by: str = ""
-    """UID of the job that made the claim, which may be an earlier job; empty if no job made it."""
+    """UID of the job that made the claim, possibly an earlier job; empty if no job made it."""
     made_for: str = ""
     """Name of that job."""
     template: str = ""
@@ -295,8 +290,8 @@ class ClaimView:
 
 
 _POLICY = re.compile(r"admission webhook|AdmissionPolicy|denied", re.IGNORECASE)
-"""API server messages if a webhook or an admission policy rejects an object or cannot be
-reached."""
+"""Messages of the API server if a webhook or an admission policy rejects an object, or if the
+webhook is unreachable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,8 +308,7 @@ class Rejection:
     def final(self) -> bool:
         """Whether the same object will always be rejected, because its content is invalid.
 
-        A denial by an admission policy has the same HTTP statuses, but lasts only as long as the
-        policy.
+        An admission policy rejects with the same HTTP statuses, but the policy may change.
         """
         return self.status in (400, 422) and not _POLICY.search(self.message)
 
@@ -325,7 +319,7 @@ class Rejection:
 
     @property
     def of_gang(self) -> bool:
-        """Whether the object is the PodGroup. The job can be changed to run without one."""
+        """Whether the object is the PodGroup. Users can set the job to run without a PodGroup."""
         return self.object.startswith("PodGroup ")
 
     @property
@@ -335,7 +329,7 @@ class Rejection:
 
     @property
     def of_queue(self) -> bool:
-        """Whether the object is the quota request. A job with quota runs without another one."""
+        """Whether the object is a quota request. A job that already has quota can still run."""
         return self.object.startswith("Workload ")
 
     @property
@@ -359,31 +353,31 @@ class WorkloadView:
     name: str
     uid: str
     asks: tuple[str, str] = ("", "")
-    """LocalQueue, and WorkloadPriorityClass or PriorityClass."""
+    """Names of the LocalQueue, and of the WorkloadPriorityClass or PriorityClass."""
     shape: str = ""
-    """The mark of what each of its pods needs (see `core.plan.queue`)."""
+    """The hash of what each pod needs (see `core.plan.queue`)."""
     reserved: bool = False
     admitted: bool = False
     """Whether quota is reserved and every admission check has passed."""
     evicted: str = ""
-    """Kueue's reason why the quota must be released; empty if it need not be."""
+    """Kueue's reason for the eviction; empty if the Workload is not evicted."""
     finished: str = ""
-    """The reason why the Workload has finished; empty: it has not."""
+    """Why the Workload has finished; empty if it has not."""
     ready: bool = False
     """Whether Kueue knows that the pods are running."""
     leaving: bool = False
     """Whether the Workload's deletion was requested."""
     message: str = ""
-    """Kueue's message: why the Workload is waiting or evicted."""
+    """Kueue's message about why the Workload is waiting or evicted."""
     grant: QueueStatus | None = None
-    """The grant of an admitted Workload."""
+    """What Kueue has granted; None until the Workload is admitted."""
     flavors: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    """Names of the ResourceFlavors of the slots' pods, and of the coordinator's pod."""
+    """Names of the ResourceFlavors for the slots' pods, and for the coordinator's pod."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Everything that belongs to one job, at one moment."""
+    """Everything that a reconcile has observed of one job, at one moment."""
 
     pods: tuple[PodView, ...] = ()
     departed: tuple[PodView, ...] = ()
@@ -396,63 +390,63 @@ class World:
     runtime_offered: str = ""
     """Name of the runtime ConfigMap that this version of the operator would create."""
     key_mark: str = ""
-    """Identifies the key from which the jobs' tokens are derived. Pods with tokens from different
+    """A mark of the key from which the jobs' tokens are derived. Pods with tokens from different
     keys reject each other."""
     has_token: bool = False
-    """Whether the Secret with the token was found to exist. It cannot be read and may have been
-    deleted since."""
+    """Whether the Secret with the token has been created. The operator cannot read it, so it may
+    have been deleted since."""
     report: Report | None = None
     report_refused: str = ""
-    """Why the coordinator's last response could not be used; empty if it could, or if there was
-    none."""
+    """Why the coordinator's last response could not be used; empty if it could, or if the
+    coordinator has not responded."""
     report_seconds: float = 0.0
-    """Maximum age in seconds of a report whose news wakes the job. 0: each reconcile reads the
-    report."""
+    """Maximum age in seconds of the coordinator's report, if news in it wakes the job; 0 if only
+    reconciles read the report."""
     serves_gangs: bool = False
     """Whether the cluster serves the PodGroups of the job's scheduler and lets the operator list
     them."""
     gangs: Mapping[str, str] = field(default_factory=dict)
-    """The uids of the job's PodGroups by name; empty if a PodGroup's deletion was requested."""
+    """The uids of the job's PodGroups by name. The uid is empty if the deletion of the PodGroup was
+    requested."""
     serves_queues: bool | None = None
-    """Whether the cluster serves Kueue's Workloads and lets the operator read them. None: jobs are
-    not queued here."""
+    """Whether the cluster serves Kueue's Workloads and lets the operator read them. None if this
+    operator does not support queues."""
     workloads: tuple[WorkloadView, ...] = ()
     """The job's Workloads, sorted by name."""
     claims: tuple[ClaimView, ...] = ()
     folder_user: str = ""
-    """Another job whose checkpoint folder the job names, and its phase; empty: there is none."""
+    """Name and phase of another job that has this job's checkpoint folder; empty if it is free."""
     claim_template: str = ""
     """The mark of the job's own claimTemplate."""
     hosts: Mapping[str, HostView] | None = None
-    """Kubernetes nodes by name; nothing is known about missing ones. None: the state of hosts is
-    entirely unknown."""
+    """Kubernetes nodes by name; nothing is known about a missing name. None if the operator may not
+    watch them."""
     problems: tuple[str, ...] = ()
     """Faults of the podTemplate, one sentence each."""
     rejections: tuple[Rejection, ...] = ()
-    """Objects that the API server rejected when this decision was last applied, except optional
-    ones."""
+    """Objects that the API server rejected when the job's last decision was applied, except
+    optional objects."""
     deletion_refused: str = ""
-    """An existing pod whose deletion the API server has refused, and the reason; empty if there is
-    no such pod."""
+    """A pod whose deletion the API server has refused, and the reason; empty if there is no such
+    pod."""
     policy: str = ""
-    """Name of the NetworkPolicy that this operator makes for the job; empty if it does not make
-    one."""
+    """Name of the NetworkPolicy that the operator makes for the job; empty if it makes none."""
     has_policy: bool = False
     """Whether the NetworkPolicy exists."""
     policy_refused: str = ""
-    """Why the API server rejected the NetworkPolicy when this decision was last applied."""
+    """Why the API server rejected the NetworkPolicy when the job's last decision was applied."""
     receivers: frozenset[str] = frozenset()
     """Names of the receivers that the job's namespace may use."""
     outcomes: Mapping[str, NotificationOutcome] = field(default_factory=dict)
     """Outcomes of the job's delivered or abandoned notifications, by id."""
     link: str = ""
-    """URL of a page about the job, for its notifications; empty if unknown."""
+    """URL of a page about the job, to which notifications link; empty if unknown."""
     offer: Offer = field(default_factory=Offer)
     """The class that the job would get if it started now."""
     others_wait: bool = False
     """Whether another job waits for room in the cluster."""
     one_host: bool = False
-    """Whether there is only one host, which pods therefore cannot avoid."""
+    """Whether the cluster has only one host, so that pods cannot avoid it."""
 
     def nodes(self) -> tuple[PodView, ...]:
         """Return the slots' pods, including spares."""
@@ -477,7 +471,7 @@ class World:
 
     @cached_property
     def silent(self) -> Mapping[str, datetime]:
-        """Pods with a running program that the coordinator has not heard from, and since when."""
+        """Pods that run but have lost their connection to the coordinator, and since when."""
         if self.report is None:
             return {}
         connected = {member.pod for member in self.report.members}
@@ -486,9 +480,9 @@ class World:
 
     @cached_property
     def deaf_since(self) -> datetime | None:
-        """Since when the coordinator has not heard from most of its members on healthy hosts.
+        """Since when most members have been silent although their hosts are up.
 
-        In that case the coordinator itself is partitioned. None: it hears from them.
+        The coordinator itself is then partitioned. None if it hears from most of its members.
         """
         if self.report is None or not self.silent:
             return None
@@ -508,10 +502,7 @@ def is_down(host: str, hosts: Mapping[str, HostView] | None) -> bool:
 
 
 def platform_of(host: HostView) -> tuple[str, str]:
-    """Return a host's operating system and architecture; empty if unknown.
-
-    Every kubelet sets the labels that are read here.
-    """
+    """Return a host's operating system and architecture, from labels that every kubelet sets."""
     return host.labels.get("kubernetes.io/os", ""), host.labels.get("kubernetes.io/arch", "")
 
 

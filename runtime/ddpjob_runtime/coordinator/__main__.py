@@ -102,7 +102,7 @@ async def run(arguments: argparse.Namespace, settings: CoordinatorSettings, toke
         ends.append(asyncio.ensure_future(_host_store(server, arguments.store_host, arguments.store_port)))
     done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     code = done.pop().result()
-    os._exit(code)  # From Python 3.12 on, closing a server waits for its connections, and members' stay.
+    os._exit(code)  # From Python 3.12 on, closing a server waits for its open connections.
 
 
 def backoff(text: str) -> tuple[float, float]:

@@ -5,7 +5,7 @@ logs and using up its restarts before anybody can look. A job that trains for ho
 failures, however, should not wait at all.
 
 - After the first failure in a row there is no wait. After the second, the group waits `initial`
-  seconds, and after each further one twice as long as before, up to `maximum`.
+  seconds, and after each later one twice as long as before, up to `maximum`.
 - A row ends when the job makes a step beyond the furthest one so far, or when a round has run for
   HEALTHY_SECONDS. A step that only repeats work lost since the last checkpoint does not end a row.
 - Only failures of the job itself count. After a lost node the next round begins at once.
@@ -34,9 +34,7 @@ failure counts; if no operator is running, the job should continue."""
 class RoundBackoff:
     """Computes how long the next round waits after failures in a row.
 
-    There is no wait after the first failure, `initial` seconds after the second, and after each
-    later one twice as long, up to `maximum`. A step beyond the furthest one so far begins a new
-    row. With `no_restarts`, every failure waits for the operator's verdict.
+    With `no_restarts`, every failure waits for the operator's verdict.
     """
 
     def __init__(self, initial: float, maximum: float, *, no_restarts: bool = False) -> None:

@@ -1,4 +1,16 @@
-"""The coordinator's decisions. Input: members, operator and script; output: the report."""
+"""The coordinator's decisions: what members, the operator and the script send changes the report.
+
+`Coordinator` only distributes each event and reads the report. The decisions are made in:
+
+- `round_sequence`, `formation` and `round`: when a round begins, breaks and ends;
+- `evidence` and `first_cause`: which event broke it;
+- `hang` and `standstill`: whether a group without steps hangs;
+- `takeover`: how a new coordinator finds the members' round;
+- `witnesses`: whether an unreachable host is lost early.
+
+After each event, `_advance` does whatever is due. Example: a member reports `failed`. `failure`
+breaks the round, and `_advance` forms the next one as soon as no member has workers.
+"""
 
 from __future__ import annotations
 
@@ -172,9 +184,9 @@ class Coordinator:
         self._advance()
 
     def send_away(self, pod: str, why: str) -> None:
-        """Remove a deleted pod, and refuse it from now on, unless it trains or is leaving already.
+        """Remove a deleted pod and refuse it from now on, unless its workers may be saving.
 
-        Such a pod may be saving. Any other launcher has not noticed the deletion.
+        A launcher that is starting or ready has nothing to save, and has not noticed the deletion.
         """
         members = (member for member in self.members if member.pod == pod)
         if all(member.state in (MemberState.STARTING, MemberState.READY) for member in members):
@@ -211,7 +223,7 @@ class Coordinator:
         self._advance()
 
     def neighbour(self, member: Member, number: int, rank: int, silent: bool) -> None:
-        """Record that a neighbour of the member is silent, or no longer is.
+        """Record that a neighbour of the member is silent, or is heard again.
 
         Raises:
             ValueError: the rank is not a neighbour's.
@@ -260,7 +272,7 @@ class Coordinator:
     def set_patience(
         self, hang_after: float | None, initial: float, maximum: float, hangs: Hangs | None = None
     ) -> None:
-        """Replace the limit for hangs, what follows a proved one, and the back-off delays.
+        """Set the time limit for hangs, whether a proved hang ends the round, and the back-off.
 
         Raises:
             ValueError: the message names the field and states the rule.
@@ -286,7 +298,7 @@ class Coordinator:
     def set_order(self, pods: list[str]) -> None:
         """Number the ranks in the order of these pods from the next round on.
 
-        An empty list means by index.
+        If the list is empty, ranks follow the indices.
 
         Raises:
             ValueError: the message names the field and states the rule.

@@ -1,4 +1,9 @@
-"""What is known so far about why a round broke, while reports are still arriving."""
+"""What is known so far about why a round broke, while reports are still arriving.
+
+The verdict is the first of these that exists: the coordinator's own reason to end the round (a hang
+or a resize), a sure first cause, members that did not return to a new coordinator, any other first
+cause, and a member that left for an unknown reason.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ class Evidence:
     def __init__(self) -> None:
         self._failures: list[WorkerFailure] = []
         self._losses: list[MemberLoss] = []
-        self._finishes: list[Finish] = []  # of ranks whose node has not finished
+        self._finishes: list[Finish] = []  # ranks whose node has not finished
         self._known: Verdict | None = None  # from the beginning: a hang, a planned restart
         self._absent: Verdict | None = None  # a member never came back, which explains everything except sure failures
         self._fallback: Verdict | None = None  # used if nothing better is known

@@ -1,4 +1,4 @@
-"""Which event broke a round: the first cause among failures, losses and departures.
+"""Decides which event broke a round: the first cause among failures, losses and departures.
 
 When one rank fails, its peers fail a moment later with connection errors. Their reports arrive in
 any order, and every worker's exit code may be 1. The order of arrival alone does not show the
@@ -23,7 +23,7 @@ converted:
 A `Verdict` is `sure` if no later report could change it, as here. If rank 5 has not reported yet,
 the verdict names rank 3 and is not sure, so the coordinator waits for the other members.
 
-Why: docs/decisions/0010. What Kubernetes adds to it: `merge_causes` in the operator.
+Why: docs/decisions/0010. `merge_causes` in the operator adds what Kubernetes knows.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class MemberLoss:
 
 @dataclass(frozen=True)
 class Finish:
-    """A member whose workers ended with exit code 0: all of them, or the worker of `rank`.
+    """An end with exit code 0 of all workers of a member, or of the worker with `rank`.
 
     `node`: its group rank.
     """
@@ -129,9 +129,9 @@ class Verdict:
 def _suspicion(failure: WorkerFailure, ended_at: float | None) -> int:
     """Return how likely a failure is a consequence.
 
-    0: an error of its own; 1: an abort, which communication libraries use when a peer is gone, or
-    an NCCL error about this rank's own device; 2: a communication error; 3: it came after the
-    members had been asked to end their workers.
+    0: its own error; 1: an abort, which communication libraries use when a peer is gone, or an NCCL
+    error about this rank's own device; 2: a communication error; 3: it came after the members were
+    asked to end their workers.
     """
     if ended_at is not None and failure.time > ended_at + ORDER_SECONDS:
         return 3

@@ -1,12 +1,12 @@
-"""When a round may begin, with which members, and when it is restarted with a different size. Pure.
+"""Decides when a round begins, with which members, and when it restarts with a different size.
 
 A round with too few nodes wastes the others, but a round that waits wastes the nodes that are
 ready. The rules weigh these costs by what is known about the missing nodes:
 
-- `nodes` are ready: begin at once. Fewer than `min_nodes`: wait.
-- In between, the first round waits FIRST_GRACE for the others, since pods start at different times.
-- A later round begins at once if it has as many nodes as the last one, since none is missing. With
-  fewer, it waits SHRINK_GRACE, which is 10 s in Standard and 0 in Fast, where a restart is cheap.
+- A round of `nodes` begins at once, and a round of fewer than `min_nodes` never.
+- In between, the first round waits FIRST_GRACE, because pods start at different times.
+- A later round begins at once if as many nodes are ready as the last one had. With fewer, it waits
+  SHRINK_GRACE, which is 10 s in Standard and 0 in Fast, where a restart is cheap.
 - A running round that could have more nodes is restarted FILL_SECONDS after it began if the joiners
   complete it, otherwise after GROW_SECONDS, because every restart costs steps.
 
@@ -71,7 +71,7 @@ class RankOrder:
         return sorted(chosen, key=lambda m: (m.index != 0, self.places.get(m.pod, last), m.index))
 
     def known_at(self, chosen: Iterable[Member]) -> float:
-        """Return until when to wait for these members' positions, or 0 if no wait is needed."""
+        """Return the time until which to wait for these members' positions; 0 for no wait."""
         if not self.expected:
             return 0.0
         return max((m.since + ORDER_SECONDS for m in chosen if m.pod not in self.places), default=0.0)
@@ -97,9 +97,7 @@ def begins_at(
 def choose(ready: list[Member], nodes: int, last: int) -> list[Member]:
     """Return the members of the next round.
 
-    Survivors of round `last` come first. If there are too many survivors, those with the highest
-    indices are excluded, because a job that shrinks loses these slots. The members that have waited
-    longest come next.
+    Survivors of round `last` come first, by index, and then the members that have waited longest.
     """
     survivors = sorted((m for m in ready if last and m.round == last), key=lambda m: m.index)
     others = sorted((m for m in ready if m not in survivors), key=lambda m: (m.ready_at, m.index))

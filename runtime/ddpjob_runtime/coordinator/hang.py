@@ -7,7 +7,7 @@ alone only raises a suspicion, and what the ranks do decides:
 - **Suspicion.** `UsualGaps` learns the gaps between reports for each activity: the start of a
   round, training, and whatever the script reports, such as evaluating. After FACTOR times their
   99th percentile, and at least LEAST_SECONDS, the ranks are looked at. Before LEAST_GAPS gaps are
-  known, the least is longer (UNKNOWN), and at a start much longer.
+  known, the minimum is longer (UNKNOWN), and at a start much longer.
 - **Proof.** If two further looks, LOOK_EVERY seconds apart, show a standstill (`standstill`), the
   round ends as a hang, unless recovery.hangs is Report. The first of them already makes the step
   overdue in the report. If something moves, the next looks come later and later.
@@ -16,9 +16,9 @@ alone only raises a suspicion, and what the ranks do decides:
 - A group that moves but makes no step is reported as overdue after max(300 s, 20 times the longest
   gap), and is never ended without hangAfterSeconds.
 
-Example, with steps of 0.5 s: rank 1 deadlocks in its data loader. 15 s later the first look, at
-20 s the step is reported as overdue, and at 25 s the round ends: "no step for 25 s: rank 1 in wait
-(...), the other ranks wait for it". An evaluation of 60 s gets four looks, each of which shows
+Example, with steps of 0.5 s: rank 1 deadlocks in its data loader. The first look comes after 15 s,
+the step is reported as overdue at 20 s, and the round ends at 25 s: "no step for 25 s: rank 1 in
+wait (...), the other ranks wait for it". An evaluation of 60 s gets four looks, each of which shows
 processor time or bytes, and nothing is reported.
 
 A hang counts as a first cause, like any other: docs/decisions/0010. Why hangs end by themselves:
@@ -41,9 +41,9 @@ LEAST_GAPS, KEPT_GAPS, MOST_ACTIVITIES = 20, 1000, 20
 START, TRAINING = "start of a round", ""
 UNKNOWN = {START: 600.0, TRAINING: 60.0}
 UNKNOWN_ACTIVITY = 120.0
-"""The least seconds without a report before an activity's pace is known."""
+"""Minimum number of seconds without a report while an activity's pace is unknown."""
 LEAST_AT_START = 60.0
-"""The same for a start, once an earlier round has made a step."""
+"""The minimum for a start, once an earlier round has made a step."""
 LOOK_EVERY, MOST_BETWEEN_LOOKS = 5.0, 30.0
 
 OVERDUE_SECONDS = 300.0

@@ -1,4 +1,4 @@
-"""The clock of the decisions, which tests turn by hand, and a time limit for awaiting."""
+"""The decisions' clock, which tests advance by hand, and a timeout for awaiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members: launchers that have said hello, and those that were lost or dismissed."""
+"""Connected launchers as members, and lists of the lost and dismissed members."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ class Members:
     """The members (one per index), the missing members, and the pods that are never admitted again.
 
     Every line from a member requires the number of ready members. They are counted as states
-    change: with a thousand members, checking all of them for each line was half of the work until a
-    round began.
+    change: with a thousand members, checking all of them for each line was half of the work before
+    a round began.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -154,7 +154,7 @@ class Members:
 
     @property
     def ready_count(self) -> int:
-        """How many members could begin a round."""
+        """Number of members that could begin a round."""
         return self._tally[MemberState.READY]
 
     def ready(self) -> list[Member]:

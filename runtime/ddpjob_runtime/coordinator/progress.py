@@ -1,4 +1,17 @@
-"""The job's progress: the last value of each figure from the script or the step counter."""
+"""The job's progress: the last value of each figure from the script or the step counter.
+
+Scripts call `ddpjob_report`, and the step counter in the workers reports without their help. Both
+may run in one job, so their reports are merged:
+
+- Once the script reports a step, the counter's figures are ignored and its speed is dropped.
+- A figure keeps its value until it is reported again. Figures about ranks end with their round.
+- An activity, such as evaluating, applies until the next report. `shows_life` decides whether a
+  report restarts the time limit for hangs. A repeated step does not.
+- Reports about copies in the bucket come from the background and show no life.
+
+Example: the counter reports step 40, so the progress is 40. The script reports step 2 (it counts
+optimizer steps), and the progress is 2 from then on. The counter's 41 is ignored.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +46,7 @@ NUMBERS = ("epoch", "epochs", "step", "steps", "loss", "samplesPerSecond", "eta"
 AUTOMATIC = "automatic"
 """Marks reports from the step counter, which are used until the script reports its own step."""
 ACTIVITY = "activity"
-"""What the script does between steps, such as evaluating. It applies until the next step or null.
+"""What the script does between steps, such as evaluating. It applies until the next report.
 """
 
 
@@ -174,7 +187,7 @@ class MergedProgress:
         return True
 
     def forget_ranks(self) -> None:
-        """Drop the figures about ranks, their memory and their speed.
+        """Drop figures about ranks, their memory and their speed.
 
         The next round renumbers the ranks and reports again.
         """

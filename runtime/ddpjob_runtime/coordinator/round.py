@@ -65,7 +65,7 @@ class RoundOwner(Protocol):
 class Round:
     """`world` members with group ranks from 0.
 
-    After a takeover, `members` contains only those that have returned.
+    After a takeover, `members` contains only members that have returned.
     """
 
     def __init__(self, number: int, world: int, members: Mapping[int, Member], owner: RoundOwner, loop: Loop) -> None:
@@ -78,7 +78,7 @@ class Round:
         self._evidence = Evidence()
         self._running_since: float | None = None
         self.broken_at: float | None = None
-        self._ended_at: float | None = None  # when its members were first asked to end their workers
+        self._ended_at: float | None = None  # when members were first asked to end workers
         self.ended_planned = False
         """Whether its members were asked for a planned end, in which workers may save."""
         self._dump: HangDump | None = None
@@ -166,7 +166,7 @@ class Round:
         for rank, member in self.members.items():
             member.enter(self.number, rank)
         first = self.members[0]
-        # The others' addresses are not sent: with 1,024 nodes, they were a megabyte per member.
+        # The others' addresses are not sent: with 1,024 nodes, that was a megabyte per member.
         host = [{"rank": 0, "host": first.host, "port": first.port, "pod": first.pod}]
         # If any member asks for a check, because it is new to these links, every member checks.
         check = max(member.check for member in self.members.values())
@@ -298,7 +298,7 @@ class Round:
     def restart_with(self, world: int, joiner: Member | None) -> None:
         """End the round as planned, to change its size.
 
-        `joiner`: the first of the members that make it larger.
+        `joiner`: the first new member if the group grows, otherwise None.
         """
         why = f"the group continues with {world} instead of {self.world} nodes"
         who = {} if joiner is None else {"pod": joiner.pod, "index": joiner.index}
@@ -309,7 +309,7 @@ class Round:
     def hang(self, why: str) -> None:
         """Break a hung round: ask for the stacks of all ranks, then end the workers.
 
-        `why` includes how long no step has been made.
+        `why` includes the time since the last step.
         """
         self._dump, self._hangs = HangDump(self._loop, self._end_dump), why
         self._break_up()
@@ -327,7 +327,7 @@ class Round:
         dump.request(self.number, self.draining())
 
     def look_closely(self, record: bool, done: Callable[[Look | None], None]) -> None:
-        """Ask for what all ranks do, and pass it to `done`; None if a member does not respond."""
+        """Ask what all ranks do, and pass it to `done`, or None if a member does not respond."""
 
         def end(look: Look | None) -> None:
             self._close_look = None
@@ -354,7 +354,7 @@ class Round:
         self._end_dump()
 
     def stacks(self, member: Member, rank: int, text: str, idle: bool | None) -> None:
-        """Add the stacks of one rank of a round without steps."""
+        """Add one rank's stacks to the dump or look that is waiting for them."""
         for dump in (self._dump, self._look):
             if dump is not None:
                 dump.add(member, rank, text, idle, self.draining)
@@ -389,7 +389,7 @@ class Round:
         self._loop.later(SETTLE_SECONDS, self._judge_if_clear)
 
     def _end_workers(self, why: str, planned: bool = False) -> None:
-        """Ask all members to end their workers, unless they were already asked as urgently."""
+        """Ask all members to end their workers, unless the last request was as urgent."""
         if self._owner.over or (self._ended_at is not None and (planned or not self.ended_planned)):
             return
         self._ended_at = self._loop.now() if self._ended_at is None else self._ended_at

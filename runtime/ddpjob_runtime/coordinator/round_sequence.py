@@ -21,8 +21,8 @@ Example, with three nodes, when node 2's machine loses power:
 
 A change of the group's size also breaks a running round, but in a planned way: `formation` decides
 when that is worthwhile. After repeated failures of the job itself, the next round waits
-(`backoff`). While a new coordinator waits for its predecessor's members, no round begins and none
-is judged (`takeover`).
+(`backoff`). While a new coordinator waits for its predecessor's members, no round begins or is
+judged (`takeover`).
 
 Why the coordinator forms rounds: docs/decisions/0001.
 """
@@ -86,12 +86,12 @@ class Rounds:
         self.watch = HangWatch(settings.hang_after, settings.hangs)
         self.overdue: Overdue | None = None
         """The overdue step of the current round, or None."""
-        self._looked_at: float | None = None  # the last step when the stacks were asked for
+        self._looked_at: float | None = None  # `watch.since` at the last request for stacks
         self.downtime = Downtime()
-        self._recorded = 0  # the number of the last incident that a member was asked to write down
+        self._recorded = 0  # the last incident that a member was asked to record
         self.held = False
-        """Whether an earlier coordinator's round may be running. While it may, no round begins and
-        none is judged."""
+        """Whether an earlier coordinator's round may be running. Until that is known, no round
+        begins or is judged."""
         self._enough_since: float | None = None
         self._alarm = Alarm(loop, self.advance)
         self._drains = Drains(members, loop, self._fence_late)
@@ -182,7 +182,7 @@ class Rounds:
         self._recorded = new[-1].id if new else self._recorded
 
     def record_start(self, start: dict[str, Any]) -> None:
-        """Have a member write down, too, where the round continued and what it repeated."""
+        """Make a member record where the round continued and which steps it repeated."""
         if (writer := self._writer()) is not None:
             line = {"event": "start", "time": iso(time_of(self._now())), "round": self.last_number, "start": start}
             writer.send(ToMember.RECORD, line)
@@ -259,10 +259,10 @@ class Rounds:
         return f"no step for {self._now() - (self.watch.since or 0.0):.0f} s{said}"
 
     def _counts_steps(self) -> bool:
-        """Whether an unreported step means that none was made.
+        """Whether silence means that the job makes no steps.
 
-        That holds if some steps were counted, and the counter has not reported since that it cannot
-        count the next ones.
+        That holds if some steps were counted, and the counter has not reported since then that it
+        can no longer count.
         """
         return self.watch.steps_known and not self._progress.values.get(UNCOUNTABLE)
 
@@ -303,7 +303,7 @@ class Rounds:
     def ready(self, member: Member, after: int, host: str, port: int, check: int = 0, watch: int = 0) -> None:
         """Record that the member has no workers and could begin a round.
 
-        `after`: the last round that it knows of. `check`: the seconds for which the next one may
+        `after`: the last round that it knows of. `check`: the seconds for which the next round may
         check the links. `watch`: the port on which its neighbours watch it.
         """
         if member.state in (MemberState.LEAVING, MemberState.LOST):
@@ -450,7 +450,7 @@ class Rounds:
     # ---- takeover from an earlier coordinator, changes by the operator, progress
 
     def hold(self) -> None:
-        """Begin and judge nothing, because an earlier coordinator's round may be running."""
+        """Begin and judge no round, because an earlier coordinator's round may be running."""
         self.held = True
 
     def release(self) -> None:
@@ -493,7 +493,7 @@ class Rounds:
     def progress(self, alive: bool, activity: str, step: bool) -> None:
         """Process a progress report.
 
-        `alive`: it shows activity of the job; `step`: it is not only about an activity.
+        `alive`: it shows that the job is alive. `step`: it has values of a step.
         """
         if step:
             self.downtime.step(self._now(), self.state == CoordinatorState.RUNNING)

@@ -1,4 +1,24 @@
-"""The coordinator's port. A connection's first byte distinguishes members' lines and HTTP."""
+"""The coordinator's port, and the decision when a silent member is lost.
+
+A connection's first byte distinguishes members' lines and HTTP (`http_api`).
+
+A silent member may be dead, suspended, or unreachable together with most others. The loss of a live
+member costs a restart, and waiting for a dead one stops the whole group. So the silence is checked:
+
+- After SILENCE_SECONDS the member gets a heartbeat. If its kernel acknowledges that, the process is
+  only suspended, and may be silent for SLOW_SECONDS. Otherwise it is lost after PROBE_SECONDS.
+- If most members are silent, this coordinator or its network is failing. They may be silent for
+  BLIND_SECONDS and are then lost together, so that the operator replaces this coordinator.
+- If a training member's connection ends after a silence, or after a suspension of this process, the
+  member has RETURN_SECONDS to reconnect.
+
+Example: node 3's machine loses power after its last heartbeat at 0.0 s.
+
+    6.0  "node train-3-0 is silent; checking whether it is alive" 7.0  its kernel has acknowledged
+    nothing: the member is lost, and its round breaks
+
+With a ready spare, `witnesses` decides within a second.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +52,7 @@ PROBE_SECONDS = 1.0
 """How long a silent member's kernel may take to confirm data that was sent. If it does, the member
 is suspended but alive."""
 SLOW_SECONDS, BLIND_SECONDS = 15.0, 30.0
-"""How long a suspended member may be silent, and how long any member may be if most are. In the
-latter case, this coordinator or its network is failing."""
+"""How long a suspended member may be silent, and how long any member may be while most are."""
 RETURN_SECONDS = 10.0
 """How long a member may take to reconnect if its connection ended after a silence, or while this
 process was suspended."""
@@ -93,7 +112,7 @@ class Strangers:
             oldest = next(other for other, address in self._open.items() if address == busiest)
             self.recognize(oldest)
             oldest.transport.abort()
-            self.complain(f"more than {MAX_STRANGERS} unknown connections: closed one of {busiest}")
+            self.complain(f"more than {MAX_STRANGERS} unknown connections: closed one from {busiest}")
 
     def recognize(self, writer: asyncio.StreamWriter) -> None:
         """Stop counting this connection as a stranger's.
@@ -115,7 +134,7 @@ class Strangers:
 class MemberConnection(asyncio.StreamReaderProtocol):
     """A connection that handles a member's heartbeats itself.
 
-    Waking the member's task for each heartbeat was most of the work while all members trained.
+    Waking the member's task for each heartbeat was most of the work during training.
     """
 
     _on_beat: Callable[[], bool] | None = None
@@ -153,7 +172,7 @@ class Server:
         self._used: set[str] = set()
 
     def use(self, nonce: str) -> bool:
-        """Use a nonce up; return False if it was used before.
+        """Use up a nonce. Return False if it was used before.
 
         Only a client that knows the token can use up nonces. After MAX_NONCES, all proofs expire,
         and clients get the new number with the next response.
@@ -170,13 +189,13 @@ class Server:
         self._change = asyncio.Event()
 
     def wait_for_change(self) -> Coroutine[Any, Any, Any]:
-        """Return an awaitable of the next change of the report, counted from this call."""
+        """Return an awaitable for the next change of the report after this call."""
         return self._change.wait()
 
     def watch_for_stalls(self) -> None:
         """Detect suspensions of this process from now on.
 
-        They happen on a host that is migrated, or that has no processor time for this process.
+        They happen when a host is migrated, or has no processor time for this process.
 
         It uses the loop's timers, which run in the order of their times. So a stall is detected
         before a hang that became due during the stall is judged.
@@ -375,7 +394,7 @@ class Server:
     async def _hear(
         self, member: Member, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, send: Any
     ) -> bytes:
-        """Return the member's next line. Raises ValueError if it is too long, and Silent."""
+        """Return the member's next line. Raises ValueError if it is too long, and MemberSilent."""
         allowed = STARTING_SECONDS if member.state == MemberState.STARTING else protocol.SILENCE_SECONDS
         seconds, probed = allowed, 0.0  # probed: the value of `heard` at the last probe
         while True:

@@ -1,17 +1,17 @@
-"""Looks at the ranks of a round without steps, to see if any moves, and which the others wait for.
+"""Looks at the ranks of a round without steps: does any move, and which do the others wait for?
 
-A look asks every launcher for the stacks of its workers, and for what they have done since the look
-before (`worker_vitals`). One look proves nothing, so a `Standstill` compares each with the one
-before. The round stands still between two looks if the stack of every rank is the same, and
+A look asks every launcher for the stacks of its workers, and for what they have done since the last
+look (`worker_vitals`). One look proves nothing, so a `Standstill` compares each with the last. The
+round stands still between two looks if the stack of every rank is the same, and
 
 - the ranks outside of a collective have read, written, received and computed nothing. The others
   wait for these ranks, which are the culprits;
-- or every rank is in a collective, and none has transferred anything.
+- or every rank is in a collective, and no rank has transferred anything.
 
 Processor time does not count for a rank that uses a GPU and stands at the same place, because a
-wait for a GPU spins. A long computation on the GPU looks the same. So such a rank is not a culprit,
-and the others' standstill must last for SPIN_LOOKS looks if there is any. Two looks are enough
-otherwise (LEAST_LOOKS), but some waits often end by themselves and get longer (PATIENCE): a stopped
+wait for a GPU spins. A long computation on the GPU looks the same. Such a rank is not a culprit,
+and if there is one, the others must stand still for SPIN_LOOKS looks. Otherwise LEAST_LOOKS looks
+are enough. Some waits often end by themselves, and must last for longer (PATIENCE): a stopped
 process, a system call on storage, a sleep. Any movement begins the comparison again.
 
 Example, 5 s between looks:
@@ -40,9 +40,10 @@ NAMED_RANKS = 8
 LOOK_SECONDS = 4.0
 """How long a look waits for the responses of all members."""
 LEAST_LOOKS, SPIN_LOOKS = 2, 6
-"""How many looks after the first must show a standstill; the second if a rank spins on a GPU."""
+"""How many looks after the first one must show a standstill, without and with a rank that spins on
+a GPU."""
 LEAST_GAP = 2.0
-"""Two looks that are closer together, in seconds, prove nothing."""
+"""Two looks closer together than this, in seconds, prove nothing."""
 IDLE_SHARE, IDLE_BYTES = 0.02, 8192
 """Idle ranks use less of a core, and transfer fewer bytes between two looks. Threads that only
 watch, such as NCCL's, stay below that."""
@@ -170,7 +171,7 @@ class Stacks:
     """The stacks of a round without steps, by rank.
 
     `members`: who runs each rank; `apart`: the ranks that the others wait for, empty if unknown;
-    `waits`: what else is known of a rank.
+    `waits`: what else is known about a rank.
     """
 
     def __init__(
@@ -185,8 +186,8 @@ class Stacks:
     def culprit(self) -> Member | None:
         """Return the member that the others wait for; None if the stacks do not show it.
 
-        It is the only member with a failed rank, or the only one whose ranks are outside of the
-        collective that the others are in, or whose ranks are in different places from all others'.
+        It is the only member with a failed rank. Otherwise, it is the only member outside of the
+        collective that the others are in, or at places where no other member's ranks are.
         """
         failed = {m.index: m for r, m in self.members.items() if self.texts[r].startswith(protocol.RANK_FAILED)}
         if failed:
@@ -208,7 +209,7 @@ class Stacks:
     def describe(self) -> tuple[str, str]:
         """Return (where each rank is, all stacks within the traceback's limit).
 
-        Ranks that have ended or failed are named first, then those that the others wait for.
+        Ranks that have ended or failed are named first, then ranks that the others wait for.
         """
         over = protocol.RANK_ENDED, protocol.RANK_FAILED
         ranks = sorted(

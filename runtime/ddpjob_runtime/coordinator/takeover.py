@@ -5,7 +5,7 @@ Meanwhile the members continue to train. They report everything that matters in 
 number and size of their round, their rank, and whether their workers are running. The danger is
 that a new coordinator begins a second, concurrent round with the members that have returned so far.
 
-So from the first hello on, no round begins and none is judged (`hold`), until enough is known:
+So from the first hello on, no round begins or is judged (`hold`) until enough is known:
 
 - Every rank of the round is back: the round continues.
 - ADOPT_SECONDS have passed: the round breaks, because of the ranks that did not return.

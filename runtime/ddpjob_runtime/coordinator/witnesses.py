@@ -1,4 +1,4 @@
-"""Decides early that a member's host is cut off, if two witnesses agree and a spare is ready.
+"""Decides early that a member's host is unreachable, if two witnesses agree and a spare is ready.
 
 The server waits 6 s for a silent member, because a network may fail briefly and restarts cost work.
 With a ready spare, little is at stake: the spare takes over, and the silent member becomes the
@@ -9,8 +9,8 @@ spare when it comes back. So a loss is decided within a second if two witnesses 
 - this coordinator's own connection does not acknowledge a heartbeat within CONFIRM_SECONDS.
 
 A report makes the coordinator look at all members, not only at the reported one. If most of them
-are silent, this coordinator is the one that is cut off, and nobody is lost. A spare counts only if
-it acknowledges the heartbeat too. There must be a spare for each lost member; otherwise the
+are silent, this coordinator is the one that is partitioned, and no member is lost. A spare counts
+only if it acknowledges the heartbeat too. There must be a spare for each lost member; otherwise the
 server's limits decide.
 
 A link that is down for less than 0.5 s cannot cause a loss. Both kernels resend every 0.2 s
@@ -60,7 +60,7 @@ class Witnesses:
         self._rests_until = 0.0
 
     def report(self, member: Member, number: int, rank: int, silent: bool) -> None:
-        """Record that a neighbour of this member is silent, or no longer is.
+        """Record that a neighbour of this member is silent, or is heard again.
 
         Raises:
             ValueError: the rank is not a neighbour's.

@@ -143,7 +143,7 @@ def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
                 ", ".join(f"DDPJOB_{name.upper()}" for name in missing)
             )
         )
-    os.environ["DDPJOB_PROTOCOL"] = str(protocol.VERSION)  # of this job's coordinator, for the workers
+    os.environ["DDPJOB_PROTOCOL"] = str(protocol.VERSION)  # the workers read the coordinator's version
     identity: dict[str, Any] = {
         "pod": job.pod,
         "pid": os.getpid(),
@@ -204,7 +204,7 @@ def torchrun(
     if str(parsed.nproc_per_node).isdigit():
         os.environ.setdefault(
             "TORCH_ELASTIC_WORKER_IDENTICAL", "1"
-        )  # the same on all nodes, so a dying node cannot block an exchange of sizes
+        )  # all nodes have the same number, so a dying node cannot block an exchange
     client.wait_welcome()
     if client.done:
         return
@@ -277,7 +277,7 @@ def fetch_data(data: Any, client: MemberClient, shutdown: Shutdown) -> None:
 
 
 def warm_up() -> tuple[Any, str]:
-    """Return (the process that forks workers, the reason if there is none).
+    """Return (fork server or None, why workers cannot be forked).
 
     An image without torch fails later, when torchrun is imported.
     """
@@ -295,7 +295,7 @@ def warm_up() -> tuple[Any, str]:
 
 
 def processes_per_node() -> int:
-    """Return the number in torchrun's options, or 1 if they name a device type."""
+    """Return --nproc-per-node, or 1 if it is not a number."""
     found = re.findall(r"--nproc[-_]per[-_]node[= ](\d+)", torchrun_options())
     return int(found[-1]) if found else 1
 

@@ -1,5 +1,18 @@
 """torchrun's elastic agent, driven by the coordinator: reports failures and obeys `restart`.
 
+torchrun alone would restart its workers when it sees a failure, wait 30 s for a hung one, and leave
+children behind. Here the coordinator decides, and the workers of a round are gone before the next:
+
+- A worker's failure is reported at once, with its error file. Workers that this launcher ended are
+  not reported, because their errors are consequences.
+- `restart` ends all workers and their sessions: SIGTERM, SIGKILL after the grace period, and then a
+  wait until the kernel has removed them, because they may hold the device. A planned restart has
+  the pod's grace period, so that workers can save.
+- A worker that exits with EXIT_STEPPED_ASIDE saved. Its node waits for the node's other workers.
+
+Example: rank 5 fails on node 1. Node 1 reports its ValueError and ends its other workers; nodes 0
+and 2 get `restart`, end theirs within 0.3 s (Fast), and all three send `ready`.
+
 It overrides or calls these parts of torch.distributed.elastic (2.6 and later): `_rendezvous`,
 `_start_workers`, `_stop_workers`, `_monitor_workers` and `_exit_barrier` of LocalElasticAgent;
 `close`, `pids` and `error_files` of the worker context; the error-file parsing of ProcessFailure.
@@ -65,8 +78,8 @@ RESTART_GRACE = {Mode.STANDARD: 2.0, Mode.FAST: 0.3}
 class CoordinatedAgent(LocalElasticAgent):
     """torchrun's agent for one launcher.
 
-    `parameters()` returns the parameters of torchrun's own rendezvous (mode Standard). The other
-    arguments are those that torchrun gives its agent.
+    `parameters()` returns the parameters of torchrun's own rendezvous (mode Standard). The
+    remaining arguments come from torchrun.
     """
 
     def __init__(
@@ -85,7 +98,7 @@ class CoordinatedAgent(LocalElasticAgent):
         self._remaining_restarts: int
         self._grace = RESTART_GRACE[mode]
         self._ended: dict[int, int] = {}  # local rank -> exit code, of workers that we did not end
-        self._ending: dict[int, int] = {}  # the same for workers whose program ended before their process
+        self._ending: dict[int, int] = {}  # the same, if the program ended before its process
         self._oom_kills = 0
         self._activity = stacks.Activity()
         shutdown.stop_workers = self._stop_for_good
@@ -153,7 +166,7 @@ class CoordinatedAgent(LocalElasticAgent):
         self._ending = {r: code for r, code in left.items() if code is not None and r not in self._ended}
 
     def _let_step_aside(self, handlers: Any) -> None:
-        """Wait for this node's other workers, which may still be saving."""
+        """Give this node's other workers time to end, because they may still be saving."""
         deadline = time.monotonic() + self._node_shutdown.grace_seconds
         while time.monotonic() < deadline and any(h.proc.poll() is None for h in handlers.values()):
             time.sleep(0.05)
@@ -190,7 +203,7 @@ class CoordinatedAgent(LocalElasticAgent):
         super()._stop_workers(worker_group, *args, **kwargs)
 
     def _hurry(self, number: int) -> None:
-        """End a planned restart's grace period, because a peer that had to save too is gone."""
+        """Kill the workers of a planned restart, because a lost peer keeps them from saving."""
         if number == self._round and self._pcontext is not None:
             _kill_sessions(self._pcontext, spare_trackers=True)
 
@@ -342,7 +355,7 @@ def _ask_to_end(handler: Any, number: signal.Signals) -> None:
     try:
         pid = handler.proc.pid
         alone = stacks.catches(pid, number) and Path(f"/proc/{pid}/exe").samefile("/proc/self/exe")
-    except OSError:  # no /proc, no such process, or one whose program is hidden
+    except OSError:  # no /proc, no such process, or a hidden program
         alone = False
     if alone:
         os.kill(handler.proc.pid, number)
@@ -351,11 +364,10 @@ def _ask_to_end(handler: Any, number: signal.Signals) -> None:
 
 
 def _kill_sessions(context: Any, spare_trackers: bool) -> set[int]:
-    """Send SIGKILL to leftover worker processes. Return those that have not ended yet.
+    """Send SIGKILL to leftover worker processes. Return the pids that have not ended yet.
 
-    Every worker leads its own session. `spare_trackers`: do not kill Python's resource trackers.
-    They end after their users, and unlink the shared memory and semaphores that killed processes
-    leave in /dev/shm.
+    Every worker leads its own session. `spare_trackers`: do not kill Python's resource trackers. A
+    tracker ends after its users, and unlinks what killed processes leave in /dev/shm.
     """
     left = set()
     for pid in _processes_of(set(context.pids().values())):
@@ -454,7 +466,7 @@ def send_failure(
 
 
 def signal_name(code: int) -> str | None:
-    """Return the name of the signal that ended a process; None if none did."""
+    """Return the name of the signal that ended a process; None if it ended by itself."""
     if code >= 0:
         return None
     try:
@@ -481,7 +493,7 @@ class ErrorFile:
 def read_error_file(path: str) -> ErrorFile:
     """Read torchrun's error file.
 
-    The time is the file's modification time, because the recorded one has only whole seconds.
+    The time is the file's modification time, because the recorded time has only whole seconds.
     """
     file = Path(path)
     if not file.is_file():

@@ -16,7 +16,7 @@ class InitFailure(Exception):
 
 
 def check_script(script: str) -> None:
-    """Check that `python SCRIPT` has a file, or a folder or archive with a __main__.py."""
+    """Check that SCRIPT is a file, or a folder or archive with a __main__.py."""
     path = Path(script)
     where = f"{script!r} (working directory {Path.cwd()})"
     unreadable = f"script {where} cannot be read by user {os.getuid()}: change its permissions, or those of its folders"
@@ -46,7 +46,7 @@ def check_command(command: str) -> None:
 
 
 def check_module(name: str) -> None:
-    """Check that `python -m NAME` has a module, or a package with a __main__ module.
+    """Check that `python -m NAME` finds a module, or a package with a __main__ module.
 
     Parent packages are not imported.
     """

@@ -1,4 +1,22 @@
-"""The launcher's connection to the coordinator, which threads keep alive and renew."""
+"""The launcher's connection to the coordinator, which threads keep alive and renew.
+
+A round continues without its coordinator, so a broken connection must neither end the workers nor
+lose what the coordinator has to know.
+
+- The name is resolved at each attempt, because a new coordinator has a new address. Before a hello,
+  the coordinator proves that it knows the job's token.
+- Lines that cannot be sent wait for the next welcome. Notes are part of every hello. Failures of
+  the current round are sent again to the same coordinator, because a link may lose them.
+- In Standard, a node gives up after RECONNECT_SECONDS. In Fast, a node with workers never does; one
+  without workers gives up after torchrun's join timeout.
+- In Fast, a coordinator that was replaced may still run. So `_look` checks whether the name leads
+  to a later coordinator, and `_place` never goes back.
+
+Example, in Fast: the coordinator's pod is replaced. The connection breaks, attempts fail for 8 s,
+and the hello to the new pod says "round 7, rank 2, Running". The workers have not noticed anything.
+
+Why: docs/decisions/0008.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +38,8 @@ from ddpjob_runtime.protocol import FromMember, MemberState, Mode, ToMember
 
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 10.0
-"""How often to check whether the coordinator's name leads to a later coordinator. One that was
-replaced because its kubelet is dead or its host is unreachable may still run and send."""
+"""How often to check whether the coordinator's name leads to a later coordinator. If a coordinator
+was replaced because its host was unreachable, it may still run and send."""
 FIRST_SECONDS = 60.0
 """Time without a coordinator after which attempts become less frequent."""
 MAX_UNSENT = 1000
@@ -70,7 +88,7 @@ class MemberClient:
         coordinator that they were sent to."""
         self._thread = threading.Thread(target=self._guard, args=(self._keep,), name="ddpjob-client", daemon=True)
         self._closing = False
-        self._refusal = ""  # why the connected coordinator is not this pod's
+        self._refusal = ""  # why the connected coordinator does not belong to this pod
         self._position: dict[str, Any] = {}  # round, rank, world and state, from the first round on
         self._ready: dict[str, Any] | None = None  # the last `ready` that was sent, until its round begins
         self._go: dict[str, Any] | None = None
@@ -81,7 +99,7 @@ class MemberClient:
         self.why = ""
         self.on_hurry: Callable[[int], None] = lambda number: (
             None
-        )  # a planned restart has lost a member, so no rank can save
+        )  # a planned restart has lost a member, so ranks cannot save
         self.on_dump: Callable[[int], None] = lambda number: None
         self.on_look: Callable[[int, bool], None] = lambda number, record: None
         self.neighbours: Neighbours | None = None
@@ -101,7 +119,7 @@ class MemberClient:
     # ---- for the agent
 
     def wait_welcome(self, seconds: float | None = None) -> bool:
-        """Wait until this node is admitted or the coordinator reports that nothing is left to do"""
+        """Wait until this node is admitted, or the coordinator reports that the job is done."""
         with self.changed:
             return self.changed.wait_for(lambda: self.welcomed or self.done, seconds)
 
@@ -134,9 +152,9 @@ class MemberClient:
     def wait_go(self, host: str, port: int, check: int = 0) -> dict[str, Any] | None:
         """Report that this node can begin a round, and return the coordinator's `go`.
 
-        Returns None if nothing is left to do. `port`: port of the store that this node would host
-        as rank 0; 0 if it would not. `check`: how many seconds the round may check its links first;
-        0: this node does not request a check.
+        Returns None if the job is done. `port`: port of the store that this node would host as rank
+        0; 0 without a store. `check`: seconds for which the round may check its links first; 0:
+        this node does not request a check.
         """
         with self.changed:
             self._go, self._idle_since = None, time.monotonic()
@@ -191,7 +209,7 @@ class MemberClient:
     def _keep_failure(self, verb: str, fields: dict[str, Any]) -> None:
         """Keep a failure that was sent, because a broken link accepts lines that never arrive.
 
-        Without this report, its peers' errors would be blamed.
+        Without this report, the errors of other nodes would be blamed.
         """
         if verb == FromMember.FAILURE:
             self._failures.append((self._place, fields))
@@ -205,10 +223,9 @@ class MemberClient:
     def _write_all_kept(self) -> None:
         """Send the waiting lines, and resend failures that this coordinator may have missed.
 
-        It recognizes failures that it knows. They are not sent to a different coordinator, which
-        could take them for a new break although the operator has already counted it. They are
-        resent once in full, and once without their long parts, because a link may lose only large
-        packets.
+        The coordinator recognizes failures that it knows. A different coordinator does not get
+        them, because it could count the same break again. Failures are resent once in full, and
+        once without their long parts, because a link may lose only large packets.
         """
         failures, self._failures = self._failures, []
         for place, fields in failures:
@@ -275,7 +292,7 @@ class MemberClient:
                 over, why, welcomed = self._read(stream)
                 if over or self._closing:
                     return
-                if welcomed:  # do not retry a stranger's coordinator, or one that admits nobody, forever
+                if welcomed:  # a coordinator that does not welcome this node is not retried forever
                     missed_since, known, pause = time.monotonic(), True, 0.05
             time.sleep(pause * chance.uniform(0.5, 1.5))
             pause = min(pause * 1.5, 1.0 if time.monotonic() < missed_since + FIRST_SECONDS else 5.0)
@@ -363,7 +380,7 @@ class MemberClient:
         parts = "coordinator", *nonces, str(generation), str(attempt)
         if not protocol.is_sealed(answer.get("proof"), self._token, *parts):
             raise ConnectionError("the coordinator there does not know this job's token (DDPJOB_TOKEN)")
-        if not isinstance(generation, int) or not isinstance(attempt, int):  # a relay that has quoted the numbers
+        if not isinstance(generation, int) or not isinstance(attempt, int):  # a relay may quote them
             raise ConnectionError("its generation or its attempt is not a number")
         return nonces, (generation, attempt)
 
@@ -390,7 +407,7 @@ class MemberClient:
                 continue  # not a coordinator of this job
             if place[0] > self._identity.get("generation", place[0]):
                 self._leave_generation(place[0])
-                return  # its other addresses do not count as a second sighting
+                return  # its other addresses do not count as the second time
             if place > self._place:
                 self._move(stream, place)
                 return

@@ -1,9 +1,19 @@
 """The launcher's part of `spec.preflight`: runs the checks and finds the faulty node.
 
 A new pod checks its own node before it is ready. With scope Group, a new pod's first round begins
-with a link check. All nodes do an all-reduce together; only if it fails, pairs of neighbours in a
-ring do. The results are collected in the round's store. Rank 0 judges, and all nodes obey its
-verdict.
+with a link check, in stages. Each later stage is needed only if the first has failed:
+
+1. `group`: all nodes do an all-reduce together. If it passes, training begins.
+2. `alone`: the ranks of each node do one, if a node has several.
+3. `pairs0` to `pairs2`: neighbours in a ring do one, so that each link is tried once.
+
+A node fails if its own ranks fail, or both of its links. If only one link fails, either end may be
+at fault: then one of them ends with an ordinary failure, and no node is named.
+
+Example, 4 nodes: the all-reduce fails. Pairs (0, 1) and (2, 3) are tried, then (1, 2) and (3, 0).
+The pairs (0, 1) and (1, 2) fail, so the node of rank 1 is the culprit and ends as unfit.
+
+The results are collected in the round's store. Rank 0 judges, and all nodes obey its verdict.
 """
 
 from __future__ import annotations
@@ -113,7 +123,7 @@ class HardwareCheck:
         return {"problem": f"the check ended with exit code {self._process.returncode} in: {step}"}
 
     def kill(self) -> None:
-        """Kill it, whatever it is doing."""
+        """Kill the process, whatever it is doing."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # If a driver blocks it, leave it behind.
@@ -143,7 +153,7 @@ class NodePreflight:
         self._until = time.monotonic() + known.seconds
 
     def node_problem(self, cancelled: Cancelled) -> str:
-        """Wait for the check. Return what is wrong with this node; empty if nothing is.
+        """Wait for the check. Return what is wrong with this node; empty if it passed.
 
         Raises Abandoned.
         """
@@ -298,7 +308,7 @@ class LinkVerdict:
 def stages(world: int, procs: int) -> Iterator[tuple[str, list[Group]]]:
     """Yield the stages in order, as (name, groups of nodes).
 
-    No node is in two groups of a stage.
+    A node is in at most one group of a stage.
     """
     yield "group", [tuple(range(world))]
     if procs > 1 and world > 1:
@@ -315,8 +325,8 @@ def stages(world: int, procs: int) -> Iterator[tuple[str, list[Group]]]:
 def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]], least: float) -> LinkVerdict | None:
     """Return the verdict after these stages, or None if the next one is needed.
 
-    A culprit fails alone, or together with both of its neighbours in the ring while others pass. Of
-    consecutive nodes, only as many are named as needed to explain the failures; the next check
+    A culprit fails alone, or together with both of its neighbours in the ring while others pass.
+    Only as many consecutive nodes are named as are needed to explain the failures. The next check
     tests the others again.
     """
     group = results["group"]
@@ -358,8 +368,9 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]
 
 
 def _middles(world: int, group: Mapping[int, NodeResult], broken: Mapping[Group, str]) -> dict[int, str]:
-    """Return every second node in a row of broken links, from the first with two broken links
-    on.
+    """Return every second node in each row of broken links.
+
+    A row begins with the first node whose two links are both broken.
     """
     culprits: dict[int, str] = {}
     start = next(rank for rank in range(world) if not _broken(broken, world, rank - 1))

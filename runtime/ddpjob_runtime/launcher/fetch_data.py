@@ -5,8 +5,18 @@
     .ddpjob-part-HASH         an object that is being fetched
     .ddpjob-lock              held by the fetching pod; the kernel releases it when the pod ends
 
-All pods that mount the folder wait for the lock. The first one fetches, and the others find
-everything there.
+All pods that mount the folder wait for the lock. The first pod fetches, and the others find
+everything there. A pod that starts again with the same folder downloads only what has changed:
+
+- The bucket is listed. An object counts as there if the record has its ETag, and the file still has
+  the recorded size and time. Recorded files that the bucket no longer has are deleted.
+- THREADS threads download the missing objects, and continue partial downloads of this boot.
+- A part is renamed only if its size and checksums match. After WRONG_TRIES, the job fails.
+- Outages of the bucket are retried without a limit. A full disk makes the node unfit, so that the
+  operator can use a different one. If the bucket changes meanwhile, it is listed again.
+
+Example: the pod is killed at 60 of 100 objects. Its successor lists the bucket, finds 60 objects in
+the record, reads the partial downloads for their checksums, and continues them.
 """
 
 from __future__ import annotations
@@ -308,7 +318,7 @@ class Fetch:
         raise BucketRefusal(f"{self._url}/{remote.name}: {problem}, {WRONG_TRIES} times: the object is damaged there")
 
     def _fill(self, reader: Reader, remote: Remote, part: Path) -> str:
-        """Complete the part. Return what is wrong with it; empty if nothing is.
+        """Complete the part. Return what is wrong with it; empty if it is correct.
 
         Raises Away, Changed, BucketRefusal, OSError.
         """
@@ -324,7 +334,7 @@ class Fetch:
                     headers, pieces = reader.open(remote, counted)
                     sums.expect(headers)
                     with self._lock:
-                        self._problem = ""  # Set here already, because the object may take hours.
+                        self._problem = ""  # Already here, because the object may take hours.
                     for piece in pieces:
                         if counted + len(piece) > remote.size:
                             reader.close()
@@ -402,7 +412,7 @@ class Fetch:
     def _say(self, text: str) -> None:
         """Log `text` twice a minute.
 
-        Report it to the coordinator after another 5 %, or if the problem has changed.
+        Report it to the coordinator after each 5 %, or when the problem changes.
         """
         now = time.monotonic()
         if now - self._logged >= LOG_SECONDS:
@@ -431,11 +441,11 @@ class Sums:
         self._crc32 = zlib.crc32(piece, self._crc32)
 
     def expect(self, headers: Mapping[str, str]) -> None:
-        """Set the headers, which have the whole object's checksums."""
+        """Set the response's headers, which contain the whole object's checksums."""
         self._headers = headers
 
     def problem(self) -> str:
-        """Return what differs; empty if nothing does.
+        """Return which checksum differs; empty if all match.
 
         The ETag is the MD5 of an object uploaded in one part, unless a customer's key encrypts the
         object.

@@ -221,7 +221,7 @@ class ForkServer:
             event = json.loads(line)
             if "number" in event:
                 self._started[event["number"]] = event.get("problem") or event["pid"]
-                self._ended.pop(event["pid"], None)  # Such an end would belong to an earlier worker with the same pid.
+                self._ended.pop(event["pid"], None)  # an earlier worker had this pid
             elif "importing" in event:
                 self._importing = event["importing"]
             elif "ready" in event:
@@ -386,7 +386,7 @@ def _import(modules: list[str], orders: socket.socket) -> str:
 def _import_compiler(orders: socket.socket) -> None:
     """Import the compiler while no worker is requested.
 
-    Refuse to serve if forks do not survive that.
+    Refuse to serve if forked processes do not survive that.
     """
     try:
         with _remove_traces():
@@ -400,12 +400,12 @@ def _import_compiler(orders: socket.socket) -> None:
                 orders,
                 ready=f"{why} when torch._dynamo is imported in this image, and forked processes do not survive that",
             )
-    except OSError as error:  # The script has too many processes now, but running workers must not end because of that.
+    except OSError as error:  # Too many processes, which must not end the running workers.
         _send(orders, ready=f"it is unknown whether a forked process survives torch._dynamo: {error}")
 
 
 def _find_obstacle() -> str:
-    """Return what in this process does not survive a fork; empty if nothing.
+    """Return what in this process does not survive a fork; empty if everything does.
 
     Raises OSError if the process cannot fork at all.
     """
@@ -461,7 +461,7 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
         _send(orders, number=order["number"], pid=0, problem=str(error))
         return
     if pid == 0:
-        os.setsid()  # as torchrun's workers
+        os.setsid()  # torchrun's workers have their own sessions too
         signal.set_wakeup_fd(-1)
         for number in (*ENDING_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
@@ -470,7 +470,7 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
             os.close(end)
         _become(order, parent)
     os.close(writer)
-    os.read(reader, 1)  # It now has its session and handles signals, or has ended, so the launcher may signal it.
+    os.read(reader, 1)  # The worker now has its session and handles signals, or has ended.
     os.close(reader)
     _send(orders, number=order["number"], pid=pid)
 
@@ -478,7 +478,7 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
 def _become(order: dict[str, Any], parent: int) -> NoReturn:
     """Become the worker.
 
-    Everything is as worker.py finds it in a new interpreter, except that torch is imported.
+    worker.py finds everything as in a new interpreter, except that torch is imported.
     """
     code = 1
     try:
@@ -487,7 +487,7 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
         os.environ.clear()
         os.environ.update(environment)
         if not (os.environ.get("PYTHONFAULTHANDLER") or "faulthandler" in sys._xoptions or sys.flags.dev_mode):
-            faulthandler.disable()  # the launcher's
+            faulthandler.disable()  # the launcher has enabled it
         _redirect(order)
         _renew_libraries()
         shared = set(sys.modules)
@@ -495,7 +495,7 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
         # The worker itself hides torch after hooking into the existing optimizers to count steps.
         code = _exit_code_of(lambda: worker.run(order["words"], lambda: hide_torch(TORCH_PATHS)))
         _finalize(shared)
-        del runtime  # hidden so that the program could not import it, but kept alive until here
+        del runtime  # hidden from the program, but kept alive until here
     finally:
         if code == -signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,8 +1,8 @@
 """Applies variables that a script sets before `import torch`, although torch is already imported.
 
-In a worker that was forked with torch imported, torch is hidden until the program imports it. Then
-variables that torch had already read are read again if possible, and a line on stderr names the
-rest.
+In a worker that was forked with torch imported, torch is hidden until the program imports it. At
+the import, variables that torch had already read are read again if possible, and a line on stderr
+names the others.
 """
 
 from __future__ import annotations

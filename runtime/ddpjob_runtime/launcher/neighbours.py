@@ -1,16 +1,17 @@
-"""Each node watches the nodes next to it in rank order, to notice a host that is cut off.
+"""Watches the nodes before and after this one in rank order, to notice an unreachable host.
 
 A host without power or network sends nothing, and neither does a process that is stopped for a few
-seconds. To wait and see makes all other nodes wait. But the kernel of a living host acknowledges
-bytes even for a stopped process (`acknowledgements`), and that shows the difference at once.
+seconds. While it is unknown which of the two has happened, all other nodes wait. But the kernel of
+a live host acknowledges bytes even for a stopped process (`acknowledgements`).
 
 So the nodes of a round form a ring. Each connects to the next one, and both ends of a connection
 send a byte every TICK_SECONDS, once the last one is acknowledged. An end whose byte is not
-acknowledged for SILENT_SECONDS reports that to the coordinator. It reports again when the byte is.
-A node has two such connections in a job of any size, and the coordinator has no work with them.
+acknowledged for SILENT_SECONDS reports that to the coordinator. It reports again when the byte is
+acknowledged. A node has two such connections in a job of any size, and they cost the coordinator
+nothing.
 
-A single connection may break for other reasons. So the coordinator also asks its own connection to
-the member before it decides (`coordinator/witnesses.py`).
+A single connection may break for other reasons. So the coordinator also checks its own connection
+to the member before it decides (`coordinator/witnesses.py`).
 
 Example with 8 nodes, when the host of rank 3 loses its network:
 
@@ -46,7 +47,7 @@ TICK_SECONDS = 0.1
 SILENT_SECONDS = 0.5
 """A neighbour whose kernel has acknowledged nothing for this long is reported."""
 REPEAT_SECONDS = 1.0
-"""How often it is reported again, in case a report was lost."""
+"""How often a silent neighbour is reported again, in case a report was lost."""
 STALL_SECONDS = 0.5
 """If a tick is this late, this process or its host was stopped, and the measurement begins again.
 """
@@ -139,10 +140,11 @@ class _Link:
 
 
 class Neighbours:
-    """Watches the neighbours of one round after the other.
+    """Watches the neighbours of each round in turn.
 
-    `report(round, rank, silent)` is called when a neighbour has become silent, every REPEAT_SECONDS
-    while it is, and when it no longer is. `host`: the address to listen on. Raises OSError.
+    `report(round, rank, silent)` is called when a neighbour becomes silent, every REPEAT_SECONDS
+    while it is silent, and when it is heard again. `host`: the address to listen on. Raises
+    OSError.
     """
 
     def __init__(self, host: str, token: str, report: Callable[[int, int, bool], None]) -> None:
@@ -190,14 +192,14 @@ class Neighbours:
         self._accept(now)
         if place is None:
             return
-        with contextlib.suppress(OSError):  # Such as too many open files.
+        with contextlib.suppress(OSError):  # For example, too many open files.
             self._connect(place, now)
         for link in list(self._links):
             if link in self._links:  # It has not been replaced in this tick.
                 self._attend(link, place, now, stalled)
 
     def _attend(self, link: _Link, place: RingPlace, now: float, stalled: bool) -> None:
-        """Serve a connection, and close it if it is of no use."""
+        """Serve a connection, and close it if it cannot be used."""
         try:
             if self._serve(link, place, now, stalled):
                 return
@@ -240,7 +242,7 @@ class Neighbours:
     # ---- one connection
 
     def _serve(self, link: _Link, place: RingPlace, now: float, stalled: bool) -> bool:
-        """Read, greet and beat. Return False if the connection is of no use. Raises OSError."""
+        """Read, greet and beat. Return False if the connection cannot be used. Raises OSError."""
         if not link.has_greeted:
             return self._greet(link, place) or now < link.until
         with contextlib.suppress(BlockingIOError):

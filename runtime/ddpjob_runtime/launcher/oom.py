@@ -1,4 +1,4 @@
-"""Detects whether the kernel has killed this container's processes at its memory limit."""
+"""Detects whether the kernel has killed processes of this container at its memory limit."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ LONGEST_PAUSE = 0.5
 """Longest pause between checks for a missing key. A store's own wait could not be interrupted when
 the round is over."""
 VERDICT_SECONDS = 30.0
-"""How long a round may take to end once a check has found a faulty node, which exits then."""
+"""How long a round may take to end once a check has found a faulty node, which then exits."""
 CAME_APART = (RendezvousClosedError, RendezvousTimeoutError, dist.DistStoreError)
 """Errors after which the coordinator forms a new round, because a node died before the round was
 complete."""
@@ -130,14 +130,14 @@ class CoordinatedRendezvous(RendezvousHandler):
         raise RendezvousClosedError(verdict.failed)
 
     def _offer(self) -> int:
-        """Return the port of the store that this node would host as rank 0; 0 if none."""
+        """Return the port of the store that this node would host as rank 0; 0 without a store."""
         raise NotImplementedError
 
     def _join(self, go: dict[str, Any]) -> Any:
         """Form this round's group. Raises one of CAME_APART if that fails."""
         raise NotImplementedError
 
-    # ---- what torchrun asks as well
+    # ---- other methods that torchrun calls
 
     @property
     def use_agent_store(self) -> bool:

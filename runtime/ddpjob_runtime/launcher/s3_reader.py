@@ -286,7 +286,7 @@ class Reader:
 
     def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         while True:
-            piece = self._read(response.read1, PIECE)  # Not a whole piece, which takes minutes on a slow connection.
+            piece = self._read(response.read1, PIECE)  # `read` may take minutes on a slow connection.
             if not piece:
                 response.close()  # Before Python 3.13, it stays open and blocks the connection's next request.
                 return

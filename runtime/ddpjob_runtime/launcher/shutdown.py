@@ -1,4 +1,13 @@
-"""The launcher's only exit path: ends the workers, records the reason, and runs only once."""
+"""Ends the launcher: its only exit path, which records the reason and runs only once.
+
+Signals, the coordinator's `stop`, a lost coordinator and errors may all end the launcher, on
+different threads and at the same time. The first caller decides the exit code, and the others
+sleep. The order is fixed: announce the departure, end the workers, close the connection, clean up,
+write the termination log. A failing step does not prevent the next ones.
+
+Example: SIGTERM arrives while a worker fails. The launcher sends `leaving`, gives the workers the
+grace period, and exits with 143. The agent, which has seen the failure, blocks in `block_if_begun`.
+"""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ from ddpjob_runtime.launcher.shutdown import log
 NONE = "(this rank has written no stack)"
 WRITING_SECONDS = 1.0
 IDLE_SWITCHES, IDLE_SHARE = 20, 0.02
-"""A worker whose main thread wakes up less often, and which uses a smaller share of a core, is
-idle."""
+"""A worker is idle if its main thread wakes up less often and it uses a smaller share of a core."""
 ENVIRONMENT = "DDPJOB_STACKS_DIR"
 PREFIX = "ddpjob-worker-stacks-"
 
@@ -38,7 +37,7 @@ def prepare() -> None:
                 descriptor = _lock(old)
                 shutil.rmtree(old)
                 os.close(descriptor)
-        made = Path(tempfile.mkdtemp(prefix="new-" + PREFIX))  # no other launcher removes this name before the lock
+        made = Path(tempfile.mkdtemp(prefix="new-" + PREFIX))  # other launchers do not remove this name
         prepare.lock = _lock(made)  # type: ignore[attr-defined]
         os.environ[ENVIRONMENT] = str(made.rename(made.with_name(made.name[len("new-") :])))
     except OSError as error:

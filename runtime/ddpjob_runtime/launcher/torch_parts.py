@@ -1,8 +1,7 @@
 """The private parts of torch that the launcher replaces or uses, and a check that they exist.
 
-torchrun has no hooks for a custom agent, so the launcher replaces five of its names, each with a
-function in this module and nowhere else. All have existed since torch 2.6, the oldest supported
-version.
+torchrun has no hooks for a custom agent, so the launcher replaces five of its names, only through
+functions of this module. All have existed since torch 2.6, the oldest supported version.
 
     torch.distributed.                                  replaced, so that
     launcher.api.LocalElasticAgent                      the coordinator controls the agent

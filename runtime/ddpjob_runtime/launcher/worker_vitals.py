@@ -1,8 +1,8 @@
 """Reads from /proc what workers have done since the last look, and what they wait for.
 
-A worker is judged with all processes of its session, because a data loader's processes or a
-program that it started may do its work. What the kernel does not show counts as nothing done: the
-stacks still have to be equal, and the coordinator compares several looks (`standstill` there).
+A worker is judged with all processes of its session, because a data loader's processes or a program
+that it started may do its work. What the kernel does not show counts as nothing done. That is safe,
+because the stacks must also be equal, and the coordinator compares several looks (`standstill`).
 
     stat         processor time, and whether a process is stopped (T) or waits in the kernel (D)
     io           bytes read and written through files and pipes
@@ -56,10 +56,11 @@ ON_NAMES = {
 }  # fmt: skip
 SLEEPS = {"x86_64": (35, 230), "aarch64": (101, 115)}
 SELECTS = {"x86_64": (23, 270), "aarch64": (72,)}
-"""A sleep too, if it waits for no files."""
+"""These calls are sleeps too if they wait for no files."""
 
 DIAGNOSE, OF_FAMILY, DUMP, DONE, ERROR = 4, 20, 0x301, 3, 2
-"""Numbers of netlink: the protocol, the request, its flags, and the types of the last messages."""
+"""Netlink's numbers for the protocol, the request, its flags, and the types of the last
+messages."""
 MESSAGE, LENGTH_OF_SOCKET, INODE_AT = struct.Struct("=IHHII"), 72, 68
 INFO, RECEIVED_AT = 2, 120
 """The attribute with TCP's counters, and where the acknowledged and received bytes are in it."""
@@ -108,7 +109,7 @@ def read_vitals(workers: Iterable[int]) -> dict[int, Vitals]:
 def _add(vitals: Vitals, folder: Path, fields: list[bytes], transferred: Mapping[str, int]) -> None:
     vitals.processes.add(int(folder.name))
     vitals.cpu += sum(map(int, fields[11:15])) / TICKS
-    with contextlib.suppress(OSError):  # Of a different user.
+    with contextlib.suppress(OSError):  # The process belongs to a different user.
         for line in (folder / "io").read_text().splitlines():
             name, _, value = line.partition(": ")
             vitals.bytes += int(value) if name in COUNTED else 0

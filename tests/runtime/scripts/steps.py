@@ -1,4 +1,6 @@
-"""A plain distributed script without @record: each step is a sum over all ranks; flags order faults, once in a job."""
+"""A plain distributed script without @record. Each step is a sum over all ranks. Flags request
+faults, once per job.
+"""
 
 import argparse
 import os
@@ -27,7 +29,7 @@ asked_to_end = False
 
 
 def once(name: str) -> bool:
-    """True the first time in this job."""
+    """Return True the first time in this job."""
     try:
         (OUT / name).touch(exist_ok=False)
     except FileExistsError:
@@ -36,7 +38,7 @@ def once(name: str) -> bool:
 
 
 def trainer():
-    """A function that makes one optimizer step under DDP."""
+    """Return a function that makes one optimizer step under DDP."""
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -49,20 +51,22 @@ def trainer():
 
 
 def agreed() -> tuple[bool, bool]:
-    """Whether any rank was asked to end, and whether any has seen the file "enough"; also the step's collective."""
+    """Whether any rank was asked to end, and whether any has seen the file "enough". This is also
+    the step's collective.
+    """
     flags = torch.tensor([float(asked_to_end), float((OUT / "enough").exists())])
     dist.all_reduce(flags)
     return bool(flags[0]), bool(flags[1])
 
 
 def on_sigterm(number: int, frame: object) -> None:
-    """Remember it; the step's end acts on it."""
+    """Record the signal. The end of the step acts on it."""
     global asked_to_end
     asked_to_end = True
 
 
 def faults(args: argparse.Namespace, step: int) -> None:
-    """What was ordered for this step."""
+    """Carry out the faults requested for this step."""
     if step == args.raise_at and (args.always or once("raised")):
         raise ValueError(f"made to fail at step {step}")
     if step == args.exit_at and once("exited"):
@@ -72,13 +76,13 @@ def faults(args: argparse.Namespace, step: int) -> None:
 
 
 def wait_for_ever() -> None:
-    """What a deadlock looks like."""
+    """Hang as in a deadlock."""
     while True:
         time.sleep(1)
 
 
 def main() -> None:
-    """Step, and write down when."""
+    """Make a step and record its time."""
     args = parser.parse_args()
     if args.trap:
         signal.signal(signal.SIGTERM, on_sigterm)
@@ -100,7 +104,7 @@ def main() -> None:
             if enough:
                 break
             time.sleep(args.sleep)
-    time.sleep(0.1)  # Gloo's thread frees the last tensors; the end of the group does not let it, and waits for it.
+    time.sleep(0.1)  # Gloo's thread frees the last tensors. destroy_process_group waits for it without letting it run.
     dist.destroy_process_group()
     if rank == args.rank:
         time.sleep(args.late if once("late") else 0)

@@ -1,4 +1,4 @@
-"""A disk or a bucket as slow as ranks that waited for it in a collective could not bear."""
+"""A disk or a bucket so slow that a collective in which ranks waited for it would time out."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from machine import slowness
 
 
 class Slow:
-    """Makes of a function one that begins only when the ranks have agreed three times that it takes longer.
+    """Return a function that begins only after the ranks have agreed three times to wait longer.
 
-    A call fails where nobody agrees while it waits. `ended` counts the calls that have not.
+    A call fails if the ranks do not agree while it waits. `ended` counts the other calls.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +31,7 @@ class Slow:
         def slowly(*given: Any) -> Any:
             enough, until = self._agreed + 3, time.monotonic() + 20 * slowness()
             while self._agreed < enough:
-                assert time.monotonic() < until, "the ranks do not agree meanwhile that it takes longer"
+                assert time.monotonic() < until, "the ranks did not agree meanwhile to wait longer"
                 time.sleep(0.01)
             self.ended += 1
             return act(*given)

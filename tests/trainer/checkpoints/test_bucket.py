@@ -41,7 +41,7 @@ def begun(store: Any) -> Bucket:
     return made
 
 
-def test_what_is_published_is_fetched(store: Any, tmp_path: Path) -> None:
+def test_a_published_checkpoint_can_be_fetched(store: Any, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     bucket = begun(store)
     assert bucket.entries() == []
@@ -61,14 +61,14 @@ def test_an_interrupted_upload_is_deleted_by_the_next_incarnation(store: Any, tm
     obstore.put(store, "data/000000001-000000009-0123abcd/step-000000009.pt", b"half")
     assert [one.step for one in Bucket(store, "s3://b/p").entries()] == [5]
     bucket.sweep()
-    assert any("000000009-0123abcd" in key for key in keys(store)), "its own may be in progress"
+    assert any("000000009-0123abcd" in key for key in keys(store)), "its own upload may be in progress"
     second = begun(store)
     second.sweep()
     assert not any("0123abcd" in key for key in keys(store))
     assert second.entries() == [Stored(1, 5)]
 
 
-def test_while_a_file_is_uploaded_and_after_that_failed_nothing_is_complete(
+def test_a_checkpoint_is_incomplete_during_an_upload_and_after_a_failed_one(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket, put, seen = begun(store), obstore.put, []
@@ -85,10 +85,10 @@ def test_while_a_file_is_uploaded_and_after_that_failed_nothing_is_complete(
     assert seen == [[]] and bucket.entries() == []
 
 
-def test_what_is_completed_while_an_older_incarnation_sweeps_stays(
+def test_a_checkpoint_completed_while_an_older_incarnation_sweeps_is_kept(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two lists the second had it: it was taken for one that had been overtaken."""
+    """Regression: only the second of two listings had it, so it counted as superseded."""
     old, new, listed = begun(store), begun(store), Bucket._listed
     old.publish(saved(tmp_path, 100), 100)
 
@@ -104,8 +104,10 @@ def test_what_is_completed_while_an_older_incarnation_sweeps_stays(
     assert new.fetch(Stored(2, 90), tmp_path).read_bytes() == b"weights"
 
 
-def test_files_of_tries_that_have_failed_are_swept(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each try of a folder has a place of its own: those of a line that fails now and then filled the bucket."""
+def test_files_of_failed_attempts_are_swept(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt for a folder has a separate place. Regression: with an unreliable line they
+    filled the bucket.
+    """
     bucket, put, fails = begun(store), obstore.put, [True]
     (folder := tmp_path / "checkpoint-5").mkdir()
     for name in ("a", "b"):
@@ -126,7 +128,7 @@ def test_files_of_tries_that_have_failed_are_swept(store: Any, tmp_path: Path, m
     assert [key for key in keys(store) if key.startswith("data/")] == [f"{data}/checkpoint-5/{name}" for name in "ab"]
 
 
-def test_a_link_to_a_folder_is_not_left_out_of_a_copy_without_a_word(store: Any, tmp_path: Path) -> None:
+def test_a_link_to_a_folder_is_not_silently_left_out_of_a_copy(store: Any, tmp_path: Path) -> None:
     (checkpoint := tmp_path / "checkpoint-5").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "model.pt").write_text("weights")
@@ -136,7 +138,7 @@ def test_a_link_to_a_folder_is_not_left_out_of_a_copy_without_a_word(store: Any,
         begun(store).publish(checkpoint, 5)
 
 
-def test_an_incarnation_that_was_cut_off_never_comes_before_the_one_that_continued(store: Any, tmp_path: Path) -> None:
+def test_a_partitioned_incarnation_never_supersedes_the_one_that_continued(store: Any, tmp_path: Path) -> None:
     old = begun(store)
     old.publish(saved(tmp_path, 100), 100)
     new = begun(store)
@@ -147,7 +149,7 @@ def test_an_incarnation_that_was_cut_off_never_comes_before_the_one_that_continu
     assert not any("000000130" in key for key in keys(store))
 
 
-def test_two_that_begin_at_once_have_different_terms(store: Any) -> None:
+def test_two_incarnations_that_begin_at_once_have_different_terms(store: Any) -> None:
     buckets = [Bucket(store, "s3://b/p") for _ in range(8)]
     threads = [threading.Thread(target=one.take_term) for one in buckets]
     [one.start() for one in threads]
@@ -159,7 +161,9 @@ def test_two_that_begin_at_once_have_different_terms(store: Any) -> None:
 def test_a_large_file_is_fetched_by_several_requests(
     size: int, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client gives a request up after two minutes: a file that takes longer would never come."""
+    """The client gives up a request after two minutes, so a larger file would never arrive in a
+    single one.
+    """
     monkeypatch.setattr(stored, "_RANGE", 1000)
     bucket, content = begun(store), bytes(i % 251 for i in range(size))
     entry = bucket.publish(saved(tmp_path, 5, content), 5)
@@ -176,7 +180,7 @@ def test_a_large_file_is_fetched_by_several_requests(
 
 
 @pytest.mark.parametrize("content", [b"weightz", b"weight", b"weights and more"])
-def test_what_is_not_what_was_uploaded_is_refused(content: bytes, store: Any, tmp_path: Path) -> None:
+def test_content_that_differs_from_the_upload_is_refused(content: bytes, store: Any, tmp_path: Path) -> None:
     bucket = begun(store)
     entry = bucket.publish(saved(tmp_path, 5), 5)
     [data] = [key for key in keys(store) if key.startswith("data/")]
@@ -231,8 +235,8 @@ def test_removal_and_scores(store: Any, tmp_path: Path) -> None:
     assert read[6] == 0.5 and math.isnan(read[7])
 
 
-def test_scores_that_cannot_be_read_are_not_taken_for_none(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its score the best checkpoint was deleted as one among others."""
+def test_unreadable_scores_do_not_count_as_missing(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: without its score, the best checkpoint was deleted like any other."""
     bucket = begun(store)
     bucket.put_scores({6: 0.5}, "loss")
 
@@ -250,7 +254,7 @@ def test_scores_that_cannot_be_read_are_not_taken_for_none(store: Any, monkeypat
         assert bucket.scores("loss") == {}
 
 
-def test_a_bucket_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_cannot_be_opened_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(BucketError, match=rf"^file://{tmp_path}/file/x cannot be opened: Not a directory"):
         Bucket.open(f"file://{tmp_path}/file/x")
@@ -270,7 +274,7 @@ def test_other_urls_are_refused(url: str) -> None:
 
 
 class Slow(Bucket):
-    """Uploads once the gate is open, and fails as often as `failures` says."""
+    """Upload once the gate is open, and fail as often as `failures` says."""
 
     failures = 0
 
@@ -299,7 +303,7 @@ def test_training_does_not_wait_and_the_newest_comes_next(tmp_path: Path) -> Non
     assert bucket.begun.wait(10)
     uploads.offer(Waiting(paths[2], 2, None))
     uploads.offer(Waiting(paths[3], 3, None))
-    assert [uploads.holds(paths[step]) for step in (1, 2, 3)] == [True, False, True], "at most two are held"
+    assert [uploads.holds(paths[step]) for step in (1, 2, 3)] == [True, False, True], "at most two checkpoints are held"
     assert not uploads.wait(0.05) and uploads.behind_seconds > 0
     bucket.gate.set()
     assert uploads.wait(10)
@@ -307,8 +311,8 @@ def test_training_does_not_wait_and_the_newest_comes_next(tmp_path: Path) -> Non
     assert uploads.behind_seconds == 0 and not uploads.holds(paths[3])
 
 
-def test_of_uploads_that_nobody_asks_for_only_the_newest_are_known() -> None:
-    """A script's, which may run for months."""
+def test_only_the_newest_unclaimed_uploads_are_remembered() -> None:
+    """They belong to a script, which may run for months."""
     bucket: Any = None
     uploads = Uploads(bucket, lambda: None, print, publish=lambda one: None, in_turn=True)
     for step in range(module.MOST_COMPLETED + 10):
@@ -318,7 +322,7 @@ def test_of_uploads_that_nobody_asks_for_only_the_newest_are_known() -> None:
     uploads.close()
 
 
-def test_a_failure_is_tried_again_with_growing_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_upload_is_retried_with_growing_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIRST_PAUSE", 0.02)
     bucket, said = Slow(), list[str]()
     bucket.failures = 4
@@ -333,10 +337,8 @@ def test_a_failure_is_tried_again_with_growing_pauses(tmp_path: Path, monkeypatc
     uploads.close()
 
 
-def test_whoever_waits_for_the_last_upload_does_not_wait_for_a_long_pause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After minutes without the bucket the pause is one of 60 s, and the pod's grace period is shorter."""
+def test_waiting_for_the_last_upload_cuts_a_long_pause_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After minutes without the bucket the pause is 60 s, and the pod's grace period is shorter."""
     monkeypatch.setattr(module, "FIRST_PAUSE", 60.0)
     monkeypatch.setattr(module, "LONGEST_AWAITED", 0.1)
     bucket, said = Slow(), list[str]()
@@ -345,7 +347,7 @@ def test_whoever_waits_for_the_last_upload_does_not_wait_for_a_long_pause(
     uploads = Uploads(bucket, lambda: None, said.append)
     uploads.offer(Waiting(saved(tmp_path, 1), 1, None))
     until(lambda: said)
-    assert not uploads.wait(0), "who only looks cuts no pause short"
+    assert not uploads.wait(0), "a look alone does not cut the pause short"
     time.sleep(0.3)
     assert bucket.steps == [1]
     began = time.monotonic()
@@ -355,10 +357,10 @@ def test_whoever_waits_for_the_last_upload_does_not_wait_for_a_long_pause(
 
 
 @pytest.mark.parametrize("slow", [True, False], ids=["a slow line", "a server that refuses"])
-def test_on_a_slow_line_a_large_file_goes_piece_by_piece(
+def test_on_a_slow_line_a_large_file_is_sent_piece_by_piece(
     slow: bool, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dozen pieces at once share the line, so that none would be in time, and each try would begin from nothing."""
+    """A dozen simultaneous pieces would share the line, so that all would time out and start again."""
     bucket, put, how, clock = begun(store), obstore.put, list[Any](), [0.0]
     monkeypatch.setattr(stored.time, "monotonic", lambda: clock[0])
 
@@ -382,7 +384,7 @@ def test_on_a_slow_line_a_large_file_goes_piece_by_piece(
     assert how == [12, 1, 1], "and at once with the next"
 
 
-def test_an_upload_that_fails_in_an_unknown_way_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_that_fails_for_an_unknown_reason_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIRST_PAUSE", 0.02)
     said: list[str] = []
     problems: list[Exception] = [RuntimeError("can't start new thread")]
@@ -396,17 +398,19 @@ def test_an_upload_that_fails_in_an_unknown_way_is_tried_again(tmp_path: Path, m
 
     uploads = Uploads(Slow(), tidy, said.append, publish=publish)
     uploads.offer(Waiting(tmp_path, 1))
-    assert uploads.wait(10), "whoever waits for an upload does not wait for ever"
+    assert uploads.wait(10), "a wait for an upload ends"
     assert uploads.newest == 1
     assert "RuntimeError: can't start new thread" in said[0] and "MemoryError" in said[1]
     uploads.close()
 
 
 @pytest.mark.parametrize("removed", ["checkpoint", "checkpoint/b"])
-def test_what_is_removed_before_it_is_uploaded_is_given_up(
+def test_the_upload_of_a_removed_checkpoint_is_given_up(
     removed: str, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was tried again for ever, and the end of the process waited for it; of a part, the rest became a copy."""
+    """Regression: it was retried forever, and the process waited for it. If a part was removed, the
+    rest became a copy.
+    """
     bucket, said = Bucket(store, "memory://"), list[str]()
     bucket.take_term()
     (tmp_path / "checkpoint").mkdir()

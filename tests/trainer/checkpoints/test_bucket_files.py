@@ -42,7 +42,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
-    """Where a pod has left steps 7 and 9 on its disk and in the bucket."""
+    """Leave steps 7 and 9 on a pod's disk and in the bucket."""
     first = opened(tmp_path)
     for step in (7, 9):
         first.save(lambda step=step: snapshot(step), step)
@@ -52,8 +52,8 @@ def two(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("older", [True, False], ids=["with an older one here", "all that is here is broken"])
-def test_a_broken_one_is_replaced_by_its_copy_and_resumed_from(older: bool, two: Path) -> None:
-    """The file was fetched, and passed over as the broken one that had been in its place."""
+def test_a_broken_checkpoint_is_replaced_by_its_copy_and_resumed_from(older: bool, two: Path) -> None:
+    """Regression: the file was fetched, and then skipped as the broken one that it had replaced."""
     (two / "pod" / "step-000000009.pt").write_bytes(b"broken")
     if not older:
         (two / "pod" / "step-000000007.pt").unlink()
@@ -62,7 +62,7 @@ def test_a_broken_one_is_replaced_by_its_copy_and_resumed_from(older: bool, two:
 
 
 def fails(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception, times: int) -> list[str]:
-    """Has a method of buckets fail so often; returns the names of its calls."""
+    """Let a method of buckets fail this often. Returns the names of its calls."""
     method, calls = getattr(Bucket, name), list[str]()
 
     def failing(self: Bucket, *arguments: Any) -> Any:
@@ -76,8 +76,8 @@ def fails(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception, times: i
 
 
 @pytest.mark.parametrize("name", ["manifest", "fetch", "scores", "entries", "take_term"])
-def test_a_bucket_that_fails_for_a_moment_costs_no_step(name: str, two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next older copy was taken, and the newest deleted as one that had been overtaken."""
+def test_a_temporary_failure_of_the_bucket_costs_no_step(name: str, two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the next older copy was used, and the newest was deleted as superseded."""
     calls = fails(monkeypatch, name, BucketError("503 Service Unavailable"), 2)
     found = opened(two, "another", 2).newest()
     assert found is not None and found["step"] == 9 and len(calls) >= 3
@@ -95,14 +95,14 @@ def test_an_unreachable_bucket_ends_a_start_instead_of_taking_an_older_copy(
     assert found is not None and found["step"] == 9
 
 
-def test_a_full_disk_ends_a_start_with_the_file_s_name(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was a traceback."""
+def test_a_full_disk_ends_a_start_with_the_files_name(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it ended with a traceback."""
     fails(monkeypatch, "fetch", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1)
     with pytest.raises(CheckpointError, match=r"another/step-000000009.pt cannot be fetched: No space left on device"):
         opened(two, "another", 2).newest()
 
 
-def test_a_damaged_copy_is_passed_over_at_once(
+def test_a_damaged_copy_is_skipped_at_once(
     two: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fails(monkeypatch, "fetch", Damaged("differs from the uploaded file in size or checksum"), 1)
@@ -111,7 +111,7 @@ def test_a_damaged_copy_is_passed_over_at_once(
     assert "differs from the uploaded file in size or checksum; trying the next older one" in capfd.readouterr().err
 
 
-def test_the_best_one_of_the_bucket_stays_where_the_scores_come_late(
+def test_the_best_copy_of_the_bucket_is_kept_although_its_score_arrives_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep = {"keep": 1, "keep_best": 1}
@@ -129,8 +129,8 @@ def test_the_best_one_of_the_bucket_stays_where_the_scores_come_late(
     assert [entry.step for entry in Bucket.open(f"file://{tmp_path / 'store'}").entries()] == [11, 7]
 
 
-def test_scores_of_another_measure_choose_no_best_one(tmp_path: Path) -> None:
-    """An accuracy of 0.2 was the best of all losses."""
+def test_scores_of_a_different_metric_do_not_choose_the_best(tmp_path: Path) -> None:
+    """Regression: an accuracy of 0.2 was better than all losses."""
     keep = {"keep": 1, "keep_best": 1}
     first = opened(tmp_path, **keep)
     first.scored(7, {"accuracy": 0.2})
@@ -146,10 +146,10 @@ def test_scores_of_another_measure_choose_no_best_one(tmp_path: Path) -> None:
     assert (tmp_path / "another" / "best.pt").resolve().name == "step-000000009.pt"
 
 
-def test_the_time_for_the_last_copy_begins_before_the_file_is_written(
+def test_the_time_limit_for_the_last_copy_begins_before_the_file_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a pod's grace period: it was counted from when the file was there."""
+    """The limit is the pod's grace period. Regression: it was counted from the end of the write."""
     checkpoints, held, write = opened(tmp_path), threading.Event(), module.torch_file.write
     monkeypatch.setattr(module.torch_file, "write", lambda *a: (time.sleep(2.0), write(*a))[1])
     monkeypatch.setattr(Bucket, "publish", lambda *a: held.wait(30))
@@ -161,10 +161,10 @@ def test_the_time_for_the_last_copy_begins_before_the_file_is_written(
     assert 2.0 <= took < 4.2
 
 
-def test_while_the_last_copy_is_waited_for_the_ranks_agree_that_it_takes_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They waited in a collective, which failed when train.timeout_seconds were over, and with it the upload."""
+def test_the_ranks_agree_to_wait_longer_for_the_last_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: they waited in a collective, which failed after train.timeout_seconds and ended
+    the upload.
+    """
     checkpoints, slow = opened(tmp_path), Slow(monkeypatch)
     monkeypatch.setattr(Bucket, "publish", slow(Bucket.publish))
     checkpoints.save(lambda: snapshot(7), 7)
@@ -173,10 +173,12 @@ def test_while_the_last_copy_is_waited_for_the_ranks_agree_that_it_takes_longer(
     assert Bucket.open(f"file://{tmp_path / 'store'}").entries() == [Stored(1, 7)]
 
 
-def test_while_a_checkpoint_is_downloaded_the_ranks_agree_that_it_takes_longer(
+def test_the_ranks_agree_to_wait_longer_while_a_checkpoint_is_downloaded(
     two: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 alone knew of it: each start of a large model by a slow line ended after train.timeout_seconds."""
+    """Regression: only rank 0 knew of the download, so a large model on a slow line timed out at
+    each start.
+    """
     slow = Slow(monkeypatch)
     monkeypatch.setattr(Bucket, "fetch", slow(Bucket.fetch))
     found = opened(two, "another", 2).newest()

@@ -1,4 +1,6 @@
-"""Checkpoints in parts in a bucket: whole when every rank has uploaded what it has written, and never before."""
+"""Checkpoints in parts in a bucket. They are complete when every rank has uploaded its part, and
+never before.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def snapshot(step: int, value: float = 1.0) -> dict[str, Any]:
 
 
 def two_nodes(place: Path, step: int, value: float = 1.0) -> tuple[Path, Path]:
-    """A checkpoint whose tensors are on the disk of another node than the rest; both have its manifest."""
+    """A checkpoint whose tensors are on a different node's disk than the rest. Both nodes have its
+    manifest.
+    """
     first, second = (place / node / f"step-{step:09d}.dcp" for node in ("first", "second"))
     for path in (first, second):
         shutil.rmtree(path, ignore_errors=True)
@@ -73,14 +77,14 @@ def save(place: Path, copies: Copies, share: Share, step: int, value: float = 1.
 
 
 def read(url: str, folder: Path, copies: Copies) -> Any:
-    """The newest, as a rank on an empty disk reads it."""
+    """Return the newest checkpoint, as a rank with an empty disk reads it."""
     offered = copies.fetch_newer(folder, -1)
     assert offered is not None
     path = folder / offered.manifest.name
     return dcp.read(path, None, Offered.read(offered.written(), offered.entry.step).fetcher(Bucket.open(url), path, 0))
 
 
-def test_it_is_complete_when_the_last_rank_has_uploaded_its_part(url: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_complete_when_the_last_rank_has_uploaded_its_part(url: str, tmp_path: Path) -> None:
     copies, share = begun(url)
     first, second = two_nodes(tmp_path, 7)
     copies.offer(Entry(7, first), {}, rest(first))
@@ -93,7 +97,7 @@ def test_it_is_complete_when_the_last_rank_has_uploaded_its_part(url: str, tmp_p
     assert torch.equal(read(url, tmp_path / "empty", copies)["model"]["a"], torch.ones(5000))
 
 
-def test_a_list_is_not_written_while_a_part_is_missing_or_not_whole(url: str, tmp_path: Path) -> None:
+def test_no_listing_is_written_while_a_part_is_missing_or_incomplete(url: str, tmp_path: Path) -> None:
     copies, share = begun(url)
     save(tmp_path, copies, share, 7)
     bucket = Bucket.open(url)
@@ -108,8 +112,8 @@ def test_a_list_is_not_written_while_a_part_is_missing_or_not_whole(url: str, tm
         bucket.commit(7, manifest)
 
 
-def test_a_part_of_the_incarnation_before_completes_nothing(url: str, tmp_path: Path) -> None:
-    """A rank that was cut off continues to upload, for a step that its successors take as well."""
+def test_a_part_of_the_previous_incarnation_completes_nothing(url: str, tmp_path: Path) -> None:
+    """A partitioned rank continues its upload, for a step that its successors reach as well."""
     _, zombie = begun(url)
     copies, share = begun(url, "00001234")
     first, second = two_nodes(tmp_path, 7, 2.0)
@@ -125,7 +129,7 @@ def test_a_part_of_the_incarnation_before_completes_nothing(url: str, tmp_path: 
     assert torch.equal(read(url, tmp_path / "empty", copies)["model"]["a"], torch.full((5000,), 2.0))
 
 
-def test_a_node_lost_before_its_upload_leaves_the_checkpoint_before_and_nothing_else(url: str, tmp_path: Path) -> None:
+def test_a_node_lost_before_its_upload_leaves_only_the_previous_checkpoint(url: str, tmp_path: Path) -> None:
     copies, share = begun(url)
     save(tmp_path, copies, share, 7)
     first, _ = two_nodes(tmp_path, 9, 2.0)
@@ -135,11 +139,13 @@ def test_a_node_lost_before_its_upload_leaves_the_checkpoint_before_and_nothing_
     assert torch.equal(read(url, tmp_path / "empty", again)["model"]["a"], torch.ones(5000))
     save(tmp_path, again, share, 11)
     left = {path.parts[-3] for path in (tmp_path / "store").glob("data/*/*/*") if path.is_file()}
-    assert left == {"000000002-000000011-00001234"}, "neither what was cut off, nor more than checkpoint.keep"
+    assert left == {"000000002-000000011-00001234"}, "neither an interrupted upload, nor more than checkpoint.keep"
 
 
-def test_a_rank_uploads_in_turn_and_tries_again(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it passed over would never be complete, although the others have uploaded theirs."""
+def test_a_rank_uploads_in_order_and_retries(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that it skipped would never be complete, although the others have uploaded their
+    parts.
+    """
     from ddpjob_bucket import uploads
 
     monkeypatch.setattr(uploads, "FIRST_PAUSE", 0.02)
@@ -162,8 +168,8 @@ def test_a_rank_uploads_in_turn_and_tries_again(url: str, tmp_path: Path, monkey
     assert [entry.step for entry in Bucket.open(url).entries()] == [9, 7]
 
 
-def test_a_part_that_is_removed_before_it_is_uploaded_stops_no_later_one(url: str, tmp_path: Path) -> None:
-    """Its rank tried for ever, and the first one waited for it."""
+def test_a_part_removed_before_its_upload_blocks_no_later_one(url: str, tmp_path: Path) -> None:
+    """Regression: its rank retried forever, and the first rank waited for it."""
     copies, share = begun(url)
     first, second = two_nodes(tmp_path, 7)
     (second / PART).unlink()
@@ -177,7 +183,7 @@ def test_a_part_that_is_removed_before_it_is_uploaded_stops_no_later_one(url: st
     assert left == {f"000000001-000000009-{MARK}"}
 
 
-def test_only_what_is_read_is_fetched_and_what_is_here_is_not(
+def test_only_needed_files_that_are_not_on_the_disk_are_fetched(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies, share = begun(url)
@@ -202,7 +208,9 @@ def test_only_what_is_read_is_fetched_and_what_is_here_is_not(
 
 
 def republished(url: str, change: Callable[[Path], None], place: Path, copies: Copies, share: Share) -> None:
-    """A checkpoint whose files were changed before sizes and checksums were taken: those are right."""
+    """A checkpoint whose files were changed before sizes and checksums were computed, so that those
+    are correct.
+    """
     first, second = two_nodes(place, 9, 2.0)
     (second / PART).rename(first / PART)
     change(first)
@@ -228,7 +236,7 @@ def manifest_with(old: str, new: str) -> Callable[[Path], None]:
         (lambda path: (path / PART).write_bytes(b"no tensors"), "lies outside the files"),
     ],
 )
-def test_what_no_trainer_has_written_is_passed_over(
+def test_files_that_no_trainer_has_written_are_skipped(
     change: Callable[[Path], None], why: str, url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "secret").write_text("x")
@@ -243,8 +251,8 @@ def test_what_no_trainer_has_written_is_passed_over(
 
 
 @pytest.mark.parametrize("name", [*sorted(ALLOWED), "os mkdir"])
-def test_the_index_of_torch_is_never_read(name: str, url: str, tmp_path: Path) -> None:
-    """It is a pickle, which may replace methods of every class that a reader hands out."""
+def test_torchs_own_index_is_never_read(name: str, url: str, tmp_path: Path) -> None:
+    """It is a pickle, which could replace methods of every class that a reader returns."""
     made = tmp_path / "made"
 
     def change(path: Path) -> None:
@@ -264,7 +272,7 @@ def opened(url: str, folder: Path, incarnation: int = 5) -> CheckpointFolder:
     return made
 
 
-def test_a_name_that_is_no_checkpoints_is_passed_over(url: str, tmp_path: Path) -> None:
+def test_a_name_that_is_not_a_checkpoints_is_skipped(url: str, tmp_path: Path) -> None:
     copies, share = begun(url)
     save(tmp_path, copies, share, 7)
     bucket = Bucket.open(url)
@@ -285,10 +293,10 @@ def test_a_name_that_is_no_checkpoints_is_passed_over(url: str, tmp_path: Path) 
         (OSError(errno.ENOSPC, "No space left on device"), rf"{PART} cannot be fetched: No space left on device"),
     ],
 )
-def test_a_part_that_cannot_be_fetched_ends_the_start_and_no_older_copy_is_taken(
+def test_a_part_that_cannot_be_fetched_ends_the_start_instead_of_using_an_older_copy(
     fault: Exception, said: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest was deleted then, as one that had been overtaken."""
+    """Regression: the newest copy was then deleted as superseded."""
     copies, share = begun(url)
     for step in (7, 9):
         save(tmp_path, copies, share, step)
@@ -305,17 +313,17 @@ def test_a_part_that_cannot_be_fetched_ends_the_start_and_no_older_copy_is_taken
         opened(url, tmp_path / "empty").newest()
 
 
-def test_when_none_can_be_read_nothing_begins_from_scratch(url: str, tmp_path: Path) -> None:
+def test_if_no_copy_can_be_read_training_does_not_begin_from_scratch(url: str, tmp_path: Path) -> None:
     copies, share = begun(url)
     save(tmp_path, copies, share, 7)
     next((tmp_path / "store").glob(f"data/*/*/{PART}")).unlink()
     began = time.monotonic()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be read"):
         opened(url, tmp_path / "empty").newest()
-    assert time.monotonic() - began < 10, "what is gone is not asked for again and again"
+    assert time.monotonic() - began < 10, "a missing file is not requested repeatedly"
 
 
-def test_a_process_alone_saves_in_parts_and_continues_on_another_disk(url: str, tmp_path: Path) -> None:
+def test_a_single_process_saves_in_parts_and_continues_on_another_disk(url: str, tmp_path: Path) -> None:
     checkpoints = opened(url, tmp_path / "pod")
     checkpoints.save(lambda: snapshot(7), 7)
     checkpoints.finish()
@@ -327,11 +335,11 @@ def test_a_process_alone_saves_in_parts_and_continues_on_another_disk(url: str, 
     assert Bucket.open(url).entries() == [Stored(1, 7)], "it is there already"
 
 
-def test_while_a_rank_downloads_its_part_the_ranks_agree_that_it_takes_longer(
+def test_the_ranks_agree_to_wait_longer_while_one_downloads_its_part(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others waited in a collective: a start of a large model with one slow line ended after
-    train.timeout_seconds.
+    """Regression: the others waited in a collective, so a large model with one slow line timed out
+    at each start.
     """
     save(tmp_path, *begun(url), 7)
     at_once, slow = Bucket.fetch_file, Slow(monkeypatch)

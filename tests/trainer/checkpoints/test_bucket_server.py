@@ -1,4 +1,6 @@
-"""Checkpoints on a real S3 server: killed in the middle of an upload, over a slow line, and with the server away."""
+"""Checkpoints on a real S3 server: a kill in the middle of an upload, a slow line, and an
+unreachable server.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def found(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree(server.folder / "runs", ignore_errors=True)
 
 
-def test_what_one_process_publishes_another_fetches(tmp_path: Path) -> None:
+def test_a_checkpoint_published_by_one_process_can_be_fetched_by_another(tmp_path: Path) -> None:
     large = tmp_path / "step-000000007.pt"
     large.write_bytes(os.urandom(23_000_000))  # in several parts
     bucket = Bucket.open(URL)
@@ -50,7 +52,7 @@ def test_what_one_process_publishes_another_fetches(tmp_path: Path) -> None:
 
 
 def test_incarnations_that_begin_at_once_have_different_terms() -> None:
-    """By the server's conditional writes."""
+    """The server's conditional writes ensure this."""
     buckets = [Bucket.open(URL) for _ in range(6)]
     threads = [threading.Thread(target=one.take_term) for one in buckets]
     [one.start() for one in threads]
@@ -68,7 +70,7 @@ TRAINING = [
 
 
 def start(place: Path, *more: str, port: int | None = None, server: Server | None = None) -> subprocess.Popen[bytes]:
-    """A trainer whose checkpoints are on a disk of its own, and whose records are not."""
+    """A trainer whose checkpoints are on its own disk, while its records are not."""
     arguments = [*TRAINING, f"checkpoint.dir={place / 'pod'}", f"train.run_dir={place / 'run'}", *more]
     variables = server.environment(port) if server else {}
     with (place / "out.txt").open("ab") as out:
@@ -105,7 +107,7 @@ def last_step(place: Path) -> int:
         return 0
 
 
-def test_killed_in_the_middle_of_an_upload_over_a_slow_line(
+def test_a_kill_in_the_middle_of_an_upload_over_a_slow_line_loses_no_complete_copy(
     server: Server, tmp_path: Path, undisturbed: list[float]
 ) -> None:
     line = SlowLine(server.port)
@@ -118,19 +120,19 @@ def test_killed_in_the_middle_of_an_upload_over_a_slow_line(
     running.wait()
     left = Bucket.open(URL).entries()
     assert left and complete.step <= left[0].step < last_step(tmp_path), "training did not wait for the upload"
-    shutil.rmtree(tmp_path / "pod")  # with the pod goes its disk
+    shutil.rmtree(tmp_path / "pod")  # the disk is lost with the pod
     line.bytes_per_second = None
     assert ended(start(tmp_path, f"checkpoint.url={URL}", server=server), tmp_path) == 0
     output = (tmp_path / "out.txt").read_text()
     assert f"resuming after step {left[0].step} of" in output, output[-3000:]
     assert every_sample_once(tmp_path)
     assert final_losses(tmp_path / "run") == undisturbed, "to the bit"
-    assert Bucket.open(URL).entries()[0].step == len(undisturbed), "the end's is there too"
+    assert Bucket.open(URL).entries()[0].step == len(undisturbed), "the checkpoint of the end exists too"
     assert len(Bucket.open(URL).entries()) == 2, "checkpoint.keep"
     line.close()
 
 
-def test_a_server_that_is_away_stops_no_training_and_a_start_without_it_is_refused(
+def test_an_unreachable_server_stops_no_training_and_a_start_without_it_is_refused(
     server: Server, tmp_path: Path, undisturbed: list[float]
 ) -> None:
     line = SlowLine(server.port)
@@ -148,7 +150,7 @@ def test_a_server_that_is_away_stops_no_training_and_a_start_without_it_is_refus
     line.close()
 
 
-def test_on_a_disk_of_its_own_training_is_complete_when_the_bucket_has_its_result(
+def test_with_its_own_disk_training_is_complete_when_the_bucket_has_its_result(
     server: Server, tmp_path: Path, undisturbed: list[float]
 ) -> None:
     line, own = SlowLine(server.port), ["checkpoint.shared=false", f"checkpoint.url={URL}"]
@@ -163,7 +165,7 @@ def test_on_a_disk_of_its_own_training_is_complete_when_the_bucket_has_its_resul
     assert Bucket.open(URL).entries()[0].step < len(undisturbed)
     line.cut = False
     assert ended(start(tmp_path, *own, port=line.port, server=server), tmp_path) == 0
-    assert Bucket.open(URL).entries()[0].step == len(undisturbed), "what the disk still had"
+    assert Bucket.open(URL).entries()[0].step == len(undisturbed), "the disk still had it"
     assert final_losses(tmp_path / "run") == undisturbed
     line.close()
 
@@ -177,7 +179,7 @@ PARTS = [
 
 
 def nodes(server: Server, place: Path, slow: SlowLine | None = None) -> Callable[[int], dict[str, str]]:
-    """The environment of ranks on a node each; `slow`: the line of rank 1."""
+    """The environment of ranks on one node each. `slow`: limit the line of rank 1."""
 
     def node(rank: int) -> dict[str, str]:
         folder = {"DDPJOB_CHECKPOINT_DIR": str(place / f"node{rank}"), "DDPJOB_CHECKPOINT_SHARED": "0"}
@@ -201,7 +203,7 @@ def test_a_node_is_lost_in_the_middle_of_its_upload_and_others_continue_exactly(
     data = server.folder / "runs" / "one" / "data"
 
     def begun() -> list[Path]:
-        """Uploads that have rank 0's part and not rank 1's."""
+        """Uploads that have rank 0's part but not rank 1's."""
         found = [path for path in data.iterdir() if list(path.glob("*/__0_*")) and not list(path.glob("*/__1_*"))]
         return [path for path in found if int(path.name.split("-")[1]) > complete(server)[0]]
 
@@ -222,10 +224,10 @@ def test_a_node_is_lost_in_the_middle_of_its_upload_and_others_continue_exactly(
     assert [end.code for end in ends] == [0], ends
     assert final_losses(tmp_path / "node0" / "run") == final_losses(alone / "run"), "to the bit"
     assert len(complete(server)) == 2 and complete(server)[0] == 16, "checkpoint.keep, and the end's is there"
-    assert len(list(data.glob("*/*/__2_*"))) == 2, "nothing is left of what was cut off"
+    assert len(list(data.glob("*/*/__2_*"))) == 2, "nothing is left of the interrupted upload"
 
 
-def test_ranks_of_fsdp_fetch_what_they_read_and_no_part_of_another(server: Server, tmp_path: Path) -> None:
+def test_ranks_of_fsdp_fetch_only_the_parts_that_they_read(server: Server, tmp_path: Path) -> None:
     args = [*TINY, "checkpoint.format=dcp", "strategy=fsdp", f"checkpoint.url={URL}", "checkpoint.keep=9"]
     for epochs in (1, 2):
         ran = start_ranks(3, [*args, f"train.epochs={epochs}"], env=nodes(server, tmp_path), clean=True)

@@ -1,5 +1,6 @@
-"""Checkpoints: atomic, checksummed, written beside training; a start resumes from the newest whole
-one, whoever holds it.
+"""Checkpoints are atomic, checksummed, and written next to training. A start resumes from the
+newest whole one,
+whichever node holds it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return content(tmp_path_factory.mktemp("whole") / "a.pt")
 
 
-def test_content_comes_back_and_torch_load_reads_the_file(tmp_path: Path) -> None:
+def test_content_can_be_loaded_and_torch_load_reads_the_file(tmp_path: Path) -> None:
     written = content(tmp_path / "a.pt")
     metadata = check(written)
     assert (metadata.step, metadata.epoch, metadata.world) == (7, 1, 2) and torch_file.read_metadata(
@@ -56,8 +57,8 @@ def test_content_comes_back_and_torch_load_reads_the_file(tmp_path: Path) -> Non
     assert torch.load(tmp_path / "a.pt", weights_only=True)["step"] == 7
 
 
-def test_the_archive_is_byte_for_byte_what_torch_save_writes(tmp_path: Path) -> None:
-    """The stream that hashes on the way adds a comment and changes nothing else."""
+def test_the_archive_equals_torch_saves_output_byte_for_byte(tmp_path: Path) -> None:
+    """The stream that hashes the content only adds a comment."""
     snapshot = {
         "weights": torch.randn(300, 7),
         "empty": torch.zeros(0),
@@ -93,7 +94,7 @@ def test_every_changed_byte_is_found(whole: bytes, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("said", "changed"), [(b'"step": 7', b'"step": 8'), (b'"epoch": 1', b'"epoch": 2'), (b'"world": 2', b'"world": 3')]
 )
-def test_what_a_checkpoint_says_of_itself_is_under_the_checksum(said: bytes, changed: bytes, whole: bytes) -> None:
+def test_a_checkpoints_metadata_is_covered_by_the_checksum(said: bytes, changed: bytes, whole: bytes) -> None:
     assert whole.count(said) == 1
     with pytest.raises(CheckpointError, match=r"corrupt \(its checksum does not match\)"):
         check(whole.replace(said, changed))
@@ -126,7 +127,7 @@ def test_a_write_that_is_interrupted_leaves_the_old_file(tmp_path: Path) -> None
     assert target.read_bytes() == b"old" and list(tmp_path.iterdir()) == [target]
 
 
-def test_broken_ones_are_named_and_the_next_older_one_is_taken(
+def test_broken_checkpoints_are_reported_and_the_next_older_one_is_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = opened(tmp_path)
@@ -140,7 +141,7 @@ def test_broken_ones_are_named_and_the_next_older_one_is_taken(
     assert f"{newest} is truncated" in warnings and f"{middle} is truncated (0 bytes" in warnings
 
 
-def test_all_broken_is_an_error_and_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_if_all_checkpoints_are_broken_the_start_fails_and_overwrites_nothing(tmp_path: Path) -> None:
     good(1, [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"])
     for path in tmp_path.glob("*.pt"):
         path.write_bytes(path.read_bytes()[:1000])
@@ -152,7 +153,7 @@ def test_all_broken_is_an_error_and_nothing_is_overwritten(tmp_path: Path) -> No
     assert {path: path.read_bytes() for path in tmp_path.glob("*.pt")} == before
 
 
-def test_a_zombie_of_an_older_life_writes_nothing(tmp_path: Path) -> None:
+def test_a_superseded_incarnation_writes_nothing(tmp_path: Path) -> None:
     zombie = opened(tmp_path, incarnation=1)
     save(zombie, 1)
     fresh = CheckpointFolder(CheckpointConfig(), tmp_path, Group())
@@ -167,11 +168,12 @@ def test_a_zombie_of_an_older_life_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", list(Format))
-def test_a_life_that_is_followed_while_it_writes_does_not_rename(
+def test_an_incarnation_superseded_during_its_write_does_not_rename(
     format: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The successor claims the folder when the content is on disk and has no name yet, and has not
-    seen it when it cleared up.
+    """The successor claims the folder when the content is on disk but has no name yet, so its
+    cleanup did not
+    see it.
     """
     old = opened(tmp_path, format=format)
     sync = os.fsync
@@ -187,7 +189,7 @@ def test_a_life_that_is_followed_while_it_writes_does_not_rename(
     assert list(tmp_path.glob("step*")) == []
 
 
-def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable_is_found_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(
         CheckpointError, match=r"folder .*file/checkpoints cannot be written \(Not a directory\).*checkpoint.dir"
@@ -219,7 +221,7 @@ def test_with_a_folder_per_node_any_node_may_be_lost(lost: int, tmp_path: Path) 
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """No write ends before the event is set."""
+    """Block every write until the event is set."""
     go = threading.Event()
     write = torch_file.write
 
@@ -231,7 +233,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return go
 
 
-def test_training_continues_while_the_disk_works_and_the_copy_is_of_the_moment(
+def test_training_continues_during_the_write_and_the_copy_is_of_the_save(
     tmp_path: Path, slow_disk: threading.Event
 ) -> None:
     checkpoints = opened(tmp_path, every_steps=5, every_seconds=0)
@@ -252,10 +254,12 @@ def test_training_continues_while_the_disk_works_and_the_copy_is_of_the_moment(
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["to save the next", "to end"])
-def test_who_waits_for_a_disk_agrees_with_the_others_that_it_takes_longer(
+def test_the_ranks_agree_to_wait_longer_for_a_slow_write(
     again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They waited in a collective, which failed after train.timeout_seconds: a large checkpoint was never complete."""
+    """Regression: they waited in a collective, which timed out, so a large checkpoint was never
+    complete.
+    """
     write, slow = torch_file.write, Slow(monkeypatch)
     slowly = slow(write)
     monkeypatch.setattr(torch_file, "write", lambda *given: (write if slow.ended else slowly)(*given))
@@ -275,10 +279,12 @@ def test_who_waits_for_a_disk_agrees_with_the_others_that_it_takes_longer(
         (Format.DCP, dcp, "read"),
     ],
 )
-def test_who_reads_from_a_slow_disk_agrees_with_the_others_that_it_takes_longer(
+def test_the_ranks_agree_to_wait_longer_for_a_slow_read(
     format: Format, module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They waited in a collective, which failed after train.timeout_seconds: no start could read a large checkpoint."""
+    """Regression: they waited in a collective, which timed out, so no start could read a large
+    checkpoint.
+    """
     writer = opened(tmp_path, format=format)
     save(writer, 1)
     writer.finish()
@@ -290,8 +296,8 @@ def test_who_reads_from_a_slow_disk_agrees_with_the_others_that_it_takes_longer(
     assert slow.ended == 1 and slow.reported >= 2
 
 
-def test_while_the_last_save_is_waited_for_no_step_is_overdue(tmp_path: Path) -> None:
-    """The stacks of all threads were written, although nothing hung."""
+def test_no_step_is_overdue_while_the_last_save_is_waited_for(tmp_path: Path) -> None:
+    """Regression: the stacks of all threads were written, although nothing hung."""
 
     def prepare(rank: int) -> None:
         slow_writes(4.0)(rank)
@@ -307,7 +313,7 @@ def test_while_the_last_save_is_waited_for_no_step_is_overdue(tmp_path: Path) ->
     good(1, [*TINY, f"checkpoint.dir={tmp_path}"], prepare=prepare)
 
 
-def test_what_is_due_meanwhile_waits_for_a_later_step_and_is_not_dropped(
+def test_a_save_that_is_due_during_a_write_is_postponed_and_not_dropped(
     tmp_path: Path, slow_disk: threading.Event
 ) -> None:
     checkpoints = opened(tmp_path, every_steps=5, every_seconds=0)
@@ -318,7 +324,7 @@ def test_what_is_due_meanwhile_waits_for_a_later_step_and_is_not_dropped(
         "remembered until it is saved"
     )
     slow_disk.set()
-    checkpoints.save(lambda: state(12), 12)  # waits for the one under way
+    checkpoints.save(lambda: state(12), 12)  # waits for the write in progress
     assert checkpoints.due(13) is Due.NO
     checkpoints.finish()
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["step-000000005.pt", "step-000000012.pt"]
@@ -327,7 +333,7 @@ def test_what_is_due_meanwhile_waits_for_a_later_step_and_is_not_dropped(
 @pytest.mark.parametrize(
     ("cost", "waits", "due"), [(0.0, 9.9, 10.1), (0.05, 9.9, 10.1), (0.5, 49.0, 51.0), (7.0, 299.0, 301.0)]
 )
-def test_a_save_is_due_as_often_as_that_costs_a_hundredth_of_the_time(
+def test_saves_are_due_as_often_as_costs_a_hundredth_of_the_time(
     cost: float, waits: float, due: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = opened(tmp_path)
@@ -340,7 +346,7 @@ def test_a_save_is_due_as_often_as_that_costs_a_hundredth_of_the_time(
         CheckpointConfig(every_seconds=-1).check()
 
 
-def test_a_save_costs_its_pause_and_its_processor_time_and_not_the_disk_s(tmp_path: Path) -> None:
+def test_the_cost_of_a_save_is_its_pause_and_processor_time_not_the_disks(tmp_path: Path) -> None:
     def works() -> None:
         until = time.thread_time() + 0.2
         while time.thread_time() < until:
@@ -353,7 +359,7 @@ def test_a_save_costs_its_pause_and_its_processor_time_and_not_the_disk_s(tmp_pa
         assert least <= made.cost < most
 
 
-def test_what_retention_or_the_end_needs_is_due_at_once(tmp_path: Path) -> None:
+def test_a_save_that_retention_or_the_end_needs_is_due_at_once(tmp_path: Path) -> None:
     checkpoints = opened(tmp_path, keep_every_epochs=2, every_seconds=0)
     assert checkpoints.due(10, epoch=1) is Due.WHEN_FREE
     assert checkpoints.due(20, epoch=2) is Due.NOW
@@ -362,7 +368,7 @@ def test_what_retention_or_the_end_needs_is_due_at_once(tmp_path: Path) -> None:
 
 
 def slow_writes(seconds: float) -> Callable[[int], None]:
-    """In each rank, the disk takes so long."""
+    """Slow the disk of each rank down by this many seconds."""
 
     def prepare(rank: int) -> None:
         import time
@@ -388,7 +394,7 @@ def test_with_a_slow_disk_steps_continue_and_the_last_state_is_saved(tmp_path: P
     assert len(metrics(tmp_path / "run", "step")) == 16
 
 
-def test_the_line_is_written_when_the_file_is_there(tmp_path: Path) -> None:
+def test_the_log_line_is_written_when_the_file_exists(tmp_path: Path) -> None:
     """As another process sees it: no line about a checkpoint before its file."""
 
     def prepare(rank: int) -> None:

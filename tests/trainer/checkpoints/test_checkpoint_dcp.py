@@ -1,4 +1,5 @@
-"""Format dcp: each rank writes its part; the same guarantees as the single file, and any number of
+"""Format dcp: each rank writes its part. It has the guarantees of the single file, and any number
+of
 ranks or strategy resumes from it.
 """
 
@@ -62,7 +63,7 @@ def test_content_comes_back_with_its_types(tmp_path: Path) -> None:
 
 
 def test_torch_reads_the_folder_by_itself(tmp_path: Path) -> None:
-    """Not only we: the tensors are where torch.distributed.checkpoint puts them."""
+    """The tensors are where torch.distributed.checkpoint expects them."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(written(tmp_path / "a.dcp"), tmp_path / "a.pt")
@@ -102,7 +103,7 @@ def test_every_damage_of_every_file_is_found(whole: Path, data: st.DataObject) -
         dcp.check(whole)
 
 
-def test_a_crash_before_the_rename_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
+def test_a_crash_before_the_rename_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(CheckpointConfig(format=Format.DCP), tmp_path, Group())
     checkpoints.claim(Claim(0, 0, 1))
     checkpoints.save(lambda: SNAPSHOT, 7)
@@ -115,7 +116,7 @@ def test_a_crash_before_the_rename_leaves_nothing_that_is_taken_for_whole(tmp_pa
     assert not temporary.exists(), "the next incarnation cleans up"
 
 
-def test_a_broken_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+def test_a_broken_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "step-000000007.dcp").mkdir()
     checkpoints = CheckpointFolder(CheckpointConfig(format=Format.DCP), tmp_path, Group())
     checkpoints.claim(Claim(0, 0, 1))
@@ -141,10 +142,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.parametrize("formats", [("dcp", "dcp", "dcp"), ("torch", "dcp", "torch")])
-def test_fsdp_then_ddp_then_one_continue_from_each_other(
+def test_fsdp_then_ddp_then_a_single_process_continue_from_each_other(
     formats: tuple[str, str, str], alone: list[float], tmp_path: Path
 ) -> None:
-    """Another strategy, another number of ranks and another format at each start, over the same curve."""
+    """Each start has a different strategy, number of ranks and format, on the same curve."""
     incarnations = [(2, "fsdp", 5), (3, "ddp", 10), (1, "single", None)]
     for (world, strategy, stop), format in zip(incarnations, formats, strict=True):
         arguments = [*TINY, f"checkpoint.dir={tmp_path}", f"strategy={strategy}", f"checkpoint.format={format}"]
@@ -161,7 +162,7 @@ def test_each_rank_of_fsdp_writes_its_part(tmp_path: Path) -> None:
     assert min(sizes) > 0.5 * max(sizes), sizes
 
 
-def test_a_rank_that_cannot_write_its_part_fails_all_and_nothing_stays(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_its_part_fails_all_and_leaves_nothing(tmp_path: Path) -> None:
     def prepare(rank: int) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -180,7 +181,7 @@ def test_a_rank_that_cannot_write_its_part_fails_all_and_nothing_stays(tmp_path:
     assert [entry.name for entry in tmp_path.iterdir() if "step" in entry.name] == []
 
 
-def test_a_folder_that_is_not_shared_is_found_out(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_shared_is_detected(tmp_path: Path) -> None:
     """Two nodes, each with a disk of its own under the same name."""
 
     def node(rank: int) -> dict[str, str]:
@@ -191,7 +192,7 @@ def test_a_folder_that_is_not_shared_is_found_out(tmp_path: Path) -> None:
     assert "for checkpoint.format=dcp, set checkpoint.dir to a folder that every node sees" in ends[0].error, ends
 
 
-def test_only_the_newest_life_puts_parts_in_place(tmp_path: Path) -> None:
+def test_only_the_newest_incarnation_puts_parts_in_place(tmp_path: Path) -> None:
     zombie = CheckpointFolder(CheckpointConfig(format=Format.DCP), tmp_path, Group())
     zombie.claim(Claim(0, 0, 1))
     CheckpointFolder(CheckpointConfig(format=Format.DCP), tmp_path, Group()).claim(Claim(1, 0, 2))
@@ -204,7 +205,7 @@ def test_only_the_newest_life_puts_parts_in_place(tmp_path: Path) -> None:
 def test_a_claim_that_rank_0_cannot_read_for_a_while_leaves_the_ranks_in_step(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The other writers must not keep waiting for it in the collective of an attempt that it gave up."""
+    """The other writers must not wait in the collective of an attempt that rank 0 gave up."""
     ranks = start(
         2,
         [
@@ -244,10 +245,10 @@ def fails(*_: object) -> None:
 
 
 @pytest.mark.parametrize(("format", "module"), [(Format.DCP, dcp), (Format.TORCH, torch_file)])
-def test_one_that_cannot_be_read_although_its_checksums_are_right_is_passed_over(
+def test_an_unreadable_checkpoint_with_correct_checksums_is_skipped(
     format: Format, module: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of training was lost then, although an older one was whole."""
+    """Regression: all of training was lost, although an older one was whole."""
     checkpoints = saved(tmp_path, format, [7, 9])
     read = module.read
     monkeypatch.setattr(module, "read", lambda path, *more: fails() if "9." in path.name else read(path, *more))
@@ -263,7 +264,7 @@ def test_one_that_cannot_be_read_although_its_checksums_are_right_is_passed_over
     assert again is not None and again["step"] == 9, "the state after that step is saved again"
 
 
-def test_when_one_rank_cannot_read_its_part_all_take_the_next_older_one(tmp_path: Path) -> None:
+def test_if_one_rank_cannot_read_its_part_all_use_the_next_older_checkpoint(tmp_path: Path) -> None:
     arguments = [*PARTS, "strategy=fsdp", "train.epochs=3", "checkpoint.every_steps=4", f"checkpoint.dir={tmp_path}"]
     assert [end.code for end in run(2, arguments, prepare=stop_at(12))] == [75, 75]
 
@@ -279,10 +280,12 @@ def test_when_one_rank_cannot_read_its_part_all_take_the_next_older_one(tmp_path
 
 
 @pytest.mark.parametrize("format", [Format.DCP, Format.TORCH])
-def test_one_that_cannot_be_read_back_is_a_failed_save_and_the_older_ones_stay(
+def test_a_save_that_cannot_be_read_back_fails_and_keeps_the_older_ones(
     format: Format, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that loses writes, or a writer with a defect: the older ones were deleted next."""
+    """The disk loses writes, or a writer has a defect. Regression: the older ones were deleted
+    next.
+    """
     checkpoints = CheckpointFolder(CheckpointConfig(format=format, keep=1), tmp_path, Group())
     checkpoints.claim(Claim(0, 0, 1))
     checkpoints.save(lambda: SNAPSHOT, 7)

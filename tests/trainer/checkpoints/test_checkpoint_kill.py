@@ -47,7 +47,9 @@ def start(path: Path, format: Format, incarnation: int) -> Any:
 
 
 @pytest.mark.parametrize("format", list(Format))
-def test_killed_at_any_instant(format: Format, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_kill_at_any_instant_leaves_whole_checkpoints(
+    format: Format, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     chance = random.Random(3)
     before = 0
     for incarnation in range(1, 9):

@@ -1,4 +1,6 @@
-"""A checkpoint of another model is named as such; checkpoint.load starts from weights of a file, whoever wrote it."""
+"""A checkpoint of a different model is reported as such. checkpoint.load starts from the weights of
+any file.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def refused(message: str, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the checkpoint of an epoch (model.width=4), named best."""
+    """Yield a folder with the checkpoint of an epoch (model.width=4), marked as best."""
     folder = tmp_path_factory.mktemp("trained")
     good(1, [*ONE_EPOCH, "checkpoint.keep_best=1", f"checkpoint.dir={folder}"])
     return folder
@@ -52,7 +54,7 @@ def test_differences() -> None:
     ]
 
 
-def test_another_model_is_named_by_its_tensors_and_by_the_keys_to_set(trained: Path) -> None:
+def test_a_different_model_is_reported_with_its_tensors_and_the_keys_to_set(trained: Path) -> None:
     before = {path: path.read_bytes() for path in trained.glob("*.pt")}
     message = (
         r"the checkpoint of step 8 in .* belongs to a different model: features.0.weight is \(4, 1, 3, "
@@ -71,8 +73,8 @@ def test_another_model_is_named_by_its_tensors_and_by_the_keys_to_set(trained: P
     assert {path: path.read_bytes() for path in trained.glob("*.pt")} == before
 
 
-def test_another_seed_is_refused(trained: Path) -> None:
-    """The order would follow the checkpoint's, the augmentation the configuration's."""
+def test_a_different_seed_is_refused(trained: Path) -> None:
+    """The order would follow the checkpoint's seed, and the augmentation the configuration's."""
     message = (
         r"the checkpoint of step 8 in .* was made with data.seed=0, and now it is 3\. .* To resume set data.seed=0;"
     )
@@ -95,8 +97,10 @@ def test_every_rank_ends_with_the_message(trained: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["file", "best", "folder", "plain", "wrapped", "compiled"])
-def test_weights_of_a_file_are_where_training_starts(source: str, trained: Path, tmp_path: Path) -> None:
-    """As seen in the weights after one step at a learning rate of zero, on 2 ranks; momentum and step start over."""
+def test_training_starts_from_the_weights_of_a_file(source: str, trained: Path, tmp_path: Path) -> None:
+    """This shows in the weights after one step at a learning rate of zero, on 2 ranks. Momentum and
+    step start over.
+    """
     known = weights(trained / "best.pt")
     path = {"file": trained / "step-000000008.pt", "best": trained / "best.pt", "folder": trained}.get(
         source, tmp_path / "plain.pt"
@@ -149,7 +153,7 @@ def test_a_part_may_keep_its_initial_values(trained: Path) -> None:
 
 
 def test_a_pattern_that_no_tensor_matches_is_refused(trained: Path) -> None:
-    """A slip of the pen would load the very tensors that were to keep their initial values."""
+    """With a typing error, the very tensors that were to keep their initial values would be loaded."""
     model = weights(trained / "best.pt")
     with pytest.raises(
         CheckpointError, match=r"load_except: no tensor .* matches 'haed\.\*', .*the model has features"
@@ -159,8 +163,10 @@ def test_a_pattern_that_no_tensor_matches_is_refused(trained: Path) -> None:
         CheckpointConfig(load_except=("head.*",)).check()
 
 
-def test_weights_of_a_training_that_had_diverged_are_refused(trained: Path, tmp_path: Path) -> None:
-    """Else the steps are skipped, and the advice is a lower learning rate. Infinity may be meant: a mask."""
+def test_weights_of_a_diverged_training_are_refused(trained: Path, tmp_path: Path) -> None:
+    """Otherwise steps would be skipped, with the advice of a lower learning rate. Infinity may be
+    intended: a mask.
+    """
     model = weights(trained / "best.pt")
     broken = {**model, "head.bias": model["head.bias"].clone(), "features.0.weight": model["features.0.weight"] * 1e30}
     broken["head.bias"][3] = float("nan")
@@ -181,7 +187,7 @@ def averaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("average", [True, False])
-def test_the_average_that_was_evaluated_is_where_training_starts(
+def test_training_starts_from_the_average_that_was_evaluated(
     average: bool, averaged: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     keys = [*ONE_EPOCH, "optim.lr=0", "optim.weight_decay=0", f"checkpoint.load={averaged}"]
@@ -197,7 +203,7 @@ def test_the_average_that_was_evaluated_is_where_training_starts(
 
 
 @pytest.mark.parametrize("kind", ["timm", "torchvision"])
-def test_other_trainers_averages(kind: str, trained: Path, tmp_path: Path) -> None:
+def test_averages_of_other_trainers_are_loaded(kind: str, trained: Path, tmp_path: Path) -> None:
     known = weights(trained / "best.pt")
     mean = {name: tensor + 1 for name, tensor in known.items()}
     torchs = {"n_averaged": torch.tensor(3), **{f"module.{name}": tensor for name, tensor in mean.items()}}
@@ -208,10 +214,10 @@ def test_other_trainers_averages(kind: str, trained: Path, tmp_path: Path) -> No
         assert found.keys() == known.keys() and all(torch.equal(found[name], expected[name]) for name in known)
 
 
-def test_while_rank_0_reads_the_ranks_agree_that_it_takes_longer(
-    trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others waited in a collective: a large file on a slow disk ended the start after train.timeout_seconds."""
+def test_the_ranks_agree_to_wait_longer_while_rank_0_reads(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the others waited in a collective, so a large file on a slow disk timed out at
+    each start.
+    """
     slow = Slow(monkeypatch)
     monkeypatch.setattr(compatibility, "read_whole", slow(compatibility.read_whole))
     load_weights(trained, (), weights(trained / "best.pt"), Group(), alive=slow.alive)
@@ -220,7 +226,7 @@ def test_while_rank_0_reads_the_ranks_agree_that_it_takes_longer(
     assert slow.ended == 2
 
 
-def test_a_best_one_that_is_gone_is_named(trained: Path, tmp_path: Path) -> None:
+def test_a_missing_best_checkpoint_is_reported(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "best.json").write_bytes((trained / "best.json").read_bytes())
     with pytest.raises(
         CheckpointError, match=r"best\.json names step-000000008\.pt, which is gone; choose a different"
@@ -244,7 +250,7 @@ def test_a_wrong_file_ends_every_rank_before_training(tmp_path: Path) -> None:
         ("broken", r"is corrupt \(its checksum does not match\)"),
     ],
 )
-def test_what_is_no_checkpoint(content: Any, message: str, trained: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_checkpoint_is_refused(content: Any, message: str, trained: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     match content:
         case bytes():
@@ -278,7 +284,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_very_long_word_of_a_file_costs_no_time(tmp_path: Path) -> None:
-    """torch's search through its own message takes minutes for this one."""
+    """torch's search in its own message takes minutes for this one."""
     pickled = b"\x80\x02c" + b"a" * 100_000 + b"\nb\n."
     torch.save({}, tmp_path / "long.pt")
     with zipfile.ZipFile(tmp_path / "long.pt") as whole, zipfile.ZipFile(tmp_path / "words.pt", "w") as made:

@@ -1,5 +1,5 @@
-"""A full disk, a volume that goes away, one that becomes read-only: reported clearly, the last good
-checkpoint kept, nobody hangs.
+"""Full, unmounted and read-only disks are reported clearly. The last good checkpoint is kept, and
+no rank hangs.
 """
 
 from __future__ import annotations
@@ -61,14 +61,16 @@ def names(path: Path) -> list[str]:
 
 
 @FORMATS
-def test_a_full_disk(format: str, volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_partial_file(
+    format: str, volume: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoints = opened(volume, format=folder.Format(format), failures=2)
     save(checkpoints, 1)
     good = names(volume)
     assert len(good) == 1
     save(checkpoints, 2, size=1_000_000)
     assert names(volume) == good, "no half file is left"
-    assert not checkpoints.state.failed, "the next one may succeed"
+    assert not checkpoints.state.failed, "the next save may succeed"
     warning = capsys.readouterr().err
     assert (
         "No space left on device" in warning
@@ -78,7 +80,7 @@ def test_a_full_disk(format: str, volume: Path, capsys: pytest.CaptureFixture[st
     save(checkpoints, 3)
     assert len(names(volume)) == 2 and checkpoints._writer.failure is None
     save(checkpoints, 4, size=1_000_000)
-    assert not checkpoints.state.failed, "not in a row"
+    assert not checkpoints.state.failed, "failures that are not in a row"
     save(checkpoints, 5, size=1_000_000)
     assert checkpoints.state.failed
     with pytest.raises(CheckpointError, match=r"step-000000005.* cannot be written: .*No space left on device"):
@@ -87,7 +89,7 @@ def test_a_full_disk(format: str, volume: Path, capsys: pytest.CaptureFixture[st
 
 
 @FORMATS
-def test_a_read_only_volume(format: str, volume: Path) -> None:
+def test_a_read_only_volume_is_reported(format: str, volume: Path) -> None:
     checkpoints = opened(volume, format=folder.Format(format))
     save(checkpoints, 1)
     before = names(volume)
@@ -100,7 +102,9 @@ def test_a_read_only_volume(format: str, volume: Path) -> None:
 
 @FORMATS
 def test_an_unmounted_volume_is_not_written_around(format: str, volume: Path, tmp_path: Path) -> None:
-    """What is under the mount point is the node's own disk, and nobody would find a checkpoint there."""
+    """The folder under the mount point is on the node's own disk, where nobody would find a
+    checkpoint.
+    """
     checkpoints = opened(volume, format=folder.Format(format))
     save(checkpoints, 1)
     subprocess.run(["umount", volume], check=True)
@@ -111,7 +115,7 @@ def test_an_unmounted_volume_is_not_written_around(format: str, volume: Path, tm
 
 
 @FORMATS
-def test_a_folder_that_was_removed_is_not_made_again(format: str, tmp_path: Path) -> None:
+def test_a_folder_that_was_removed_is_not_recreated(format: str, tmp_path: Path) -> None:
     path = tmp_path / "gone"
     checkpoints = opened(path, format=folder.Format(format))
     save(checkpoints, 1)
@@ -138,7 +142,7 @@ def failing(first: int, last: int) -> Any:
     return prepare
 
 
-def test_the_metrics_log_of_a_full_disk_loses_lines_and_not_the_training(
+def test_on_a_full_disk_the_metrics_log_loses_lines_and_training_continues(
     volume: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = open_log(volume)
@@ -154,11 +158,13 @@ def test_the_metrics_log_of_a_full_disk_loses_lines_and_not_the_training(
     lines = (volume / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["step"] == 1 and json.loads(lines[-1])["step"] == 200
     broken = [line for line in lines if not line.endswith("}")]
-    assert len(broken) <= 1, "a line that was cut stands alone"
+    assert len(broken) <= 1, "an incomplete line stands alone"
 
 
-def test_metrics_that_cannot_be_continued_are_named(tmp_path: Path) -> None:
-    """Such as those of another user. Root may write all files, so that a folder stands for them."""
+def test_metrics_that_cannot_be_appended_to_are_reported(tmp_path: Path) -> None:
+    """For example the metrics of a different user. Root may write all files, so a folder stands for
+    them.
+    """
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(TrainingError, match=r"metrics.jsonl cannot be continued \(Is a directory\); .* train.run_dir"):
         open_log(tmp_path)
@@ -174,7 +180,7 @@ def test_training_continues_after_a_failure_and_saves_later(tmp_path: Path) -> N
     assert saved and max(saved) == 16 and not saved & {4, 5, 6, 7}
 
 
-def test_after_so_many_failures_all_ranks_leave_with_the_reason_and_nobody_hangs(tmp_path: Path) -> None:
+def test_after_too_many_failures_all_ranks_exit_with_the_reason(tmp_path: Path) -> None:
     ends = run(3, [*ARGUMENTS, "train.epochs=40", f"checkpoint.dir={tmp_path}"], prepare=failing(4, 999))
     assert [end.code for end in ends] == [1, 1, 1]
     assert "cannot be written: No space left on device" in ends[0].error
@@ -184,7 +190,7 @@ def test_after_so_many_failures_all_ranks_leave_with_the_reason_and_nobody_hangs
 
 
 def test_a_failure_at_the_end_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    """One rank's failure, of one node's folder; training was complete, and its result is not there."""
+    """One rank cannot write to its node's folder. Training was complete, but its result is missing."""
     own = {rank: {"DDPJOB_CHECKPOINT_DIR": str(tmp_path / f"node{rank}"), "LOCAL_RANK": "0"} for rank in (0, 1)}
 
     def prepare(rank: int) -> None:
@@ -196,7 +202,7 @@ def test_a_failure_at_the_end_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     assert "another rank can no longer save" in ends[0].error and "No space left on device" in ends[1].error
 
 
-def test_a_mark_that_cannot_be_written_is_no_failed_checkpoint(
+def test_a_mark_that_cannot_be_written_is_not_a_failed_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = opened(tmp_path, keep_best=1, failures=1)
@@ -208,7 +214,7 @@ def test_a_mark_that_cannot_be_written_is_no_failed_checkpoint(
     assert not checkpoints.state.failed and "Is a directory; older checkpoints stay" in capsys.readouterr().err
     (tmp_path / "best.json").rmdir()
     checkpoints.finish()
-    assert json.loads((tmp_path / "best.json").read_text())["best"] == "step-000000001.pt", "tried again"
+    assert json.loads((tmp_path / "best.json").read_text())["best"] == "step-000000001.pt", "it is retried"
 
 
 def test_an_evaluation_that_cannot_be_written_is_reported_and_training_continues(
@@ -230,7 +236,7 @@ def test_stacks_on_a_volume_that_is_gone_do_not_hide_why_training_ends(tmp_path:
     stacks.close()
 
 
-def test_a_ledger_that_cannot_be_written_is_named(volume: Path) -> None:
+def test_a_ledger_that_cannot_be_written_is_reported(volume: Path) -> None:
     ledger = Ledger(volume, Group(), Claim(0, 0, 1))
     ledger.start(0, 10, 1)
     with pytest.raises(
@@ -244,8 +250,10 @@ def test_a_ledger_that_cannot_be_written_is_named(volume: Path) -> None:
         Ledger(volume, Group(), Claim(0, 0, 1))
 
 
-def test_a_link_in_place_of_a_checkpoint_is_deleted_and_what_it_points_to_is_not(tmp_path: Path) -> None:
-    """Of who has moved the folder of parts to another disk: each deletion failed, without a reason."""
+def test_a_link_in_place_of_a_checkpoint_is_deleted_and_its_target_is_not(tmp_path: Path) -> None:
+    """A user had moved the folder of parts to another disk. Regression: each deletion failed
+    without a reason.
+    """
     (tmp_path / "moved.dcp").mkdir()
     (tmp_path / "step-000000001.dcp").symlink_to("moved.dcp")
     remove(tmp_path / "step-000000001.dcp")

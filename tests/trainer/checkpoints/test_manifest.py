@@ -1,4 +1,6 @@
-"""The manifest of format dcp: what was written comes back, and whatever else somebody has written is refused."""
+"""The manifest of format dcp: a written manifest can be read back, and any other content is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +144,7 @@ def test_a_manifest_that_no_trainer_has_written_is_refused(change: Callable[[Any
 
 
 def test_tensors_that_need_more_than_the_files_have_are_refused() -> None:
-    """A million tensors that all point at the same bytes."""
+    """A million tensors all point at the same bytes."""
     recorded = copy.deepcopy(RECORDED)
     recorded["tensors"] = {f"{number}:a": RECORDED["tensors"]["0:a"] for number in range(9)}
     recorded["state"] = {"dict": [[number, {"tensor": f"{number}:a"}] for number in range(9)]}
@@ -153,7 +155,7 @@ def test_tensors_that_need_more_than_the_files_have_are_refused() -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b"7", b"\xff", DEEP.encode(), b"9" * 5000, b'{"sha256": 1}', b"[" * 100000]
 )
-def test_what_is_no_json_or_lacks_its_checksum_is_refused(content: bytes) -> None:
+def test_invalid_json_or_a_missing_checksum_is_refused(content: bytes) -> None:
     with pytest.raises(CheckpointError, match="corrupt"):
         manifest.read(content)
 

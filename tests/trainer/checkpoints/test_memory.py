@@ -1,4 +1,6 @@
-"""The newest states in the nodes' memory: what a restart repeats, and that it computes the same."""
+"""The newest states in the nodes' memory: which steps a restart repeats, and that it computes the
+same.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def nodes() -> Iterator[Callable[[int], Path]]:
 
 
 def on_nodes(folder: Callable[[int], Path], round_: int, every: str = "1") -> Callable[[int], dict[str, str]]:
-    """Each rank is a node by itself."""
+    """Treat each rank as a node."""
 
     def env(rank: int) -> dict[str, str]:
         return {
@@ -48,7 +50,7 @@ def on_nodes(folder: Callable[[int], Path], round_: int, every: str = "1") -> Ca
 
 
 def dies_in(step: int) -> Callable[[int], None]:
-    """All ranks die while step number `step` runs."""
+    """Kill all ranks while step number `step` runs."""
 
     def prepare(rank: int) -> None:
         from ddpjob_trainer.reporting.ledger import Ledger
@@ -65,7 +67,7 @@ def dies_in(step: int) -> Callable[[int], None]:
     return prepare
 
 
-def test_the_first_copies_do_not_decide_how_often_auto_copies(
+def test_auto_ignores_the_cost_of_the_first_copies(
     nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They reserve memory and connect the ranks, which may take a hundred times as long as a copy."""
@@ -105,7 +107,7 @@ def same(left: object, right: object) -> bool:
 def test_a_restart_without_any_checkpoint_repeats_no_complete_step(
     strategy: str, tmp_path: Path, nodes: Callable[[int], Path]
 ) -> None:
-    # Without an order, a fresh process adds gradients in other buckets in its first step.
+    # Without ddp.ordered, a fresh process adds gradients in different buckets in its first step.
     order = ["ddp.ordered=true"] if strategy == "ddp" else []
     arguments = [*TRAINING, f"strategy={strategy}", *order]
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"

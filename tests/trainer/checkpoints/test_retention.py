@@ -1,5 +1,6 @@
-"""Which checkpoints stay: the newest, the best, every so many epochs; a broken one counts for none;
-the newest whole one always stays.
+"""Which checkpoints are kept: the newest, the best, and some ends of epochs. A broken one does not
+count, and the
+newest whole one is always kept.
 """
 
 from __future__ import annotations
@@ -40,31 +41,31 @@ def left(found: list[Entry], scores: dict[int, float], **config: object) -> list
     return [entry.step for entry in found if entry not in gone]
 
 
-def test_newest() -> None:
+def test_the_newest_checkpoints_are_kept() -> None:
     assert left(entries(range(5, 45, 5)), {}, keep=3) == [30, 35, 40]
 
 
-def test_best_stay_beside_the_newest() -> None:
+def test_the_best_are_kept_in_addition_to_the_newest() -> None:
     scores = {10: 0.5, 20: 0.9, 30: 0.7, 40: 0.6}
     assert left(entries(range(5, 45, 5)), scores, keep=2, keep_best=2) == [20, 30, 35, 40]
     assert left(entries(range(5, 45, 5)), scores, keep=1, keep_best=1, best_by=Metric.LOSS) == [10, 40]
 
 
-def test_of_equally_good_ones_the_first_stays() -> None:
+def test_among_equally_good_ones_the_first_is_kept() -> None:
     assert left(entries(range(10, 50, 10)), {10: 0.5, 20: 0.9, 30: 0.9}, keep=1, keep_best=1) == [20, 40]
 
 
-def test_ends_of_epochs_stay_for_good() -> None:
+def test_ends_of_epochs_are_kept_forever() -> None:
     assert left(entries(range(5, 95, 5)), {}, keep=1, keep_every_epochs=3) == [30, 60, 90]
 
 
-def test_a_broken_one_counts_for_nothing_and_goes_when_it_is_old() -> None:
+def test_a_broken_checkpoint_does_not_count_and_is_deleted_when_old() -> None:
     found = entries(range(5, 45, 5), broken=(20, 35, 40))
     assert left(found, {40: 1.0, 10: 0.1}, keep=2, keep_best=1, keep_every_epochs=2) == [10, 25, 30, 35, 40]
 
 
 @pytest.mark.parametrize("metric", Metric)
-def test_a_score_that_is_no_number_is_the_worst(metric: Metric) -> None:
+def test_a_score_that_is_not_a_number_is_the_worst(metric: Metric) -> None:
     scores = {10: math.nan, 20: 0.5, 30: -math.inf}
     assert left(entries(range(5, 45, 5)), scores, keep=1, keep_best=1, best_by=metric) == [20, 40]
 
@@ -77,7 +78,7 @@ def test_a_score_that_is_no_number_is_the_worst(metric: Metric) -> None:
     keep_best=st.integers(0, 3),
     every=st.integers(0, 3),
 )
-def test_the_newest_whole_ones_always_stay(
+def test_the_newest_whole_ones_are_always_kept(
     steps: set[int], broken: set[int], scores: dict[int, float], keep: int, keep_best: int, every: int
 ) -> None:
     found = [Entry(step, Path(str(step)), step // 10 if step % 10 == 0 else None, step not in broken) for step in steps]
@@ -116,7 +117,9 @@ def test_a_whole_one_older_than_a_broken_one_is_not_deleted_for_it(tmp_path: Pat
 
 
 def test_a_folder_of_parts_is_never_seen_half_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed within the removal: what is left has no checkpoint's name, and goes at the next start."""
+    """After a kill during the removal, the remainder has no checkpoint's name and is deleted at the
+    next start.
+    """
     folder = opened(tmp_path, keep=1, format=Format.DCP)
     save(folder, 1)
 
@@ -134,7 +137,7 @@ def test_a_folder_of_parts_is_never_seen_half_removed(tmp_path: Path, monkeypatc
     assert {path.name for path in tmp_path.iterdir()} <= claims
 
 
-def test_an_old_one_that_cannot_be_removed_is_reported(
+def test_an_old_checkpoint_that_cannot_be_removed_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(path: Path) -> None:
@@ -150,7 +153,7 @@ def test_an_old_one_that_cannot_be_removed_is_reported(
     assert [path.name for path in tmp_path.glob("step*")] == ["step-000000003.pt"], "tried again"
 
 
-def test_one_that_somebody_removed_does_not_count(tmp_path: Path) -> None:
+def test_a_checkpoint_that_somebody_removed_does_not_count(tmp_path: Path) -> None:
     folder = opened(tmp_path, keep=2)
     for step in (1, 2, 3):
         save(folder, step)
@@ -178,7 +181,7 @@ def test_best_is_found_by_its_link_also_after_a_restart(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("step*")) == ["step-000000050.pt"]
 
 
-def test_a_link_that_leads_nowhere_stops_no_removal(tmp_path: Path) -> None:
+def test_a_dangling_link_does_not_stop_a_removal(tmp_path: Path) -> None:
     (tmp_path / "step-000000001.pt").symlink_to("gone")
     folder = opened(tmp_path, keep=1)
     for step in (2, 3):
@@ -186,10 +189,10 @@ def test_a_link_that_leads_nowhere_stops_no_removal(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("step*")] == ["step-000000003.pt"]
 
 
-def test_a_folder_in_the_place_of_the_link_to_the_best_stops_no_removal(
+def test_a_folder_in_the_place_of_the_best_link_does_not_stop_a_removal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a copy of the folder has it that has followed the link."""
+    """A copy of the folder that followed the link has one."""
     (tmp_path / "best.dcp").mkdir()
     folder = opened(tmp_path, keep=1, keep_best=1, format=Format.DCP)
     for step, accuracy in ((10, 0.4), (20, 0.8)):
@@ -202,7 +205,7 @@ def test_a_folder_in_the_place_of_the_link_to_the_best_stops_no_removal(
 
 
 @pytest.mark.parametrize("later", [{"keep_best": 0}, {"keep_best": 1, "best_by": Metric.LOSS}])
-def test_no_mark_is_left_of_a_best_one_that_is_not_kept_any_more(tmp_path: Path, later: dict[str, Any]) -> None:
+def test_the_mark_of_a_best_one_that_is_no_longer_kept_is_removed(tmp_path: Path, later: dict[str, Any]) -> None:
     """Loading and evaluating a folder follow the mark."""
     save(opened(tmp_path, keep=1, keep_best=1), 10, accuracy=0.4, loss=1.0)
     save(opened(tmp_path, keep=1, **later), 20)
@@ -210,7 +213,7 @@ def test_no_mark_is_left_of_a_best_one_that_is_not_kept_any_more(tmp_path: Path,
     assert read_whole(tmp_path)["step"] == 20
 
 
-def test_scores_that_are_no_numbers_are_null_in_the_file_and_read_as_such(tmp_path: Path) -> None:
+def test_scores_that_are_not_numbers_are_null_in_the_file(tmp_path: Path) -> None:
     """Other programs could not read NaN."""
     folder = opened(tmp_path, keep_best=2, best_by=Metric.LOSS)
     for step, loss in ((10, math.nan), (20, math.inf), (30, 0.5)):
@@ -220,7 +223,7 @@ def test_scores_that_are_no_numbers_are_null_in_the_file_and_read_as_such(tmp_pa
     assert scores[30] == 0.5 and math.isnan(scores[10]) and math.isnan(scores[20])
 
 
-def test_another_measure_or_a_damaged_file_begins_anew_and_says_so(
+def test_scores_of_another_metric_or_a_damaged_file_are_discarded_with_a_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(opened(tmp_path, keep_best=1), 10, accuracy=0.4, loss=1.0)
@@ -230,7 +233,7 @@ def test_another_measure_or_a_damaged_file_begins_anew_and_says_so(
     opened(tmp_path, keep_best=1)
     assert "best.json is damaged" in capsys.readouterr().err
     opened(tmp_path, keep_best=0)
-    assert not capsys.readouterr().err, "none is chosen"
+    assert not capsys.readouterr().err, "no best checkpoint is chosen"
 
 
 def test_in_a_training_the_best_of_all_evaluations_is_marked(tmp_path: Path) -> None:
@@ -261,6 +264,6 @@ def test_in_a_training_the_best_of_all_evaluations_is_marked(tmp_path: Path) -> 
         ({"keep_best": 1, "every_epochs": 0}, r"checkpoint.keep_best: .* set checkpoint.every_epochs"),
     ],
 )
-def test_settings_that_make_no_sense(settings: dict[str, int], message: str, tmp_path: Path) -> None:
+def test_contradictory_settings_are_refused(settings: dict[str, int], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         CheckpointFolder(CheckpointConfig(**settings), tmp_path, Group())  # type: ignore[arg-type]

@@ -61,7 +61,7 @@ def test_a_broken_sampler_is_found(defect: Callable[[int], None], message: str, 
         verify(read([tmp_path]))
 
 
-def test_a_counter_that_begins_anew_at_a_restart_is_found(tmp_path: Path) -> None:
+def test_a_counter_that_restarts_at_zero_is_found(tmp_path: Path) -> None:
     arguments = [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"]
 
     def forget_the_count(rank: int) -> None:
@@ -81,7 +81,7 @@ def test_a_resume_from_an_older_checkpoint_than_the_newest_is_found(tmp_path: Pa
     assert [end.code for end in run(1, arguments, prepare=stop_at(5))] == [75]
     (tmp_path / "step-000000005.pt").unlink()
     good(1, arguments)
-    # Step 4 has no checkpoint where that of step 2 was still being written.
+    # Step 4 has no checkpoint if that of step 2 was still being written.
     with pytest.raises(LedgerError, match=r"resumed after step [24], although step 5 was in a checkpoint"):
         verify(read([tmp_path]))
 
@@ -104,7 +104,9 @@ def test_kill_9_of_a_rank_under_torchrun_loses_and_repeats_nothing(tmp_path: Pat
 def test_incarnations_of_a_job_are_in_order_whatever_the_clocks_of_its_nodes_show(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second one is on a node 85 s behind; then the job is created again, and its rounds begin at 1 again."""
+    """The second incarnation's node is 85 s behind. Then the job is created again, and its rounds
+    begin at 1 again.
+    """
 
     def incarnation(job: str, round_: int, clock: float, start: int, *steps: int) -> None:
         monkeypatch.setattr(ledger_module.time, "time", lambda: clock)
@@ -143,8 +145,10 @@ def test_command_line_prints_a_table_and_names_what_is_missing(
         (b"12\n", "line 1 is damaged: it is not a line of a ledger"),
     ],
 )
-def test_what_is_no_ledger_or_none_yet_is_named(content: bytes, message: str, tmp_path: Path) -> None:
-    """Each was a traceback: a job that ended before its first step leaves an empty file."""
+def test_a_missing_or_invalid_ledger_is_reported(content: bytes, message: str, tmp_path: Path) -> None:
+    """Regression: each was a traceback. A job that ended before its first step leaves an empty
+    file.
+    """
     (tmp_path / "ledger").mkdir()
     (tmp_path / "ledger" / "rank-0-a.jsonl").write_bytes(content)
     with pytest.raises(LedgerError, match=message):
@@ -177,7 +181,7 @@ def test_steps_that_changed_no_weight_are_shown(tmp_path: Path, capsys: pytest.C
     summary = verify(read([tmp_path]))
     assert (summary.left_out, summary.epochs) == ({3: 200, 6: 200}, {1: 1200})
     (tmp_path / "step-000000006.pt").unlink()
-    for file in (tmp_path / "run" / "ledger").glob("*.jsonl"):  # As if it had been killed before it was saved.
+    for file in (tmp_path / "run" / "ledger").glob("*.jsonl"):  # as if it had been killed before the save
         rows = file.read_text().splitlines(keepends=True)
         file.write_text("".join(row for row in rows if '"checkpoint": 6' not in row))
     good(2, keys)

@@ -1,4 +1,4 @@
-"""`python -m ddpjob_trainer checkpoint`: what a user sees of a file and of a folder."""
+"""`python -m ddpjob_trainer checkpoint`: the output for a file and for a folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def table(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     return [line.split("  ") for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_folder(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_shown_as_a_table(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(trained)]) == 0
     head, *rows = [[cell.strip() for cell in line if cell.strip()] for line in table(capsys)]
     assert head == ["checkpoint", "step", "epoch", "ranks", "saved", "size", "state"]
@@ -47,13 +47,13 @@ def test_a_folder(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["best.pt", "step-000000016.pt", "step-000000020.dcp"])
-def test_one(name: str, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_checkpoint_is_shown(name: str, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(trained / name)]) == 0
     text = capsys.readouterr().out
     assert "model.width=4" in text and "4 x 1 x 3 x 3  float32" in text and "momentum_buffer" in text
 
 
-def test_a_broken_one_is_named_and_the_exit_code_says_so(
+def test_a_broken_checkpoint_is_reported_with_an_exit_code(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = (trained / "step-000000016.pt").read_bytes()
@@ -69,10 +69,10 @@ def test_a_broken_one_is_named_and_the_exit_code_says_so(
     )
 
 
-def test_one_that_a_training_deletes_meanwhile_is_left_out(
+def test_a_checkpoint_that_training_deletes_meanwhile_is_left_out(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table of a running job's folder was an error in its place."""
+    """Regression: an error took the place of the table of a running job's folder."""
     for name in ("step-000000008.pt", "step-000000016.pt"):
         (tmp_path / name).write_bytes((trained / name).read_bytes())
     row = show_checkpoint._row
@@ -90,10 +90,10 @@ def test_one_that_a_training_deletes_meanwhile_is_left_out(
     assert lines[1].endswith("whole") and "BROKEN: not readable" in lines[2] and "No such file" in lines[2]
 
 
-def test_every_checkpoint_has_a_row_whatever_is_wrong_with_any(
+def test_every_checkpoint_has_a_row_even_if_another_one_is_broken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that could not be read ended the list without a name."""
+    """Regression: an unreadable one ended the list without a name."""
     state = {"step": 1, "sampler": {"epoch": 0, "consumed": 1, "size": 4}, "a": torch.ones(3)}
     for step in (1, 3):
         dcp.write(tmp_path / f"step-{step:09d}.dcp", 1, state, Metadata(step), None, lambda: None)
@@ -113,8 +113,8 @@ def test_every_checkpoint_has_a_row_whatever_is_wrong_with_any(
     assert "0 + 25%" in lines[2] and "\x1b" not in "".join(lines)
 
 
-def test_one_of_a_loop_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It holds what the loop saved: no settings of the trainer."""
+def test_a_checkpoint_of_an_own_loop_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It contains what the loop saved, without settings of the trainer."""
     with CheckpointFolder.open(Group(), dir=tmp_path) as folder:
         sampler = {"epoch": 0, "consumed": 4, "size": 8, "seed": 0}
         folder.save(lambda: {"step": 1, "sampler": sampler, "model": {"weight": torch.zeros(2, 3)}}, 1)
@@ -124,7 +124,7 @@ def test_one_of_a_loop_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "0 + 50%" in text and "model.weight" in text and "made with" not in text
 
 
-def test_as_a_command(trained: Path) -> None:
+def test_the_command_works_as_a_process(trained: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ddpjob_trainer", "checkpoint", str(trained)],
         capture_output=True,
@@ -134,7 +134,7 @@ def test_as_a_command(trained: Path) -> None:
     assert done.returncode == 0 and "step-000000016.pt" in done.stdout, done
 
 
-def test_nothing_to_show(tmp_path: Path) -> None:
+def test_an_empty_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"contains no checkpoint; name a checkpoint"):
         main([str(tmp_path)])
     with pytest.raises(CheckpointError, match=r"none.pt cannot be read: No such file"):

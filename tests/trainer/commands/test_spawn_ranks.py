@@ -1,4 +1,4 @@
-"""`--spawn N`: ranks without torchrun find each other in three ways, train as one process does, and
+"""`--spawn N`: ranks without torchrun find each other in three ways, train like one process, and
 leave nothing behind.
 """
 
@@ -34,7 +34,7 @@ _launched: list[tuple[subprocess.Popen[str], Path]] = []
 
 @pytest.fixture(autouse=True)
 def _end_and_report() -> Iterator[None]:
-    """What a failed test leaves is ended (ranks follow their launcher), and what it said is shown."""
+    """End processes of a failed test (ranks follow their launcher) and show their output."""
     yield
     while _launched:
         process, cwd = _launched.pop()
@@ -96,7 +96,7 @@ def single_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.parametrize("method", ["env", "file"])
-def test_ranks_meet_and_train_as_one_process_does(method: str, tmp_path: Path, single_losses: list[float]) -> None:
+def test_ranks_meet_and_train_like_one_process(method: str, tmp_path: Path, single_losses: list[float]) -> None:
     """The sums of two ranks are added in another order than one process's: float32 rounding, 1e-4
     relative over eight steps.
     """
@@ -187,7 +187,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
     assert '"event": "stop"' in metrics.read_text(), "they saved before they left"
 
 
-def test_a_second_signal_ends_ranks_that_do_not_answer(tmp_path: Path) -> None:
+def test_a_second_signal_ends_ranks_that_do_not_respond(tmp_path: Path) -> None:
     process = launch(tmp_path, "--spawn=2", *SHORT, "train.epochs=4000", f"checkpoint.dir={tmp_path / 'c'}")
     ledger = tmp_path / "c" / "run" / "ledger"
     until(lambda: len(list(ledger.glob("rank-*.jsonl"))) == 2, 120)
@@ -224,14 +224,16 @@ def test_a_mistake_is_reported_before_ranks_are_started() -> None:
         (["--spawn=2", "--nodes=2"], r"MASTER_ADDR='' MASTER_PORT='': several ranks need both"),
     ],
 )
-def test_command_line_mistakes(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_on_the_command_line_are_reported(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match=said):
         spawn_ranks.read(arguments)
 
 
-def test_places_of_ranks() -> None:
+def test_ranks_get_their_places() -> None:
     second = spawn_ranks.Launch(4, 3, 2, "tcp://h:1").environment(1)
     assert (second["RANK"], second["WORLD_SIZE"], second["LOCAL_RANK"], second["LOCAL_WORLD_SIZE"]) == (
         "9",
@@ -242,14 +244,14 @@ def test_places_of_ranks() -> None:
     assert second[init_method.INIT_METHOD] == "tcp://h:1"
 
 
-def test_a_port_is_chosen_that_no_connection_gets_before_rank_0_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_is_chosen_that_no_connection_can_take_before_rank_0_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 16000 <= init_method.free_port() < 20000
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(random.SystemRandom, "sample", lambda *_: [taken.getsockname()[1]])
         assert init_method.free_port() not in (0, taken.getsockname()[1]), "a full range leaves any other port"
 
 
-def test_ranks_of_one_node_meet_at_a_store_that_no_network_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_one_node_meet_at_a_store_that_is_not_on_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCHELASTIC_USE_AGENT_STORE", init_method.INIT_METHOD):
         monkeypatch.delenv(name, raising=False)
     reached = []
@@ -267,7 +269,7 @@ def test_ranks_of_one_node_meet_at_a_store_that_no_network_reaches(monkeypatch: 
     assert reached == [False, False, True]
 
 
-def test_a_port_of_the_loopback_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loopback_port_in_use_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -289,7 +291,7 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_file_in_use_and_a_stale_file_of_several_nodes_are_refused(tmp_path: Path) -> None:
-    """A lock that another launch holds; a file that another node's ranks may have opened already."""
+    """Another launch holds a lock, or the ranks of another node may have opened the file already."""
     where = f"file://{tmp_path / 'meet'}"
     with (tmp_path / "meet.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

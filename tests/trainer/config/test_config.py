@@ -1,4 +1,6 @@
-"""Configuration: keys, types, files, environment, help; each mistake is named with its remedy."""
+"""Configuration: keys, types, files, environment and help. Each mistake is reported with its
+remedy.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from ddpjob_trainer.errors import ConfigError
 from ranks import TINY
 
 
-def test_argument_beats_file_beats_environment_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_override_files_files_the_environment_and_it_the_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "c.yaml"
     monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", "/from/env")
     monkeypatch.setenv("DDPJOB_CHECKPOINT_SHARED", "0")
@@ -50,13 +54,13 @@ def test_a_number_with_leading_zeros_is_decimal(text: str, number: int) -> None:
     assert config.load(None, [f"data.seed={text}"]).data.seed == number
 
 
-def test_minutes_and_seconds_are_no_number() -> None:
+def test_minutes_and_seconds_are_not_a_number() -> None:
     with pytest.raises(ConfigError, match="1:30"):
         config.load(None, ["data.batch=1:30"])
 
 
 @pytest.mark.parametrize("text", ["007", "1.10", "1e3", "0x10", "1_000", "1:30"])
-def test_a_name_that_looks_like_a_number_stays_as_it_was_written(text: str, tmp_path: Path) -> None:
+def test_a_name_that_looks_like_a_number_stays_text(text: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(f"train: {{name: {text}}}\ncheckpoint: {{dir: {text}}}\n")
     for loaded in (
         config.load(str(tmp_path / "c.yaml"), []),
@@ -72,7 +76,7 @@ def test_one_number_is_a_list_of_one() -> None:
 
 
 def test_a_folder_may_be_named_by_a_date(tmp_path: Path) -> None:
-    """YAML makes a date of it, which was refused as no path."""
+    """YAML reads it as a date. Regression: it was refused as not a path."""
     (tmp_path / "c.yaml").write_text("checkpoint: {dir: 2026-1-5}\n")
     assert config.load(str(tmp_path / "c.yaml"), []).checkpoint.dir == Path("2026-1-5")
     assert config.load(None, ["checkpoint.dir=2026-11-26"]).checkpoint.dir == Path("2026-11-26")
@@ -118,7 +122,7 @@ def test_a_whole_number_stays_what_it_is() -> None:
         ('data.batch=!!int ""', "'' is not a number"),
     ],
 )
-def test_mistakes_are_named_with_the_remedy(argument: str, message: str) -> None:
+def test_mistakes_are_reported_with_the_remedy(argument: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config.load(None, [argument])
     assert any(part in str(caught.value) for part in message.split("|"))
@@ -163,7 +167,7 @@ def test_an_interval_is_a_number_of_seconds_or_follows_from_the_cost(
         ("--evaluate", "python -m ddpjob_trainer evaluate CHECKPOINT"),
     ],
 )
-def test_the_flags_of_tutorials_are_answered_with_the_key(argument: str, message: str) -> None:
+def test_flags_from_tutorials_are_answered_with_the_key(argument: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config.load(None, [argument])
     assert message in str(caught.value)
@@ -219,7 +223,7 @@ def test_unknown_commands_are_answered_with_the_nearest(word: str, message: str)
         ("3: 4", "is not a string"),
     ],
 )
-def test_bad_files_are_named(text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_files_are_reported(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         config.load(str(tmp_path / "c.yaml"), [])
@@ -232,8 +236,10 @@ def test_parts_of_a_batch_are_given_once() -> None:
         config.load(None, ["train.accumulate=2", "data.micro_batches=4"])
 
 
-def test_the_best_of_epochs_without_a_checkpoint_is_refused() -> None:
-    """It was chosen among the others, and the best evaluation was lost without a word."""
+def test_keeping_the_best_epoch_requires_checkpoints_at_epochs() -> None:
+    """Regression: it was chosen among the other checkpoints, and the best evaluation was silently
+    lost.
+    """
     keys = ["checkpoint.keep_best=1", "checkpoint.every_epochs=2"]
     for evaluated in (1, 3):
         with pytest.raises(ConfigError, match=rf"train.eval_every={evaluated} .* to a multiple of 2$"):
@@ -241,7 +247,7 @@ def test_the_best_of_epochs_without_a_checkpoint_is_refused() -> None:
     assert config.load(None, [*keys, "train.eval_every=4"]).checkpoint.keep_best == 1
 
 
-def test_missing_files_are_named() -> None:
+def test_missing_files_are_reported() -> None:
     with pytest.raises(
         ConfigError, match=f"nothing.yaml does not exist in {re.escape(str(Path.cwd()))}; give an existing file"
     ):
@@ -261,7 +267,7 @@ def test_shipped_configurations_load(name: str) -> None:
     assert config.load(name, []).train.name == name
 
 
-def test_every_key_has_help_and_survives_the_way_to_a_checkpoint() -> None:
+def test_every_key_has_help_and_is_restored_from_a_checkpoint() -> None:
     text = loader.help_text(config.Config)
     for field in loader.walk(config.Config):
         assert f"  {field.key}=" in text and field.doc, field.key
@@ -303,7 +309,7 @@ def test_wrong_arguments_end_with_2_and_in_a_pod_with_78(tmp_path: Path) -> None
     assert ended("data.name=imagefolder", f"data.dir={tmp_path}/x").returncode == 1, "a mount may come"
 
 
-def test_torch_is_imported_for_nothing_but_training(tmp_path: Path) -> None:
+def test_torch_is_imported_only_for_training(tmp_path: Path) -> None:
     """It takes seconds."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
     path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
@@ -317,13 +323,13 @@ def test_torch_is_imported_for_nothing_but_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", dispatch.COMMANDS)
-def test_each_command_says_how_it_is_called(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_shows_its_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(SystemExit):  # argparse's
         assert dispatch.run([command, "--help"]) == 0
     assert f"python -m ddpjob_trainer {command}" in capsys.readouterr().out
 
 
-def test_a_reader_that_has_gone_is_no_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     """`python -m ddpjob_trainer checkpoint FILE | head`."""
     read, write = os.pipe()
     os.close(read)

@@ -1,4 +1,4 @@
-"""Commands that change a job, which may end or be out of reach meanwhile."""
+"""Commands that change a job, which may end or become unreachable meanwhile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AWAY, GONE = NoAnswer("the API server does not answer"), NoSuchJob("no job j")
 
 
 class OneJob:
-    """A backend with the job j, whose reads get `phases` one by one, the last one for ever."""
+    """A backend with the job j, whose reads return `phases` in turn, and then the last one forever."""
 
     where = "here"
     notes: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ def test_a_job_that_has_ended_is_not_changed(
     assert f"j is {phase} and cannot be changed; `ddpjob rerun j` starts it again" in capsys.readouterr().err
 
 
-def test_the_python_client_refuses_it_too() -> None:
+def test_the_python_client_refuses_to_change_an_ended_job_too() -> None:
     backend = OneJob("Complete")
     client = Client(backend)  # type: ignore[arg-type]
     for change in (lambda: client.scale("j", 3), lambda: client.suspend("j"), lambda: client.resume("j")):
@@ -98,10 +98,12 @@ class Unattended(OneJob):
         (("scale", "j", "3"), "j scaled to 3 nodes", "j requested to scale to 3 nodes"),
     ],
 )
-def test_a_change_that_no_operator_acts_on_is_only_requested(
+def test_a_change_that_no_operator_acts_on_is_reported_as_only_requested(
     words: tuple[str, ...], done: str, asked: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`ddpjob suspend` printed "suspended", and the pods ran on, because the operator was gone."""
+    """Regression: `ddpjob suspend` printed "suspended" while the pods ran on, because the operator
+    was gone.
+    """
     monkeypatch.setattr(changing, "ACT_SECONDS", 0.05)
     assert called(monkeypatch, Unattended(acts=False), *words) == 0
     said = capsys.readouterr()
@@ -112,7 +114,7 @@ def test_a_change_that_no_operator_acts_on_is_only_requested(
 
 
 def test_a_restart_by_a_user_who_may_not_list_pods_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It left the job suspended, although exit code 2 says that nothing was changed."""
+    """Regression: it left the job suspended, although exit code 2 means that nothing was changed."""
     backend = OneJob("Running")
 
     def refuse(name: str) -> list[PodLine]:
@@ -129,7 +131,7 @@ def test_a_restart_survives_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("failure", [Mistake("not allowed"), KeyboardInterrupt()])
-def test_a_restart_that_breaks_off_says_that_the_job_is_suspended(
+def test_an_interrupted_restart_reports_that_the_job_is_suspended(
     failure: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = OneJob("Running", "Running", failure)
@@ -141,7 +143,7 @@ def test_a_restart_that_breaks_off_says_that_the_job_is_suspended(
 @pytest.mark.parametrize(
     ("meanwhile", "said"), [("Complete", "j is Complete"), ("Interrupted", "j is Interrupted"), (GONE, "no job j")]
 )
-def test_a_restart_of_a_job_that_ends_meanwhile(
+def test_a_restart_of_a_job_that_ends_meanwhile_is_reported(
     meanwhile: str | BaseException, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = OneJob("Running", meanwhile)
@@ -150,7 +152,7 @@ def test_a_restart_of_a_job_that_ends_meanwhile(
     assert said in err and "resume" not in err and suspends(backend) == [True]
 
 
-def test_what_a_job_says_cannot_command_the_terminal(
+def test_a_jobs_texts_cannot_control_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "\x1b]0;owned\x07\x9b31m\u202eé"
@@ -170,7 +172,7 @@ def test_what_a_job_says_cannot_command_the_terminal(
         assert "]0;owned31mé" in printed and not set(printed) & set("\x1b\x07\x9b\u202e"), words
 
 
-def test_several_are_deleted_or_none_where_one_is_not_there(
+def test_several_jobs_are_deleted_only_if_all_of_them_exist(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Jobs(OneJob):
@@ -215,7 +217,7 @@ def test_delete_says_which_checkpoints_stay(
     assert capsys.readouterr().out == f"ddpjob j deleted{said} (here)\n"
 
 
-def test_names_may_stand_as_they_are_printed(
+def test_names_are_accepted_in_the_form_in_which_they_are_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`ddpjob delete $(ddpjob get -o name)`, as with kubectl."""
@@ -236,8 +238,10 @@ def test_names_may_stand_as_they_are_printed(
     assert capsys.readouterr().out.startswith("ddpjob j ")
 
 
-def test_a_job_named_as_a_kind_is_reached(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where one word stands for a job, it is the job."""
+def test_a_job_named_like_a_kind_can_be_addressed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A word that is the only argument is the name of a job."""
     deleted: list[str] = []
     monkeypatch.setattr(OneJob, "delete", lambda backend, name: deleted.append(name), raising=False)
     assert called(monkeypatch, OneJob("Running"), "delete", "ddp") == 0
@@ -245,19 +249,19 @@ def test_a_job_named_as_a_kind_is_reached(monkeypatch: pytest.MonkeyPatch, capsy
     assert deleted == ["ddp"] and "ddpjob ddp " in capsys.readouterr().out
 
 
-def test_a_job_is_not_looked_for_by_name_in_all_namespaces(
+def test_a_name_is_refused_together_with_all_namespaces(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was looked for in one of them, and the answer was that it is in none."""
+    """Regression: one namespace was searched, and the error said that no namespace has the job."""
     assert called(monkeypatch, OneJob("Running"), "get", "-A", "j") == 2
     assert "-A lists jobs; name the job's namespace with -n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [("describe", "j"), ("why", "j")])
-def test_who_may_read_jobs_alone_learns_what_their_status_says(
+def test_a_user_who_may_only_read_jobs_sees_their_status(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As on the dashboard's page."""
+    """The dashboard's page does the same."""
     failed = {"type": "Failed", "status": "True", "reason": "WorkerFailed", "message": "rank 1 ended: ValueError",
               "lastTransitionTime": "2026-01-01T00:00:00Z"}  # fmt: skip
     body = {"metadata": {"name": "j", "uid": "1"}, "spec": {"image": "a", "script": "x"},
@@ -276,7 +280,7 @@ def test_who_may_read_jobs_alone_learns_what_their_status_says(
     assert "rank 1 ended: ValueError" in Client(backend).why("j")  # type: ignore[arg-type]
 
 
-def test_logs_of_no_job_say_so_to_who_may_not_list_jobs(
+def test_logs_of_a_missing_job_say_so_to_a_user_who_may_not_list_jobs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def forbidden() -> Any:
@@ -295,7 +299,7 @@ def test_logs_of_no_job_say_so_to_who_may_not_list_jobs(
         (("--index", "1"), "j-0-0 is a pod; --index chooses pods of a job"),
     ],
 )
-def test_logs_say_which_choice_means_nothing(
+def test_logs_name_the_option_that_has_no_effect(
     words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(looking, "_job_or_pod", lambda backend, name: ({"metadata": {"name": "j"}}, name))
@@ -304,7 +308,7 @@ def test_logs_say_which_choice_means_nothing(
 
 
 def test_a_previous_log_is_not_followed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where there was none it was asked for each second, without a word."""
+    """Regression: a missing previous log was requested every second, silently."""
     assert called(monkeypatch, OneJob("Running"), "logs", "j", "-f", "--previous") == 2
     assert "--previous: " in capsys.readouterr().err
 
@@ -312,7 +316,7 @@ def test_a_previous_log_is_not_followed(monkeypatch: pytest.MonkeyPatch, capsys:
 HOSTILE = "\x1b]52;c;cm0=\x07\x1b[2J\x9b31m\u202etext"
 
 
-def test_stacks_of_a_pod_cannot_command_the_terminal(
+def test_stacks_of_a_pod_cannot_control_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pod = PodLine("j-0-0", "node", 0, "Running")
@@ -321,14 +325,14 @@ def test_stacks_of_a_pod_cannot_command_the_terminal(
     assert capsys.readouterr().out == "--- pod j-0-0\nrank 0\n]52;c;cm0=[2J31mtext\n"
 
 
-def test_json_of_an_object_cannot_command_the_terminal() -> None:
-    """JSON escapes only control characters below 32; a terminal obeys U+009B as it obeys ESC [."""
+def test_json_of_an_object_cannot_control_the_terminal() -> None:
+    """JSON escapes only control characters below 32, but a terminal treats U+009B like ESC [."""
     written = document({"a": HOSTILE + "größe"}, "json")
     assert json.loads(written) == {"a": HOSTILE + "größe"} and "größe" in written
     assert printable(written) == written, "nothing to drop"
 
 
-def test_a_manifest_that_is_refused_by_run_cannot_command_the_terminal(
+def test_a_manifest_that_run_refuses_cannot_control_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "job.yaml"
@@ -399,7 +403,7 @@ def test_a_job_that_has_not_ended_is_not_rerun(
     assert "j is Running and has not ended; `ddpjob restart j`" in capsys.readouterr().err
 
 
-def test_the_pod_of_a_rank_is_named_for_kubectl(
+def test_the_pod_of_a_rank_is_printed_for_kubectl(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class TwoPods(OneJob):

@@ -1,4 +1,6 @@
-"""`ddpjob plot` and `ddpjob top`: what they draw of metrics, of a status, and of hostile values in both."""
+"""`ddpjob plot` and `ddpjob top`: their drawings of metrics, of a status, and of hostile values in
+both.
+"""
 
 from __future__ import annotations
 
@@ -53,11 +55,11 @@ LINES = [
 ]
 
 
-def test_a_repeated_step_counts_once_and_garbage_not_at_all() -> None:
+def test_a_repeated_step_counts_once_and_invalid_lines_are_ignored() -> None:
     assert points(read_metrics("\n".join(LINES))) == ([8.0, 4.0, 1.0], [0.5, 0.9], 1)
 
 
-def test_a_curve_goes_from_its_least_value_to_its_greatest() -> None:
+def test_a_curve_spans_its_least_and_its_greatest_value() -> None:
     assert chart([0.0, 1.0, 2.0], 3, 2) == [" ▁█", "▁██"]
     assert sparkline([1.0, 1.0], 9) == "▁▁" and sparkline([], 9) == ""
     assert len(sparkline([float(number) for number in range(1000)], 60)) == 60
@@ -119,7 +121,7 @@ def test_plot_reads_the_metrics_of_this_machine(
     assert capsys.readouterr().out.startswith("j: 1 restart\nloss\n")
 
 
-def test_a_picture_is_the_trainer_s(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_equals_the_trainers(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="the trainer draws the picture, and needs torch")
 
     def ran(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -136,7 +138,7 @@ def test_a_picture_is_the_trainer_s(runs: Path, monkeypatch: pytest.MonkeyPatch)
         draw([("j", "text")], Path("x.png"))
 
 
-def test_plot_reads_the_metrics_in_the_pod_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_reads_the_metrics_from_the_pod_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / METRICS
     file.parent.mkdir()
     file.write_text(row("step", 1, loss=2.0))
@@ -188,7 +190,7 @@ def test_the_screen_is_redrawn_until_the_job_has_ended(runs: Path, monkeypatch: 
         written(**losses, **({"phase": "Failed", "conditions": [ended]} if looks == 3 else {}))
 
     monkeypatch.setattr("ddpjob.client.backends.process_backend.runner", lambda folder: 1)
-    monkeypatch.setattr(top, "time", SimpleNamespace(sleep=pause))  # Other threads have the real one.
+    monkeypatch.setattr(top, "time", SimpleNamespace(sleep=pause))  # Other threads use the real one.
     console = Console(force_terminal=True, width=100, record=True)
     monkeypatch.setattr(top, "Console", lambda **options: console)
     top.show(Place(None, None, None, True).backend(), "j", once=False, seconds=0.5)
@@ -196,7 +198,7 @@ def test_the_screen_is_redrawn_until_the_job_has_ended(runs: Path, monkeypatch: 
     assert "j failed: BudgetSpent" in console.export_text()
 
 
-def test_losses_that_are_all_not_finite_are_said_to_be_so() -> None:
+def test_losses_that_are_all_not_finite_are_reported() -> None:
     text = "\n".join([row("start", 0), row("step", 1, loss=float("nan")), row("step", 2, loss=float("inf")),
                       row("eval", 2, accuracy=0.5)])  # fmt: skip
     lines = list(curves(text, "first"))
@@ -212,7 +214,7 @@ def test_a_loss_that_became_nan_is_not_shown_as_the_last_finite_one() -> None:
     assert note not in list(curves(again, "first"))
 
 
-def test_losses_that_report_wrote_as_unknown() -> None:
+def test_losses_that_report_wrote_as_unknown_are_reported() -> None:
     text = "\n".join(
         [row("start", 0), row("step", 1, loss=None), row("step", 2, loss=None), row("eval", 2, accuracy=0.5)]
     )
@@ -226,7 +228,7 @@ def test_a_script_without_a_loss_is_not_taken_for_one_that_diverges() -> None:
     assert lines[1] == "loss: not reported at 2 steps, the last of them 2"
 
 
-def test_a_script_that_reports_its_loss_now_and_then_has_a_finite_one() -> None:
+def test_a_script_that_reports_its_loss_occasionally_has_a_finite_loss() -> None:
     steps = [row("step", step, **({"loss": 1 / step} if step % 10 == 0 else {})) for step in range(1, 38)]
     lines = [row("start", 0), *steps]
     assert not any("reported" in line or "finite" in line for line in curves("\n".join(lines), "first"))
@@ -235,7 +237,7 @@ def test_a_script_that_reports_its_loss_now_and_then_has_a_finite_one() -> None:
     assert note in list(curves("\n".join(lines), "first"))
 
 
-def test_a_loss_that_report_wrote_as_unknown_after_finite_ones_is_named(runs: Path) -> None:
+def test_a_loss_that_becomes_unknown_after_finite_ones_is_reported(runs: Path) -> None:
     unknown = [row("step", 2, loss=None), row("step", 3, loss=None)]
     text = "\n".join([row("start", 0), row("step", 1, loss=1.0), *unknown])
     note = "loss: not finite (NaN or infinite) at 2 steps, the last of them 3"
@@ -259,7 +261,7 @@ def test_the_screen_draws_the_steps_per_second_of_a_job_that_counts_no_samples(r
 
 
 @pytest.mark.parametrize("step", [10**4000, -(10**4000), 2**63, True])
-def test_a_step_beyond_64_bits_is_no_step(step: int) -> None:
+def test_a_step_beyond_64_bits_is_ignored(step: int) -> None:
     series = read_metrics(f"{row('start', step)}\n{row('step', step, loss=0.5)}\n{row('eval', step, accuracy=0.5)}")
     assert series.steps == series.evaluations == {} and series.starts == [0]
     assert not series.after_last_loss()

@@ -1,4 +1,4 @@
-"""What a run prints where there is no terminal, and the panel where there is one."""
+"""The output of a run without a terminal, and the panel on a terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shown(seconds: float = 0.0, events: tuple[TimedEvent, ...] = (), **status: o
     return Shown(job, full, pods, events, BEGAN + timedelta(seconds=seconds))
 
 
-def test_a_line_for_each_change_at_most_each_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_is_printed_for_each_change_at_most_every_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     display = PlainLines()
     display.show(shown())
     display.show(shown(0.5, progress=PROGRESS))
@@ -46,7 +46,7 @@ def test_a_line_for_each_change_at_most_each_two_seconds(capsys: pytest.CaptureF
     assert "Complete" in capsys.readouterr().out
 
 
-def test_a_clock_that_is_set_back_silences_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_clock_that_is_set_back_suppresses_no_line(capsys: pytest.CaptureFixture[str]) -> None:
     display = PlainLines()
     display.show(shown())
     display.show(shown(-3600, progress=PROGRESS))
@@ -88,7 +88,7 @@ def test_a_traceback_is_shown_when_it_happens_and_once(capsys: pytest.CaptureFix
     assert "train.py" not in capsys.readouterr().out
 
 
-def test_a_job_that_has_made_no_step_has_recovered_from_nothing() -> None:
+def test_a_job_without_a_step_has_not_recovered() -> None:
     over = Restart(time=BEGAN, pod="j-1-0", reason="WorkerFailed", message="SyntaxError", counted=True, seconds=0.3)
     over = replace(over, continued_from="unknown")
     status = JobStatus(restarts=Restarts(counted=1, recent=(over,)))
@@ -96,7 +96,7 @@ def test_a_job_that_has_made_no_step_has_recovered_from_nothing() -> None:
     assert len(recoveries(replace(status, progress=PROGRESS))) == 1
 
 
-def test_the_panel_names_state_progress_and_pods() -> None:
+def test_the_panel_shows_state_progress_and_pods() -> None:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
     console.print(panel(shown(75, progress=PROGRESS)))
     text = console.export_text()
@@ -107,8 +107,10 @@ def test_the_panel_names_state_progress_and_pods() -> None:
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-def test_the_bar_has_the_whole_progress_in_each_phase_and_the_nodes_once(phase: Phase) -> None:
-    """Words were cut from a padded line: the epoch was missing while it restarted, the nodes were there twice."""
+def test_the_bar_shows_the_whole_progress_in_each_phase_and_the_nodes_once(phase: Phase) -> None:
+    """Regression: words were cut from a padded line, so the epoch was missing during a restart and
+    the nodes appeared twice.
+    """
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
     console.print(panel(shown(75, progress=PROGRESS, phase=phase)))
     text = console.export_text()
@@ -116,7 +118,7 @@ def test_the_bar_has_the_whole_progress_in_each_phase_and_the_nodes_once(phase: 
 
 
 def test_at_80_columns_no_line_of_the_panel_wraps() -> None:
-    """The epoch was broken over two lines, and each path of a log as well."""
+    """Regression: the epoch and each path of a log were broken over two lines."""
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
     long = {**PROGRESS, "display": "epoch 119/120 99 %", "speedDisplay": "1,224,595/s", "lossDisplay": "0.0000125"}
     console.print(panel(shown(75, progress=long), console.width))

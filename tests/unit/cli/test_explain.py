@@ -1,4 +1,4 @@
-"""`ddpjob explain` and `ddpjob schema`: the definition in words, and for editors."""
+"""`ddpjob explain` and `ddpjob schema`: the definition for readers and for editors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 
 
 def messages(schema: Any) -> Iterator[str]:
-    """Of all rules, without white space."""
+    """The texts of all rules, without white space."""
     if isinstance(schema, dict):
         yield from ("".join(rule["message"].split()) for rule in schema.get("x-kubernetes-validations", ()))
         for child in schema.values():
@@ -54,7 +54,9 @@ def test_an_explanation() -> None:
      ("spec.elastic.zzz", "its fields are minNodes, maxNodes"),
      ("spec.podTemplate.spec.affinity", "`kubectl explain pod.spec.affinity` knows its fields")],
 )  # fmt: skip
-def test_a_field_that_there_is_not(path: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_field_is_refused_with_a_suggestion(
+    path: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(Mistake) as raised:
         list(explain(path))
     assert said in str(raised.value)
@@ -75,4 +77,4 @@ def test_the_schema_for_editors(capsys: pytest.CaptureFixture[str]) -> None:
     found = {".".join(map(str, error.path)): error for error in Draft7Validator(schema).iter_errors(wrong)}
     assert set(found) == {"spec", "spec.nodes", "kind"}
     assert schema["properties"]["spec"]["properties"]["nodes"]["description"].startswith("Number of training pods")
-    assert "\\Z" not in json.dumps(schema), "JavaScript reads the patterns"
+    assert "\\Z" not in json.dumps(schema), "JavaScript can compile the patterns"

@@ -1,4 +1,4 @@
-"""`ddpjob init`: files to begin with, and nothing that was there is lost."""
+"""`ddpjob init` creates the first files and overwrites nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_its_manifest_is_valid_and_says_what_was_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_manifest_is_valid_and_has_the_requested_values(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "net/main.py", "--name=1on", "--image=on", "--nodes=3", "--gpus=8"]) == 2
     assert "metadata.name" in capsys.readouterr().err and list(folder.iterdir()) == []
     assert main(["init", "net/main.py", "--name=one", "--image=on", "--nodes=3", "--gpus=8"]) == 0
@@ -31,8 +31,8 @@ def test_its_manifest_is_valid_and_says_what_was_asked_for(folder: Path, capsys:
     compile((folder / "net/main.py").read_text(), "main.py", "exec")
 
 
-def test_a_name_with_a_space_and_an_umlaut(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The line can be pasted into a shell, and the manifest shows the name as it is."""
+def test_a_name_with_a_space_and_an_umlaut_is_quoted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The printed line can be pasted into a shell, and the manifest shows the name unchanged."""
     assert main(["init", "träin me.py"]) == 0
     assert capsys.readouterr().out.endswith("--gpus 0 'träin me.py'\n")
     assert 'script: "träin me.py"' in (folder / "job.yaml").read_text()
@@ -42,7 +42,7 @@ def test_a_name_with_a_space_and_an_umlaut(folder: Path, capsys: pytest.CaptureF
     assert read_job("job.yaml")["spec"]["script"] == "a\x7f.py"
 
 
-def test_its_comments_are_fields(folder: Path) -> None:
+def test_the_manifests_comments_are_valid_fields(folder: Path) -> None:
     assert main(["init"]) == 0
     manifest = folder / "job.yaml"
     lines = manifest.read_text().splitlines()
@@ -51,7 +51,7 @@ def test_its_comments_are_fields(folder: Path) -> None:
     assert spec["spares"] == 1 and spec["elastic"]["minNodes"] == 1 and spec["storage"]["checkpoints"]["claimName"]
 
 
-def test_what_is_there_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_files_are_not_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "mine.py").write_text("print(1)\n")
     assert main(["init", "mine.py"]) == 0
     assert capsys.readouterr().out.startswith("written: job.yaml\n")
@@ -67,13 +67,13 @@ def test_a_script_elsewhere_is_refused(script: str, folder: Path, capsys: pytest
     assert script in capsys.readouterr().err and list(folder.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_writable_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "job.yaml").mkdir()
     assert main(["init"]) == 2
     assert "job.yaml" in capsys.readouterr().err
 
 
-def test_a_full_disk_leaves_nothing_half_written(folder: Path) -> None:
+def test_a_full_disk_leaves_no_partial_file(folder: Path) -> None:
     command = f"ulimit -f 0; trap '' XFSZ; exec {sys.executable} -m ddpjob.cli init"
     done = subprocess.run(["/bin/bash", "-c", command], capture_output=True, text=True, cwd=folder, check=False)
     assert done.returncode == 2 and done.stderr == "job.yaml: File too large\n", done.stderr
@@ -81,7 +81,7 @@ def test_a_full_disk_leaves_nothing_half_written(folder: Path) -> None:
     assert main(["init"]) == 0
 
 
-def test_its_script_says_when_nothing_is_left_to_train(folder: Path) -> None:
+def test_the_script_reports_that_there_is_nothing_left_to_train(folder: Path) -> None:
     assert main(["init"]) == 0
     text = (folder / "train.py").read_text()
     assert text.index("if first >= args.epochs and rank == 0:") < text.index("for epoch in range(first")

@@ -1,4 +1,6 @@
-"""`ddpjob top` without a job: on a screen of any size the running job is seen, and keys reach all others."""
+"""`ddpjob top` without a job. On a screen of any size the running job is visible, and keys reach
+all others.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def job(name: str, phase: str, hour: int = 0, **progress: Any) -> Json:
 
 
 def sixty(length: int = 41) -> list[Json]:
-    """44 failed and 16 interrupted jobs of a long name, and the one that runs, which is the oldest."""
+    """44 failed and 16 interrupted jobs with long names, and a running one, which is the oldest."""
     states = ["Failed"] * 44 + ["Interrupted"] * 16
     old = [job(f"{'sweep-lr' + 'x' * length}"[: length - 3] + f"-{at:02}", state, 1) for at, state in enumerate(states)]
     figures = {"display": "epoch 9/120 7 %", "lossDisplay": "0.5955", "speedDisplay": "24,595/s"}
@@ -57,7 +59,7 @@ def test_sixty_jobs_fit_any_screen_and_the_running_one_is_first(width: int, heig
     assert lines[0].startswith("1 running, 44 failed,"[: width - 1])
 
 
-def test_at_80_columns_the_figures_of_a_job_are_seen_and_at_200_all() -> None:
+def test_at_80_columns_the_figures_of_a_job_are_visible_and_at_200_all_columns() -> None:
     lines = text(JobList().frame(sixty(), NOW, 80, 24))
     for cell in ("the-one", "Running", "2/2", "epoch 9/120 7 %", "0.5955", "0/10"):
         assert cell in lines[2]
@@ -91,12 +93,12 @@ def test_keys_move_find_unfold_open_and_quit() -> None:
     assert len(text(jobs.frame(bodies, NOW, 80, 50))) == 31 + 4
 
 
-def test_a_list_of_nothing_and_a_name_that_controls_terminals() -> None:
+def test_an_empty_list_is_shown_and_a_name_cannot_control_the_terminal() -> None:
     assert "no jobs" in text(JobList().frame([], NOW, 80, 24))[0]
     assert fit([("NAME", "STATE"), ("a\x1b[31mb", "x")], 80)[1].startswith("a[31mb")
 
 
-def test_keys_are_read_from_their_sequences() -> None:
+def test_keys_are_decoded_from_their_escape_sequences() -> None:
     pressed = b"\x1b[Aj\x1b[6~\x1b[1;5C\x1b\r/\x7f\xc3\xbc\x1bOB"
     assert list(decode(pressed)) == ["up", "j", "page down", "escape", "enter", "/", "backspace", "down"]
 
@@ -115,7 +117,7 @@ class Terminal:
         self.output = ""
 
     def until(self, what: str) -> list[str]:
-        """The lines of the last screen, once it has the text."""
+        """Return the lines of the last screen, once it has the text."""
         end = time.monotonic() + 60
         while what not in "\n".join(self.screen()):
             assert time.monotonic() < end, self.output[-3000:]

@@ -1,4 +1,4 @@
-"""What is printed by a template of paths, and while a job is waited for."""
+"""Output by a template of paths, and while a command waits for a job."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_template_is_filled_in_as_kubectl_does(template: str, text: str) -> No
         ('{"\\q"}', "is not quoted text"),
     ],
 )
-def test_a_template_that_cannot_be_read_is_refused_with_the_reason(
+def test_an_invalid_template_is_refused_with_the_reason(
     template: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
@@ -68,7 +68,7 @@ def test_a_template_that_cannot_be_read_is_refused_with_the_reason(
 
 
 class Written:
-    """A backend whose job changes as it is written."""
+    """A backend whose job has these statuses in turn."""
 
     where = "here"
 
@@ -80,7 +80,7 @@ class Written:
             yield {"metadata": {"name": name, "namespace": "n"}, "spec": JOB["spec"], "status": status}, False
 
 
-def test_who_waits_sees_states_restarts_and_seldom_progress(
+def test_a_waiting_command_prints_states_restarts_and_occasional_progress(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     restart = {"time": "2026-01-01T00:00:00Z", "pod": "first-1-0", "reason": "WorkerFailed", "counted": True}
@@ -103,16 +103,18 @@ def test_who_waits_sees_states_restarts_and_seldom_progress(
     ("where", "code", "said"),
     [("| true", 141, ""), ("> /dev/full", 2, "standard output: No space left on device\n")],
 )
-def test_an_output_that_takes_no_more_is_no_failed_job(where: str, code: int, said: str) -> None:
-    """Exit code 1 is that of a job that has failed."""
+def test_a_closed_output_is_not_reported_as_a_failed_job(where: str, code: int, said: str) -> None:
+    """Exit code 1 means that a job has failed."""
     line = f"{sys.executable} -m ddpjob.cli explain spec {where}"
     ended = subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (code, said)
 
 
 @pytest.mark.parametrize("command", [["run"], ["validate"], ["submit", "--local"]])
-def test_a_closed_standard_input_is_an_empty_one(command: list[str]) -> None:
-    """As a batch system starts programs; a traceback said that 'NoneType' has no attribute 'read'."""
+def test_a_closed_standard_input_counts_as_empty(command: list[str]) -> None:
+    """Batch systems start programs this way. Regression: a traceback said that 'NoneType' has no
+    attribute 'read'.
+    """
     words = [sys.executable, "-m", "ddpjob.cli", *command, "-"]
     ran = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *words], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (2, "standard input: is empty; it must contain a DDPJob\n")

@@ -1,4 +1,4 @@
-"""Which jobs a command refers to without --local and --cluster."""
+"""Where a command looks for a job without --local and --cluster."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def record(folder: Path, text: str) -> None:
     (folder / "status.json").write_text(text)
 
 
-def test_this_machine_where_a_job_was_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_uses_this_machine_if_a_job_was_run_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not HERE.is_local()
     monkeypatch.setenv("DDPJOB_RUNS", str(folder / "elsewhere"))
     assert not HERE.is_local()
@@ -46,7 +46,7 @@ def test_this_machine_where_a_job_was_run(folder: Path, monkeypatch: pytest.Monk
     ['{"state": "running"}', "[]", "{not json", "", '{"metadata": {"name": "x"}, "local": {}}',
      '{"metadata": {"name": "x"}, "spec": {}, "local": {}}', '{"metadata": 1, "spec": {}, "local": {}}'],
 )  # fmt: skip
-def test_another_tool_s_runs_are_not_jobs(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_other_tools_are_not_jobs(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(folder / "runs" / "tensorboard", text)
     assert not HERE.is_local()
     record(folder / "runs" / "j", json.dumps({"metadata": {"name": "j"}, "spec": {}, "local": {}}))
@@ -61,7 +61,7 @@ def test_another_tool_s_runs_are_not_jobs(text: str, folder: Path, capsys: pytes
     assert f"{folder}/runs/tensorboard/status.json is " in capsys.readouterr().err
 
 
-def test_the_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     for said in ("local", "cluster"):
         monkeypatch.setenv("DDPJOB_PLACE", said)
         assert HERE.is_local() is (said == "local")
@@ -74,18 +74,18 @@ def test_a_current_folder_that_was_removed_is_named(folder: Path, capsys: pytest
     folder.rmdir()
     assert main(["get"]) == 2
     assert capsys.readouterr().err == "the current folder no longer exists; change to another one\n"
-    assert shortest(folder / "runs") == str(folder / "runs"), "what --workdir and DDPJOB_RUNS make runnable"
+    assert shortest(folder / "runs") == str(folder / "runs"), "a run with --workdir and DDPJOB_RUNS still works"
 
 
 @pytest.mark.parametrize("words", [["get", "-A"], ["dashboard", "-A"], ["validate", "--server", "-"]])
-def test_what_asks_a_cluster_says_so_of_this_machine(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cluster_option_on_this_machine_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--local"]) == 2
     said = capsys.readouterr().err
     assert words[1 if len(words) > 1 else 0] in said and said.endswith("leave --local out\n")
 
 
 @pytest.mark.parametrize("words", [["-nml", "get"], ["-n=ml", "get"], ["-n", "ml", "get"], ["get", "-n=ml"]])
-def test_a_namespace_is_written_as_for_kubectl(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_namespace_is_accepted_in_kubectls_forms(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[str | None]()
 
     def backend(place: Place, **options: Any) -> Any:
@@ -97,10 +97,10 @@ def test_a_namespace_is_written_as_for_kubectl(words: list[str], monkeypatch: py
     assert asked == ["ml"]
 
 
-def test_a_file_system_without_locks_is_named(
+def test_a_file_system_without_locks_is_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`ddpjob get` ended with a traceback of ENOLCK."""
+    """Regression: `ddpjob get` ended with a traceback of ENOLCK."""
 
     def none(file: object, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

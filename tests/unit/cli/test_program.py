@@ -1,4 +1,4 @@
-"""The program that the package without extras brings, without the packages of the extra `cli`."""
+"""The command of a package installed without the extra `cli`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def program(request: pytest.FixtureRequest) -> EntryPoint:
     return EntryPoint(request.param, scripts[request.param], "console_scripts")
 
 
-def test_what_to_install_is_named(
+def test_a_missing_extra_is_reported_with_the_install_command(
     program: EntryPoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delitem(sys.modules, "ddpjob.cli.main", raising=False)
@@ -35,10 +35,10 @@ def test_what_to_install_is_named(
 
 
 @pytest.mark.parametrize("missing", ["jsonschema", "ddpjob.cli.gone"])
-def test_a_package_that_is_imported_late(
+def test_a_missing_package_that_is_imported_late_is_reported_too(
     program: EntryPoint, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A module of its own that is missing is no matter of installing."""
+    """A missing module of ddpjob itself is not an installation problem."""
 
     def main() -> int:
         raise ModuleNotFoundError(name=missing)
@@ -52,7 +52,7 @@ def test_a_package_that_is_imported_late(
         assert f"jsonschema: {INSTALL.format(extra='cli')}" in capsys.readouterr().err
 
 
-def test_ctrl_c_while_it_starts_is_quiet(program: EntryPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_the_start_is_quiet(program: EntryPoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its imports take half a second, and on a busy machine two."""
 
     class Interrupted:
@@ -66,10 +66,10 @@ def test_ctrl_c_while_it_starts_is_quiet(program: EntryPoint, monkeypatch: pytes
     assert program.load()() == 130
 
 
-def test_a_module_of_python_that_the_system_lacks_is_not_installed_by_pip(
+def test_a_standard_module_that_the_system_lacks_is_not_reported_as_installable(
     program: EntryPoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As fcntl on Windows."""
+    """For example fcntl on Windows."""
 
     def main() -> int:
         raise ModuleNotFoundError(name="fcntl")
@@ -80,7 +80,7 @@ def test_a_module_of_python_that_the_system_lacks_is_not_installed_by_pip(
     assert "pip" not in said and "on Windows in WSL 2" in said and "fcntl" in said
 
 
-def test_ctrl_c_while_the_demo_is_judged_is_quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ctrl_c_while_the_demo_is_evaluated_is_quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its ledger and its plot take some seconds."""
 
     def interrupted(*_: object) -> None:

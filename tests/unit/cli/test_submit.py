@@ -1,4 +1,4 @@
-"""`ddpjob submit` and `ddpjob convert`: what they print can be read back, and nothing that is given is ignored."""
+"""`ddpjob submit` and `ddpjob convert`: their output can be read back, and no input is ignored."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def read(text: str) -> list[Any]:
     return [document.value for document in read_documents(text)]
 
 
-def test_arguments_that_look_like_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_look_like_numbers_stay_text(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["submit", "--cluster", "--image", "x", "--name", "j", "--dry-run", "-e", "A=1e-4", "m", "--", *ODD]
     assert main(words) == 0
     written = capsys.readouterr().out
     [job] = read(written)
-    assert yaml.safe_load(written)["spec"]["args"] == ODD, "for every reader"
+    assert yaml.safe_load(written)["spec"]["args"] == ODD, "for every YAML reader"
     assert job["spec"]["args"] == ODD and job["spec"]["env"] == [{"name": "A", "value": "1e-4"}]
     assert main(["convert", "--image", "x", "--", "torchrun", "a.py", "--lr", "1e-4", "y"]) == 0
     assert read(capsys.readouterr().out)[0]["spec"]["args"] == ["--lr", "1e-4", "y"]
 
 
-def test_a_setting_is_read_as_a_manifest_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_setting_is_parsed_like_a_manifest(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["submit", "--cluster", "--image", "x", "--name", "j", "--dry-run", "m"]
     assert main([*words, "--set", "env=[{name: DAY, value: 2026-01-01}]"]) == 0
     assert read(capsys.readouterr().out)[0]["spec"]["env"] == [{"name": "DAY", "value": "2026-01-01"}]
@@ -69,7 +69,7 @@ def test_a_setting_is_read_as_a_manifest_is(capsys: pytest.CaptureFixture[str]) 
         (["train.py", "--set", "podTemplate={spec: {volumes: [{name: v, nfs: {server: s, path: /}}]}}"], False),
     ],
 )
-def test_it_is_said_where_what_is_saved_is_lost_with_its_pod(
+def test_a_warning_says_where_saved_files_are_lost_with_their_pod(
     words: list[str], said: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("train.py").write_text("")
@@ -91,10 +91,10 @@ def test_it_is_said_where_what_is_saved_is_lost_with_its_pod(
         ("[torchrun, train.py]", False),
     ],
 )
-def test_it_is_said_where_a_shell_keeps_sigterm_from_what_trains(
+def test_a_warning_says_where_a_shell_keeps_sigterm_from_the_training(
     command: str, said: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """dash, which is the sh of Debian and Ubuntu, starts also the last program as its child; bash does not."""
+    """dash, the sh of Debian and Ubuntu, runs even the last program as its child. bash does not."""
     Path("job.yaml").write_text(JOB.replace("script: b.py", f"command: {command}"))
     assert main(["submit", "--cluster", "--dry-run", "job.yaml"]) == 0
     assert ("does not pass SIGTERM on" in capsys.readouterr().err) is said
@@ -113,17 +113,19 @@ def test_it_is_said_where_a_shell_keeps_sigterm_from_what_trains(
         ("--max_restarts=3", "--set recovery.maxRestarts=N"),
     ],
 )
-def test_an_option_of_torchrun_is_not_recommended_to_the_script(
+def test_an_option_of_torchrun_is_not_suggested_as_one_of_the_script(
     option: str, meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("train.py").write_text("")
     assert main(["submit", "--cluster", "--image", "x", "--dry-run", option, "train.py"]) == 2
     assert capsys.readouterr().err.endswith(f"no option {option.partition('=')[0]}; did you mean {meant}?\n")
     words = meant.replace("=N", "=3").split() + ([] if "=" in meant else ["2"])
-    assert main(["submit", "--cluster", "--image", "x", "--dry-run", *words, "train.py"]) == 0, "what it says is taken"
+    assert main(["submit", "--cluster", "--image", "x", "--dry-run", *words, "train.py"]) == 0, (
+        "the suggested line is accepted"
+    )
 
 
-def test_the_note_on_what_is_lost_names_what_can_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_warning_about_lost_files_names_a_valid_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.yaml").write_text(JOB)
     assert main(["submit", "--cluster", "--dry-run", "job.yaml"]) == 0
     assert capsys.readouterr().err.endswith("set claimTemplate, claimName or url there\n"), "--set is for a script"
@@ -139,15 +141,17 @@ def test_a_manifest_is_not_changed_by_options(option: tuple[str, str], capsys: p
     assert main(["-n", "ml", "submit", "--cluster", "--dry-run", "-o", "name", "job.yaml"]) == 0
 
 
-def test_objects_of_other_kinds_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_objects_of_other_kinds_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.yaml").write_text(JOB + OTHER_KIND)
     assert main(["submit", "--cluster", "--dry-run", "job.yaml"]) == 0
     out, err = capsys.readouterr()
     assert "ConfigMap" not in out and "not ConfigMap settings; `kubectl apply -f job.yaml` can" in err
 
 
-def test_a_generated_name_on_this_machine() -> None:
-    """The runner refuses this job at once, for its working directory; its name is made before."""
+def test_a_generated_name_works_on_this_machine() -> None:
+    """The runner refuses this job at once because of its working directory, but its name exists
+    before that.
+    """
     job = yaml.safe_load(JOB) | {"metadata": {"generateName": "gen-"}}
     job["spec"] |= {"workingDir": "/no/such/folder"}
     with pytest.raises(Exception, match=r"spec\.workingDir"):
@@ -167,7 +171,7 @@ def test_a_generated_name_on_this_machine() -> None:
         (["delete", "-f", "job.yaml"], "no option -f: `ddpjob delete JOB`"),
     ],
 )
-def test_an_option_of_the_program_itself_is_shown_where_it_belongs(
+def test_an_option_of_the_program_itself_is_shown_in_its_place(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
@@ -182,10 +186,12 @@ def test_an_option_of_the_program_itself_is_shown_where_it_belongs(
         (["run.sh"], "run.sh is a shell script, and torchrun starts only Python scripts"),
     ],
 )
-def test_what_starts_a_program_is_not_submitted_as_one(
+def test_a_launcher_is_not_submitted_as_the_program(
     words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It failed in the pods: torchrun found no module torchrun, and Python no syntax of its own in a shell's script."""
+    """Regression: it failed in the pods. torchrun found no module torchrun, and Python could not
+    parse a shell script.
+    """
     (folder / "run.sh").write_text("#!/bin/bash\ntorchrun train.py\n")
     assert main(["submit", "--cluster", "--dry-run", "--image", "i", *words]) == 2
     assert said in capsys.readouterr().err
@@ -200,7 +206,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_line_of_the_page_for_those_who_come_from_elsewhere_makes_a_job(
+def test_the_command_lines_on_the_migration_page_make_jobs(
     line: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "train.py").touch()
@@ -210,8 +216,8 @@ def test_a_line_of_the_page_for_those_who_come_from_elsewhere_makes_a_job(
     assert read(capsys.readouterr().out)[-1]["kind"] == "DDPJob"
 
 
-def test_what_convert_leaves_out_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file may be called as a command is."""
+def test_options_that_convert_leaves_out_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file may have the name of a command."""
     train = (
         "apiVersion: v1\nkind: TrainJob\nmetadata: {name: t}\nspec: {trainer: {image: i, command: [torchrun, a.py]}}"
     )
@@ -224,7 +230,7 @@ def test_what_convert_leaves_out_is_named(folder: Path, capsys: pytest.CaptureFi
     (folder / "mpi.yaml").write_text(mpi)
     assert main(["convert", "mpi.yaml"]) == 2
     assert "contains none of PyTorchJob, TrainJob, but MPIJob; for other kinds, convert" in capsys.readouterr().err
-    assert main(["convert", "torchrun.yaml", "torchrun.yaml"]) == 0, "two files were taken for a command line"
+    assert main(["convert", "torchrun.yaml", "torchrun.yaml"]) == 0, "two files were mistaken for a command line"
     assert len(read(capsys.readouterr().out)) == 2
     (folder / "broken.yaml").write_text("kind: TrainJob\nspec: {trainer: [}\n")
     assert main(["convert", "broken.yaml"]) == 2
@@ -244,7 +250,7 @@ def test_what_convert_leaves_out_is_named(folder: Path, capsys: pytest.CaptureFi
     assert "--script b.py: the manifest already starts" in capsys.readouterr().err
 
 
-def test_notes_on_a_job_of_a_generated_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_on_a_job_with_a_generated_name_can_be_followed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = "apiVersion: v1\nkind: TrainJob\nmetadata: {generateName: t-}\nspec: {trainer: {image: i, args: [a.py]}}\n"
     (folder / "t.yaml").write_text(job)
     assert main(["convert", "t.yaml"]) == 0
@@ -252,7 +258,7 @@ def test_notes_on_a_job_of_a_generated_name(folder: Path, capsys: pytest.Capture
     assert read(out)[0]["metadata"] == {"generateName": "t-"} and "# t-: script: a.py, the first of args" in err
 
 
-def test_convert_without_an_image_says_only_that_one_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_without_an_image_reports_only_the_missing_image(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "--", "torchrun", "--nnodes=2", "train.py"]) == 1
     [note] = capsys.readouterr().err.splitlines()
     assert (
@@ -263,8 +269,8 @@ def test_convert_without_an_image_says_only_that_one_is_missing(capsys: pytest.C
 TWO = f"{JOB}---\n{JOB.replace('name: t', 'name: u')}"
 
 
-def test_what_is_printed_of_several_can_be_read_back(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two jobs stood in one document, and a line --- between objects of JSON."""
+def test_the_output_for_several_jobs_can_be_read_back(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: two jobs shared one document, and a line --- stood between JSON objects."""
     Path("two.yaml").write_text(TWO)
     Path("train.py").write_text("")
     script = ["--image", "x", "--name", "t", "train.py"]
@@ -280,13 +286,15 @@ def test_what_is_printed_of_several_can_be_read_back(capsys: pytest.CaptureFixtu
             "items": made,
         }
     assert main(["submit", "--local", "--dry-run", "-o", "json", *script]) == 0
-    assert json.loads(capsys.readouterr().out)["kind"] == "DDPJob", "a single object is no list"
+    assert json.loads(capsys.readouterr().out)["kind"] == "DDPJob", "a single object is not a list"
 
 
-def test_all_jobs_of_a_manifest_are_created_before_one_is_waited_for(
+def test_all_jobs_of_a_manifest_are_created_before_the_command_waits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second was created when the first had ended, and not at all when that had failed."""
+    """Regression: the second job was created after the first had ended, and not at all if the first
+    failed.
+    """
     Path("two.yaml").write_text(TWO)
     done = list[str]()
 
@@ -312,13 +320,13 @@ def test_all_jobs_of_a_manifest_are_created_before_one_is_waited_for(
     assert "u is Complete" in capsys.readouterr().out
 
 
-def test_a_long_command_line_in_quotes_is_no_path(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_quoted_command_line_is_not_a_path(capsys: pytest.CaptureFixture[str]) -> None:
     line = "torchrun --nnodes=2 train.py " + "--name " * 50
     assert main(["convert", "--image", "x", line]) == 0
     assert read(capsys.readouterr().out)[0]["spec"]["args"] == ["--name"] * 50
 
 
-def test_an_image_that_the_class_names_need_not_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_image_named_by_the_class_need_not_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     Path("train.py").write_text("")
     for field in ("className", "spec.className"):
         assert main(["submit", "--cluster", "--dry-run", "--name", "j", "--set", f"{field}=gpu", "train.py"]) == 0
@@ -328,6 +336,6 @@ def test_an_image_that_the_class_names_need_not_be_given(capsys: pytest.CaptureF
     assert "image (--image): missing" in capsys.readouterr().err
 
 
-def test_options_for_a_manifest_that_does_not_exist(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_for_a_missing_manifest_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "--local", "--nodes", "2", "nofile.yaml"]) == 2
     assert capsys.readouterr().err == "nofile.yaml: No such file or directory\n"

@@ -1,4 +1,6 @@
-"""`ddpjob validate`: what it reads, and what it answers to manifests that a cluster would refuse, at once or later."""
+"""`ddpjob validate`: its input, and its messages about manifests that a cluster would refuse at
+once or later.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def making_claim(spec: str) -> str:
 
 SIZE = "resources: {requests: {storage: 1Gi}}"
 REFUSED = {
-    # other operators' words
+    # field names of other operators
     "replicas": (in_spec("replicas: 4"), "spec.replicas: unknown field; did you mean spec.nodes? (job.yaml, line 7)"),
     "nproc": (in_spec("nproc_per_node: 4"), "did you mean spec.procsPerNode?"),
     "volumes": (in_spec("volumes: []"), "belongs under spec.podTemplate.spec: write spec.podTemplate.spec.volumes"),
@@ -62,13 +64,13 @@ REFUSED = {
     "args": (in_spec("args: '--epochs=10 --lr 0.1'"), 'write ["--epochs=10", "--lr", "0.1"]'),
     "command": (JOB.replace("script: b.py", "command: torchrun x.py"), 'write ["torchrun", "x.py"]'),
     "env": (in_spec("env: {A: b, C: 1}"), 'write [{name: A, value: "b"}, {name: C, value: "1"}]'),
-    # words instead of patterns
+    # messages in words instead of patterns
     "namespace": (JOB.replace("name: t", "name: t, namespace: Team_A"), "did you mean team-a?"),
     "gpuResource": (in_spec("gpuResource: gpu"), "did you mean nvidia.com/gpu?"),
     # indentation
     "margin": (JOB.replace(" {name: t}", "\nname: t"), "name: unknown field; if it belongs to metadata, indent it"),
     "indentation": (JOB + " nodes: 2\n", "check the indentation of this line"),
-    # what the schema accepts, and the API server or the kubelet refuses in the pods
+    # accepted by the schema, but refused in the pods by the API server or the kubelet
     "module": (
         JOB.replace("script: b.py", "module: train.py"),
         "is the name of a file; write script: train.py",
@@ -171,7 +173,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_with_what_was_meant(
+def test_a_refusal_names_the_field_that_was_meant(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, answer = REFUSED[case]
@@ -187,12 +189,14 @@ def test_refused_with_what_was_meant(
     ["a", "a:1", "ghcr.io/me/train:1.4", "REGISTRY/train:1", "localhost:5000/a/b", "[::1]:5000/a", "a__b/c--d.e:V_1.x",
      "repo@sha256:" + 64 * "a", "repo:1@sha256:" + 64 * "a"],
 )  # fmt: skip
-def test_names_of_images_that_the_kubelet_takes(image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_image_names_that_the_kubelet_accepts_are_valid(
+    image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "job.yaml").write_text(JOB.replace("image: a", f"image: '{image}'"))
     assert checked(capsys, str(tmp_path)) == (0, f"{tmp_path / 'job.yaml'}: ddpjob t is valid\n", "")
 
 
-def test_what_a_template_may_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_valid_template_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     template = (
         "tolerations: [{operator: Exists}, {key: a, value: b, effect: NoExecute}], "
         "volumes: [{name: code, configMap: {name: c}}, "
@@ -203,14 +207,14 @@ def test_what_a_template_may_hold(tmp_path: Path, capsys: pytest.CaptureFixture[
     resources = f"resources: {{requests: {{cpu: 500m, memory: 1Gi, hugepages-2Mi: 2Gi}}, {limits}}}"
     (tmp_path / "job.yaml").write_text(in_spec(resources) + TEMPLATE % template)
     code, _, err = checked(capsys, str(tmp_path / "job.yaml"))
-    # The operator's own volumes are refused by the operator's check, and are the only fault.
+    # The operator's own volumes are refused by the operator's check, and are the only fault here.
     assert code == 2 and len(err.splitlines()) == 1 and "volumes[1].name: names that begin with ddpjob-" in err
 
 
-def test_a_server_s_verdict_says_that_it_is_not_of_classes(
+def test_a_servers_verdict_says_that_it_does_not_cover_classes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four jobs that their class refused at once were "valid, also to namespace ml"."""
+    """Regression: four jobs that their class refused at once were "valid, also to namespace ml"."""
     monkeypatch.setattr(Place, "cluster", lambda place: object())
     monkeypatch.setattr(preparing, "_ask_server", lambda *_: "namespace ml")
     note = "note: class h100 is checked only when the job starts"
@@ -220,7 +224,7 @@ def test_a_server_s_verdict_says_that_it_is_not_of_classes(
         assert code == 0 and "is valid, also to namespace ml" in out and (note in err) is said
 
 
-def test_what_a_class_may_give_is_not_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fields_that_a_class_may_set_are_not_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mount, sidecar = "volumeMounts: [{name: datasets, mountPath: /d}]", "env: [{name: LEVEL, value: debug}]"
     template = TEMPLATE % f"containers: [{{name: trainer, {mount}}}, {{name: logger, {sidecar}}}]"
     (tmp_path / "job.yaml").write_text(in_spec("className: h100") + template)
@@ -253,7 +257,7 @@ def test_all_documents_of_all_sources(
         assert f"spec.nodes: 0 is less than 1, the smallest allowed ({file}, line 16)" in err
 
 
-def test_what_a_run_has_written_into_the_folder_is_no_manifest_of_it(
+def test_files_that_a_run_wrote_into_the_folder_are_not_its_manifests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -265,10 +269,12 @@ def test_what_a_run_has_written_into_the_folder_is_no_manifest_of_it(
     code, out, err = checked(capsys, ".")
     assert (code, err) == (0, "")
     assert out == "job.yaml: ddpjob t is valid\nruns/mine/job.yaml: ddpjob t is valid\n"
-    assert checked(capsys, "runs/t/1") == (0, "runs/t/1/job.json: ddpjob t is valid\n", ""), "what is named is read"
+    assert checked(capsys, "runs/t/1") == (0, "runs/t/1/job.json: ddpjob t is valid\n", ""), (
+        "a file that is named is read"
+    )
 
 
-def test_nothing_to_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_folder_without_manifests_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, _, err = checked(capsys, str(tmp_path))
     assert code == 2 and "contains no DDPJob in its 0 files" in err
     code, _, err = checked(capsys, "https://example.com/job.yaml")
@@ -277,7 +283,9 @@ def test_nothing_to_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert code == 2 and "name a FILE" in err
 
 
-def test_standard_input_that_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_standard_input_that_is_not_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for words in (["validate", "-"], ["submit", "--dry-run", "--cluster", "-"], ["run", "-"], ["convert", "-"]):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(JOB.encode() + b"# \xff\n"), encoding="utf-8"))
         assert main(words) == 2

@@ -1,4 +1,6 @@
-"""Answers that break off, and servers that are none: a line for the user, and patience where it may pass."""
+"""Responses that break off, and servers that are not an API server: one line for the user, and a
+retry where it may help.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from ddpjob.client.backends.backend import NoAnswer, Unreachable
 
 
 def served(answer: bytes) -> int:
-    """The port of a server that gives this answer to one request, and hangs up."""
+    """The port of a server that sends this response to one request, and closes the connection."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -43,14 +45,16 @@ def opened(url: str, folder: Path) -> ApiServer:
     return ApiServer.open(str(folder / "config"))
 
 
-def test_the_server_s_audit_names_the_command(tmp_path: Path) -> None:
-    """managedFields names a manager by what stands in front of the slash of the user agent."""
+def test_the_user_agent_names_the_command_in_the_servers_audit_log(tmp_path: Path) -> None:
+    """managedFields names a manager by the part of the user agent in front of the slash."""
     assert opened("http://127.0.0.1:1", tmp_path).client.user_agent == "ddpjob"
 
 
 @pytest.mark.parametrize("status", ["200 OK", "500 Internal Server Error"])
-def test_an_answer_that_breaks_off_is_none(status: str, tmp_path: Path) -> None:
-    """As when the API server is restarted: it was a traceback, also of `wait` and `logs -f`, which bear an outage."""
+def test_a_truncated_response_is_an_outage(status: str, tmp_path: Path) -> None:
+    """This happens when the API server restarts. Regression: a traceback, even of `wait` and `logs
+    -f`, which retry.
+    """
     cut = f'HTTP/1.1 {status}\r\nContent-Length: 1000\r\n\r\n{{"items": ['.encode()
     with pytest.raises(NoAnswer, match=r"\(context c\) does not answer: "):
         opened(f"http://127.0.0.1:{served(cut)}", tmp_path).request("GET", "/a")
@@ -58,8 +62,8 @@ def test_an_answer_that_breaks_off_is_none(status: str, tmp_path: Path) -> None:
         BearerServer(f"http://127.0.0.1:{served(cut)}", certifi.where(), "token").request("GET", "/a")
 
 
-def test_what_must_not_be_read_is_not_what_is_not_there(tmp_path: Path) -> None:
-    """`ddpjob kill` said that there was no such pod to a user who may not read pods."""
+def test_a_forbidden_object_is_not_reported_as_missing(tmp_path: Path) -> None:
+    """Regression: `ddpjob kill` reported a missing pod to a user who may not read pods."""
     body = b'{"kind": "Status", "status": "Failure", "reason": "R", "message": "m"}'
 
     def answered(status: str) -> ApiServer:
@@ -72,22 +76,26 @@ def test_what_must_not_be_read_is_not_what_is_not_there(tmp_path: Path) -> None:
     assert refused.value.denied
 
 
-def test_a_log_that_is_refused_by_an_answer_that_breaks_off(tmp_path: Path) -> None:
+def test_a_truncated_refusal_of_a_log_is_reported(tmp_path: Path) -> None:
     cut = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 1000\r\n\r\nno"
     with pytest.raises(NoAnswer, match="does not answer: "):
         list(opened(f"http://127.0.0.1:{served(cut)}", tmp_path).stream("/a", {}))
 
 
-def test_a_fault_of_tls_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of these alone the official client makes an exception of its own: `ddpjob get` ended in a traceback."""
-    opened(f"https://127.0.0.1:{served(b'HTTP/1.1 400 Bad Request')}", tmp_path)  # It does not speak TLS.
+def test_a_tls_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The official client raises its own exception only for these. Regression: `ddpjob get` ended
+    with a traceback.
+    """
+    opened(f"https://127.0.0.1:{served(b'HTTP/1.1 400 Bad Request')}", tmp_path)  # The server does not speak TLS.
     assert main(["--kubeconfig", str(tmp_path / "config"), "get"]) == 3
     [line] = capsys.readouterr().err.splitlines()
     assert "(context c) does not answer: wrong version number" in line
 
 
-def test_a_page_is_no_empty_list_of_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As of a proxy's login, or of another server at the address: `ddpjob get` said that there are no jobs."""
+def test_an_html_page_is_not_an_empty_list_of_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A proxy's login page, or a different server at the address. Regression: `ddpjob get` reported
+    no jobs.
+    """
     page = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>"
     for words in (["get"], ["get", "j"]):
         opened(f"http://127.0.0.1:{served(page)}", tmp_path)
@@ -95,8 +103,10 @@ def test_a_page_is_no_empty_list_of_jobs(tmp_path: Path, capsys: pytest.CaptureF
         assert "(context c) is not an API server, because its answer is not a JSON" in capsys.readouterr().err
 
 
-def test_a_refusal_that_is_json_but_no_status_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As of a load balancer before the API server: `ddpjob get` ended in a traceback."""
+def test_a_refusal_in_json_that_is_not_a_status_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For example from a load balancer in front of the API server. Regression: `ddpjob get` ended
+    with a traceback.
+    """
     answer = b'HTTP/1.1 503 Service Unavailable\r\nContent-Length: 13\r\n\r\n"no upstream"'
     opened(f"http://127.0.0.1:{served(answer)}", tmp_path)
     assert main(["--kubeconfig", str(tmp_path / "config"), "get"]) == 2
@@ -106,14 +116,14 @@ def test_a_refusal_that_is_json_but_no_status_is_a_line(tmp_path: Path, capsys: 
     assert refusal.value.passing
 
 
-def test_a_list_is_no_empty_list_of_jobs(tmp_path: Path) -> None:
+def test_a_json_list_is_not_an_empty_list_of_jobs(tmp_path: Path) -> None:
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"
     with pytest.raises(Unreachable, match="is not an API server, because its answer is not a JSON object"):
         opened(f"http://127.0.0.1:{served(answer)}", tmp_path).request("GET", "/a")
 
 
 def silent() -> int:
-    """The port of a server that begins each answer, and then says nothing."""
+    """The port of a server that begins each response and then falls silent."""
     listener, kept = socket.create_server(("127.0.0.1", 0)), list[socket.socket]()
 
     def serve() -> None:
@@ -128,8 +138,10 @@ def silent() -> int:
 
 
 @pytest.mark.parametrize("viewer", [False, True])
-def test_a_stream_ends_after_the_silence_that_was_asked_for(viewer: bool, tmp_path: Path) -> None:
-    """With a viewer's token it was 30 s, whatever was asked for: a quiet watch was begun again with a whole list."""
+def test_a_stream_ends_after_the_requested_silence(viewer: bool, tmp_path: Path) -> None:
+    """Regression: with a viewer's token it was always 30 s, so a quiet watch was restarted with a
+    whole list.
+    """
     url = f"http://127.0.0.1:{silent()}"
     api = BearerServer(url, certifi.where(), "token") if viewer else opened(url, tmp_path)
     began = time.monotonic()
@@ -138,10 +150,10 @@ def test_a_stream_ends_after_the_silence_that_was_asked_for(viewer: bool, tmp_pa
 
 
 @pytest.mark.parametrize("viewer", [False, True])
-def test_a_connection_that_leads_nowhere_is_noticed(
-    viewer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As of a laptop that has slept, or of a VPN that is gone: `ddpjob logs -f` waited for ever."""
+def test_a_dead_connection_is_noticed(viewer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example after a laptop has slept, or without its VPN. Regression: `ddpjob logs -f` waited
+    forever.
+    """
     made: list[socket.socket] = []
     connect = urllib3.util.connection.create_connection
     monkeypatch.setattr(
@@ -163,7 +175,9 @@ def test_a_connection_that_leads_nowhere_is_noticed(
 
 @pytest.fixture
 def large_objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[int]]]:
-    """(address, limits asked for) of a server with 40 objects of 1,000 bytes, of which a dashboard reads 4,000."""
+    """Return (address, requested limits) of a server with 40 objects of 1,000 bytes. A dashboard
+    reads 4,000 bytes.
+    """
     monkeypatch.setattr("ddpjob.client.backends.api_server.LARGEST_ANSWER", 4000)
     monkeypatch.setattr("ddpjob.client.backends.api_server.LARGEST_PAGE_BYTES", 4000)
     monkeypatch.setattr(BearerServer, "largest_answer", 4000)
@@ -200,11 +214,11 @@ def test_a_dashboard_reads_large_objects_in_small_pages(large_objects: tuple[str
     )
 
 
-def test_nothing_else_is_kept_of_an_object_than_its_shape(large_objects: tuple[str, list[int]]) -> None:
+def test_only_the_shape_of_an_object_is_kept(large_objects: tuple[str, list[int]]) -> None:
     url, _ = large_objects
     alive: list[int] = []
     gc.collect()
-    gc.freeze()  # Looking through what earlier tests have left, once for each object, would take minutes.
+    gc.freeze()  # Searching objects left by earlier tests, once for each object, would take minutes.
 
     def shape(item: dict[str, Any]) -> dict[str, Any]:
         alive.append(sum("x" in one for one in gc.get_objects() if type(one) is dict and set(one) == {"n", "x"}))
@@ -214,14 +228,16 @@ def test_nothing_else_is_kept_of_an_object_than_its_shape(large_objects: tuple[s
     assert found == [{"n": n} for n in range(40)] and max(alive) <= 3
 
 
-def test_of_one_job_a_dashboard_reads_objects_up_to_a_size(large_objects: tuple[str, list[int]]) -> None:
-    """Its owner can make pods and events as many and as large as they like: others look at the same dashboard."""
+def test_a_dashboard_reads_objects_of_one_job_up_to_a_size(large_objects: tuple[str, list[int]]) -> None:
+    """The owner of a job can create large pods and events in any number, while other users view the
+    same dashboard.
+    """
     url, asked = large_objects
     with pytest.raises(AnswerTooLarge, match="the objects of this job have more than 8000 bytes"):
         BearerServer(url, certifi.where(), "token").items("/a", of_a_job=True)
     assert len(asked) < 30
 
 
-def test_a_user_s_own_process_reads_what_there_is(large_objects: tuple[str, list[int]], tmp_path: Path) -> None:
+def test_a_users_own_process_reads_objects_of_any_size(large_objects: tuple[str, list[int]], tmp_path: Path) -> None:
     url, asked = large_objects
     assert len(opened(url, tmp_path).items("/a", of_a_job=True)) == 40 and asked == [500]

@@ -1,4 +1,4 @@
-"""The code that travels with a job: every file arrives under its own name, and nothing large is read."""
+"""The code that is sent with a job: every file keeps its own name, and no large file is read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def arrived(folder: Path) -> dict[str, bytes]:
     return {item["path"]: contents[item["key"]] for item in volume["configMap"]["items"]}
 
 
-def test_names_that_differ_only_in_other_characters(tmp_path: Path) -> None:
+def test_names_that_differ_only_in_special_characters_stay_different(tmp_path: Path) -> None:
     names = ["train.py", "a b.py", "a_b.py", "a+b.py", "0.train.py", "lib/train.py", "lib2/train.py", "x" * 250]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -46,8 +46,8 @@ def test_a_large_file_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: 
             build(JobRequest(program=str(program), image="a", name="j"), local=False)
 
 
-def test_the_entry_is_one_of_the_files_that_travel(tmp_path: Path) -> None:
-    """The job was made, and its pods found no such script."""
+def test_the_entry_must_be_among_the_files_that_are_sent(tmp_path: Path) -> None:
+    """Regression: the job was created, but its pods did not find the script."""
     folder = tmp_path / "project"
     for name in ("train.py", "runs/train.py", ".old/train.py", "../train.py", "lib/train.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -60,6 +60,6 @@ def test_the_entry_is_one_of_the_files_that_travel(tmp_path: Path) -> None:
         assert made[-1]["spec"]["script"] == "/ddpjob-code/lib/train.py"
 
 
-def test_a_program_without_a_name_is_not_the_current_folder() -> None:
+def test_an_empty_program_name_is_not_the_current_folder() -> None:
     with pytest.raises(Mistake, match="the program's name is empty"):
         build(JobRequest(program="", image="a", name="j"), local=True)

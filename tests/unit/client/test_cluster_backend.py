@@ -1,4 +1,4 @@
-"""`ClusterBackend` against answers of an API server that are hard to get from a real one."""
+"""`ClusterBackend` against responses of an API server that are hard to provoke on a real one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ Json = dict[str, Any]
 
 
 class Server:
-    """An API server with one pod, whose requests for logs get `answers` one by one; the pod ends before the last."""
+    """An API server with one pod. Log requests get `answers` in turn, and the pod ends before the
+    last one.
+    """
 
     namespace, context = "ml", "test"
 
@@ -54,7 +56,7 @@ def followed(*answers: list[bytes] | Mistake) -> list[bytes]:
     return list(ClusterBackend(Server(*answers)).log(POD, LogOptions(follow=True)))  # type: ignore[arg-type]
 
 
-def test_a_log_is_read_on_where_the_connection_ended() -> None:
+def test_a_log_continues_where_the_connection_ended() -> None:
     server = Server(
         [b"2026-01-01T00:00:01.1Z one\n2026-01-01T00:00:01.", b"12Z two words\n2026-01-01T00:00:02Z cut"],
         [b"2026-01-01T00:00:01.12Z two words\n2026-01-01T00:00:02Z \n2026-01-01T00:00:02.000000001Z three\n"],
@@ -70,14 +72,14 @@ def test_a_log_is_read_on_where_the_connection_ended() -> None:
     )
 
 
-def test_a_sidecar_that_a_webhook_put_first_is_not_taken_for_the_coordinator() -> None:
+def test_a_sidecar_that_a_webhook_put_first_is_not_mistaken_for_the_coordinator() -> None:
     server = Server([])
     pod = PodLine("j-coordinator-0", "coordinator", None, "Running", containers=("istio-proxy", "coordinator"))
     list(ClusterBackend(server).log(pod, LogOptions()))  # type: ignore[arg-type]
     assert server.queries[0]["container"] == "coordinator"
 
 
-def test_lines_of_the_same_time_are_all_printed_once() -> None:
+def test_lines_with_the_same_time_are_all_printed_once() -> None:
     """CRI-O gives every line of one write the same time."""
     lines = [b"2026-01-01T00:00:01Z a\n", *(b"2026-01-01T00:00:02Z %d\n" % number for number in range(6))]
     assert followed(lines[:4], [*lines[1:6]], lines[1:]) == [b"a\n", *(b"%d\n" % number for number in range(6))]
@@ -90,7 +92,7 @@ def test_a_clock_that_is_set_back_loses_no_line() -> None:
     assert followed([before, *after], [after[1], b"2026-01-01T00:00:03Z d\n"], []) == [b"a\n", b"b\n", b"c\n", b"d\n"]
 
 
-def test_a_log_that_cannot_be_read_yet_is_read_later() -> None:
+def test_a_log_that_is_not_readable_yet_is_retried() -> None:
     waiting = ApiRefusal(400, "BadRequest", 'container "trainer" in pod "j-0-0" is waiting to start')
     line = [b"2026-01-01T00:00:01Z a\n"]
     assert followed(waiting, AWAY, BUSY, line, BUSY, AWAY, line) == [b"a\n"]
@@ -102,14 +104,16 @@ def test_a_log_that_cannot_be_read_yet_is_read_later() -> None:
         list(ClusterBackend(Server(AWAY, line)).log(POD, LogOptions()))  # type: ignore[arg-type]
 
 
-def test_an_outage_is_borne_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_is_retried_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "OUTAGE_SECONDS", -1.0)
     with pytest.raises(NoAnswer):
         followed(AWAY, [], [])
 
 
 class Restarting(Server):
-    """An API server that fails to answer each second request of a job, which is complete after some."""
+    """An API server that fails every second request for a job, which is complete after some
+    requests.
+    """
 
     def __init__(self) -> None:
         super().__init__([b"2026-01-01T00:00:01Z a\n"], [])
@@ -152,7 +156,7 @@ def test_an_api_server_that_restarts_does_not_end_the_logs(monkeypatch: pytest.M
 
 
 class Deleting(Server):
-    """An API server whose only job is deleted between a list and the watch of it."""
+    """An API server whose only job is deleted between a list and the watch that follows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,8 +179,10 @@ def test_a_deletion_that_the_watch_has_missed_is_seen() -> None:
         next(changes)
 
 
-def test_of_a_job_that_is_too_large_lists_and_watches_keep_its_small_fields() -> None:
-    """A hundred such jobs of one team are gigabytes in each view of all jobs, a dashboard's above all."""
+def test_lists_and_watches_keep_only_the_small_fields_of_a_large_job() -> None:
+    """A hundred such jobs of one team would be gigabytes in each view of all jobs, above all in a
+    dashboard.
+    """
     spec = {"image": "a", "podTemplate": {"spec": {"containers": [{}] * 9999}}}
     large = {"metadata": {"name": "j", "resourceVersion": "1"}, "spec": spec}
 
@@ -197,11 +203,11 @@ def test_of_a_job_that_is_too_large_lists_and_watches_keep_its_small_fields() ->
 
 
 class Text(str):
-    """A text of which a test can see whether anything still holds it."""
+    """A text of which a test can see whether it is still referenced."""
 
 
 class Growing(Server):
-    """An API server with two jobs, of which each watch brings one again."""
+    """An API server with two jobs, of which each watch sends one again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +230,9 @@ class Growing(Server):
 
 
 def test_a_follower_learns_which_jobs_are_gone_without_a_second_copy() -> None:
-    """A view of a dashboard held each object, and kept a job for good that was deleted before the first list."""
+    """Regression: a dashboard's view held each object, and kept a job that was deleted before the
+    first list.
+    """
     server = Growing()
     known = [{"metadata": {"name": name, "namespace": "ml"}} for name in ("a", "gone")]
     changes = ClusterBackend(server).changes(None, known=known)  # type: ignore[arg-type]
@@ -233,8 +241,8 @@ def test_a_follower_learns_which_jobs_are_gone_without_a_second_copy() -> None:
     assert len(server.made) == 3 and server.held() == 1, "that of the last change"
 
 
-def test_who_prints_changes_keeps_the_last_version_of_a_job_alone() -> None:
-    """The page of the last list was held beside them until the next one."""
+def test_a_printer_of_changes_keeps_only_the_last_version_of_a_job() -> None:
+    """Regression: the page of the last list was held too, until the next list."""
     server = Growing()
     changes = ClusterBackend(server).changes(None)  # type: ignore[arg-type]
     assert [next(changes)[0]["metadata"]["name"] for _ in range(3)] == ["a", "b", "a"]
@@ -249,7 +257,9 @@ def test_a_log_that_is_not_followed_is_read_once() -> None:
 
 
 def test_a_log_that_can_be_stopped_waits_for_the_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A response's headers come with the first line: a pod that has written none looks as a server that is away."""
+    """A response's headers come with the first line, so a pod without output looks like an
+    unreachable server.
+    """
     monkeypatch.setattr(backends, "OUTAGE_SECONDS", -1.0)
     stop = threading.Event()
     server = Server(AWAY, AWAY, [b"2026-01-01T00:00:01Z one\n"], [])
@@ -260,7 +270,7 @@ def test_a_log_that_can_be_stopped_waits_for_the_first_line(monkeypatch: pytest.
 
 
 class Exec:
-    """The WebSocket of a command in a pod, and its client; it sends `frames`, then the end."""
+    """The WebSocket of a command in a pod, and its client. It sends `frames`, and then the end."""
 
     frames: ClassVar[Iterable[bytes]] = ()
 
@@ -302,9 +312,7 @@ def test_a_command_in_a_pod_returns_what_it_prints(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("channel", [b"\x01", b"\x02"])
-def test_a_pod_that_prints_without_end_is_read_no_further_than_16_mib(
-    channel: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endless_output_of_a_pod_is_read_up_to_16_mib(channel: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = 0
 
     def flood() -> Iterator[bytes]:
@@ -318,10 +326,10 @@ def test_a_pod_that_prints_without_end_is_read_no_further_than_16_mib(
         match=rf"^pod {POD.name}: its python3 printed more than 16 MiB, so reading stopped; check which program",
     ):
         running(flood(), monkeypatch).run_in(POD, "print()")
-    assert sent == 257, "frames of 64 KiB"
+    assert sent == 257, "in frames of 64 KiB"
 
 
-def test_a_pod_that_only_keeps_the_connection_open_is_left_after_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pod_that_only_keeps_the_connection_open_is_abandoned_after_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow() -> Iterator[bytes]:
         while True:
             time.sleep(0.01)
@@ -331,7 +339,7 @@ def test_a_pod_that_only_keeps_the_connection_open_is_left_after_a_minute(monkey
     assert set(running(slow(), monkeypatch).run_in(POD, "print()")) <= {"."}
 
 
-def test_commands_in_pods_leave_the_other_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_in_pods_do_not_affect_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     from kubernetes.client import ApiClient, Configuration
     from kubernetes.stream import ws_client
 
@@ -403,8 +411,8 @@ def test_metrics_are_looked_for_in_a_few_pods(monkeypatch: pytest.MonkeyPatch) -
     assert len(asked) == 4
 
 
-def test_a_pod_that_cannot_be_prepared_has_the_kubelet_s_last_warning() -> None:
-    """Its status says ContainerCreating, and nothing of the Secret that is missing."""
+def test_a_pod_that_cannot_be_prepared_shows_the_kubelets_last_warning() -> None:
+    """Its status says only ContainerCreating, without the missing Secret."""
 
     class Waiting:
         namespace, context = "ml", "test"
@@ -445,7 +453,7 @@ def test_a_pod_that_cannot_be_prepared_has_the_kubelet_s_last_warning() -> None:
 
 
 @pytest.mark.parametrize(("uid", "shown"), [("new", []), ("old", ["j-0-0"]), (None, ["j-0-0"])])
-def test_the_pods_of_a_deleted_job_are_not_those_of_a_new_one_of_its_name(uid: str | None, shown: list[str]) -> None:
+def test_pods_of_a_deleted_job_do_not_belong_to_a_new_job_of_its_name(uid: str | None, shown: list[str]) -> None:
     class Ending:
         namespace, context = "ml", "test"
 
@@ -460,7 +468,7 @@ def test_the_pods_of_a_deleted_job_are_not_those_of_a_new_one_of_its_name(uid: s
     assert [pod.name for pod in ClusterBackend(Ending()).pods("j")] == shown  # type: ignore[arg-type]
 
 
-def test_a_pod_whose_sidecar_has_failed_runs_and_says_so() -> None:
+def test_a_pod_whose_sidecar_has_failed_is_running_and_reports_it() -> None:
     """kubectl shows it as 1/2 and Error."""
 
     class Serving:
@@ -483,7 +491,7 @@ def test_a_pod_whose_sidecar_has_failed_runs_and_says_so() -> None:
     assert (line.state, line.message) == ("Running", "container side ended with exit code 3")
 
 
-def test_the_events_of_a_job_are_not_those_of_an_earlier_one_of_its_name() -> None:
+def test_events_of_an_earlier_job_do_not_belong_to_a_new_job_of_its_name() -> None:
     class Kept:
         namespace, context = "ml", "test"
 
@@ -502,8 +510,8 @@ def test_the_events_of_a_job_are_not_those_of_an_earlier_one_of_its_name() -> No
     assert [event.reason for event in ClusterBackend(Kept()).events("j")] == ["Running"]  # type: ignore[arg-type]
 
 
-def test_who_may_not_list_jobs_learns_all_the_same_that_there_is_none_of_a_name() -> None:
-    """The answer to a mistyped name was that jobs may not be listed, which nobody had asked for."""
+def test_a_missing_job_is_reported_even_if_the_user_may_not_list_jobs() -> None:
+    """Regression: the error about a mistyped name was that the user may not list jobs."""
 
     class Closed:
         namespace, context = "ml", "test"
@@ -521,8 +529,10 @@ def test_who_may_not_list_jobs_learns_all_the_same_that_there_is_none_of_a_name(
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/status", "a%2f"])
-def test_what_is_no_name_never_becomes_the_path_of_all_jobs(name: str) -> None:
-    """`ddpjob delete "$JOB"` without a value asked for the deletion of the whole collection."""
+def test_an_invalid_name_never_becomes_the_path_of_all_jobs(name: str) -> None:
+    """Regression: `ddpjob delete "$JOB"` with an empty variable requested the deletion of the whole
+    collection.
+    """
 
     class Asked:
         namespace, context = "ml", "test"

@@ -1,4 +1,6 @@
-"""Other operators' manifests and torchrun command lines as DDPJobs that are valid, and what is said to be lost."""
+"""Other operators' manifests and torchrun command lines become valid DDPJobs, and lost settings are
+reported.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def valid(job: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
-def test_a_pytorch_job() -> None:
+def test_a_pytorch_job_is_converted() -> None:
     made = convert(yaml.safe_load(PYTORCH_JOB))
     assert made.job["metadata"] == {"name": "mnist", "namespace": "ml", "labels": {"team": "vision"}}
     assert valid(made.job) == {
@@ -106,7 +108,7 @@ def test_a_pytorch_job() -> None:
         assert lost in notes
 
 
-def test_a_train_job() -> None:
+def test_a_train_job_is_converted() -> None:
     made = convert(yaml.safe_load(TRAIN_JOB))
     assert valid(made.job) == {
         "image": "ghcr.io/me/train:2",
@@ -163,12 +165,12 @@ def test_a_train_job() -> None:
         ),
     ],
 )
-def test_a_command_line(line: str, spec: dict[str, Any]) -> None:
+def test_a_command_line_is_converted(line: str, spec: dict[str, Any]) -> None:
     made = convert_command(shlex.split(line), image="a")
     assert valid(made.job) == {"image": "a", **spec}
 
 
-def test_a_command_line_in_one_word() -> None:
+def test_a_command_line_in_one_word_is_split() -> None:
     assert valid(convert_command(["torchrun --nproc_per_node=2 a.py"], image="a").job)["script"] == "a.py"
 
 
@@ -180,26 +182,26 @@ def test_a_command_line_in_one_word() -> None:
         ("torchrun a.py --re='^a$|b' --text \"it's; fine\" --cost 5$ a\\;b", ""),
     ],
 )
-def test_signs_of_a_shell_in_a_command_line_are_named(line: str, signs: str) -> None:
+def test_shell_syntax_in_a_command_line_is_reported(line: str, signs: str) -> None:
     made = convert_command([line], image="a")
     assert valid(made.job)["script"] == "a.py"
     assert [note.partition(", so")[0] for note in made.notes] == [signs] * bool(signs)
-    assert not convert_command(shlex.split(line), image="a").notes, "a shell has read it already"
+    assert not convert_command(shlex.split(line), image="a").notes, "a shell has already expanded it"
 
 
-def test_an_unset_variable_of_the_shell_makes_no_script_of_a_number() -> None:
+def test_an_unset_shell_variable_does_not_turn_a_number_into_the_script() -> None:
     with pytest.raises(Mistake, match="--nnodes --nproc_per_node: has no value"):
         convert_command(shlex.split("torchrun --nnodes --nproc_per_node 4 a.py"), image="a")
 
 
-def test_the_old_launcher_s_argument_is_named() -> None:
+def test_the_old_launchers_argument_is_reported() -> None:
     line = ["python", "-m", "torch.distributed.launch", "a.py"]
     assert any("--local-rank" in note for note in convert_command(line, image="a").notes)
     assert not convert_command([*line[:3], "--use-env", "a.py"], image="a").notes
 
 
-def test_arguments_of_the_image_s_entry_point_are_no_command() -> None:
-    """As in Kubeflow's own examples, whose script is the ENTRYPOINT of the image."""
+def test_arguments_of_the_images_entry_point_are_not_a_command() -> None:
+    """In Kubeflow's own examples the script is the ENTRYPOINT of the image."""
     job = yaml.safe_load(PYTORCH_JOB)
     container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     container |= {"command": None, "args": ["--backend", "nccl"]}
@@ -249,7 +251,7 @@ def test_a_shell_script_is_not_made_one_command(script: str) -> None:
     assert valid(convert(job).job)["command"] == ["sh", "-c", script]
 
 
-def test_what_only_the_master_has_is_named() -> None:
+def test_settings_of_the_master_alone_are_reported() -> None:
     job = yaml.safe_load(PYTORCH_JOB)
     replicas = job["spec"]["pytorchReplicaSpecs"]
     replicas["Master"] = deepcopy(replicas["Worker"]) | {"replicas": 1}
@@ -261,12 +263,12 @@ def test_what_only_the_master_has_is_named() -> None:
     assert "template.spec.nodeSelector.gpu" in note and "template.spec.volumes" in note
 
 
-def test_torchrun_s_short_options_stay_short() -> None:
+def test_torchruns_short_options_stay_short() -> None:
     made = convert_command(shlex.split("torchrun -r 3 -t2 --role x -m my.train"), image="a")
     assert valid(made.job) == {"image": "a", "module": "my.train", "torchrunArgs": ["-r", "3", "-t", "2", "--role=x"]}
 
 
-def test_values_that_are_no_numbers() -> None:
+def test_values_that_are_not_numbers_are_refused() -> None:
     with pytest.raises(Mistake, match="--max-restarts=abc: is not a number"):
         convert_command(["torchrun", "--max-restarts=abc", "a.py"])
     job = yaml.safe_load(PYTORCH_JOB)
@@ -275,7 +277,7 @@ def test_values_that_are_no_numbers() -> None:
         convert(job)
 
 
-def test_what_is_no_job_of_theirs() -> None:
+def test_other_kinds_are_not_converted() -> None:
     with pytest.raises(Mistake, match="kind: MPIJob"):
         convert({"kind": "MPIJob"})
     with pytest.raises(Mistake, match="is not a torchrun command line"):
@@ -296,7 +298,7 @@ def _of_four_gpus(command: list[str], **spec: Any) -> dict[str, Any]:
         (["torchrun", "--nproc_per_node=4", "a.py"], None),
         (["torchrun", "--nproc-per-node", "2", "a.py"], 2),
         (["torchrun", "--nproc-per-node=auto", "a.py"], None),
-        (["torchrun", "a.py"], None),  # nprocPerNode is auto where it is not set
+        (["torchrun", "a.py"], None),  # nprocPerNode is auto if it is not set
         (["bash", "-c", "cd /app && torchrun a.py"], None),
         (["python", "a.py"], 1),
     ],
@@ -307,12 +309,12 @@ def test_torchrun_starts_as_many_processes_as_before(command: list[str], process
     assert any("procsPerNode: 1, as before" in note for note in made.notes) == (processes == 1)
 
 
-def test_torchrun_s_own_number_of_processes_is_stronger_than_the_variable() -> None:
+def test_torchruns_own_number_of_processes_takes_precedence_over_the_variable() -> None:
     made = convert(_of_four_gpus(["torchrun", "--nproc-per-node=8", "a.py"], nprocPerNode="2"))
     assert valid(made.job)["procsPerNode"] == 8
 
 
-def test_gpus_of_a_train_job_have_a_process_each_with_torchrun() -> None:
+def test_each_gpu_of_a_train_job_with_torchrun_has_a_process() -> None:
     trainer = {"image": "a", "command": ["torchrun", "a.py"], "resourcesPerNode": {"limits": {"nvidia.com/gpu": 4}}}
     made = convert({"kind": "TrainJob", "metadata": {"name": "a"}, "spec": {"trainer": trainer}})
     assert "procsPerNode" not in valid(made.job)
@@ -332,7 +334,7 @@ def test_gpus_of_a_train_job_have_a_process_each_with_torchrun() -> None:
         ({"rdma/hca": 1, "hugepages-2Mi": "1Gi"}, 0, None),
     ],
 )
-def test_devices_are_known_by_their_resource(limits: dict[str, Any], devices: int, resource: str | None) -> None:
+def test_devices_are_recognized_by_their_resource(limits: dict[str, Any], devices: int, resource: str | None) -> None:
     job = _of_four_gpus(["torchrun", "a.py"])
     job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["resources"] = {"limits": limits}
     trainer = {"image": "a", "command": ["torchrun", "a.py"], "resourcesPerNode": limits}
@@ -346,7 +348,7 @@ def test_devices_are_known_by_their_resource(limits: dict[str, Any], devices: in
 @pytest.mark.parametrize(
     ("given", "noted"), [({}, True), ({"automountServiceAccountToken": True}, False), (None, False)]
 )
-def test_the_token_of_a_service_account_is_noted(given: dict[str, Any] | None, noted: bool) -> None:
+def test_the_token_of_a_service_account_is_reported(given: dict[str, Any] | None, noted: bool) -> None:
     job = _of_four_gpus(["torchrun", "a.py"])
     if given is not None:
         pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
@@ -356,7 +358,7 @@ def test_the_token_of_a_service_account_is_noted(given: dict[str, Any] | None, n
     assert any("automountServiceAccountToken: true" in note for note in made.notes) is noted
 
 
-def test_claims_of_devices_are_kept() -> None:
+def test_resource_claims_are_kept() -> None:
     job = _of_four_gpus(["torchrun", "a.py"])
     pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     pod["resourceClaims"] = [{"name": "gpu", "resourceClaimTemplateName": "h100"}]
@@ -371,7 +373,7 @@ def test_claims_of_devices_are_kept() -> None:
 
 
 @pytest.mark.parametrize("volume", [{"emptyDir": {"medium": "Memory"}}, {"hostPath": {"path": "/dev/shm"}}])
-def test_shared_memory_without_a_limit_is_noted(volume: dict[str, Any]) -> None:
+def test_shared_memory_without_a_limit_is_reported(volume: dict[str, Any]) -> None:
     job = yaml.safe_load(PYTORCH_JOB)
     assert not any("/dev/shm" in note for note in convert(deepcopy(job)).notes)
     pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
@@ -381,7 +383,7 @@ def test_shared_memory_without_a_limit_is_noted(volume: dict[str, Any]) -> None:
     assert any("/dev/shm" in note and "spec.storage.sharedMemory" in note for note in made.notes)
 
 
-def test_workers_that_are_none_give_no_template() -> None:
+def test_invalid_workers_give_no_template() -> None:
     job = _of_four_gpus(["torchrun", "worker.py"])
     replicas = job["spec"]["pytorchReplicaSpecs"]
     replicas["Master"] = deepcopy(replicas["Worker"]) | {"replicas": 1}
@@ -392,8 +394,8 @@ def test_workers_that_are_none_give_no_template() -> None:
     assert not any("Master" in note for note in made.notes)
 
 
-def test_where_nodes_meet_is_left_to_the_operator() -> None:
-    """A PyTorchJob's usual line: its variables are in no pod of a DDPJob."""
+def test_rendezvous_arguments_are_left_to_the_operator() -> None:
+    """The usual line of a PyTorchJob uses variables that no pod of a DDPJob has."""
     line = (
         "torchrun --nnodes=$WORLD_SIZE --node_rank $RANK --master_addr=${MASTER_ADDR} --master_port=$MASTER_PORT \\\n"
         '  --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT" --nproc_per_node=4 a.py --lr 1'
@@ -414,20 +416,20 @@ def test_where_nodes_meet_is_left_to_the_operator() -> None:
         "python a.py --node-rank=$RANK -x",
     ],
 )
-def test_variables_that_a_command_does_not_get_are_named(script: str) -> None:
+def test_variables_that_a_command_does_not_get_are_reported(script: str) -> None:
     made = convert(_of_four_gpus(["bash", "-c", script]))
     assert valid(made.job)["command"] == ["bash", "-c", script]
     assert any("reads RANK, which are not set here" in note for note in made.notes)
 
 
-def test_a_generated_name_stays_one() -> None:
+def test_a_generated_name_stays_generated() -> None:
     job = _of_four_gpus(["torchrun", "a.py"]) | {"metadata": {"generateName": "tune-", "namespace": "ml"}}
     made = convert(job)
     assert made.job["metadata"] == {"generateName": "tune-", "namespace": "ml"}
     assert valid(made.job) and any("kubectl apply needs a name" in note for note in made.notes)
 
 
-def test_a_part_of_a_gpu_is_refused_by_its_name() -> None:
+def test_a_fraction_of_a_gpu_is_refused_by_its_name() -> None:
     job = _of_four_gpus(["torchrun", "a.py"])
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     worker["resources"] = {"limits": {"nvidia.com/gpu": "1.5"}}
@@ -435,7 +437,7 @@ def test_a_part_of_a_gpu_is_refused_by_its_name() -> None:
         convert(job)
 
 
-def test_fields_that_nothing_reads_are_named() -> None:
+def test_unused_fields_are_reported() -> None:
     job = _of_four_gpus(["torchrun", "a.py"], elasticPolicy={"minReplicas": 1, "window": 3}, priority="high")
     job["spec"]["pytorchReplicaSpecs"]["Launcher"] = {"replicas": 1}
     job["spec"]["runPolicy"] = {"suspend": False, "graceSeconds": 3}
@@ -451,7 +453,7 @@ def test_fields_that_nothing_reads_are_named() -> None:
     assert all(f"{name}: " in notes for name in ("trainer.framework", "podSpecOverrides", "labels"))
 
 
-def test_a_command_that_is_no_list_is_refused() -> None:
+def test_a_command_that_is_not_a_list_is_refused() -> None:
     job = _of_four_gpus(["torchrun", "a.py"])
     container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     container["command"] = "torchrun a.py"
@@ -462,8 +464,8 @@ def test_a_command_that_is_no_list_is_refused() -> None:
         convert(job)
 
 
-def test_a_line_of_torchx() -> None:
-    """Its role has no name, and where nodes meet is a variable of Volcano's."""
+def test_a_line_of_torchx_is_converted() -> None:
+    """Its role has no name, and its rendezvous is a variable of Volcano."""
     line = (
         "torchrun --rdzv_backend c10d --rdzv_endpoint $${VC_TRAIN_0_HOSTS:=localhost}:29500 --rdzv_id 'x' --nnodes 2 "
         "--nproc_per_node 4 --tee 3 --role '' a.py --lr 1"
@@ -476,7 +478,7 @@ def test_a_line_of_torchx() -> None:
         assert (spec["nodes"], spec["torchrunArgs"], spec["args"]) == (2, ["--tee=3"], ["--lr", "1"])
 
 
-def test_variables_in_arguments_and_variables_are_noted() -> None:
+def test_variables_in_arguments_and_variables_are_reported() -> None:
     job = _of_four_gpus(["torchrun", "a.py", "--rank=$(RANK)"])
     container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     container["env"] = [{"name": "STORE", "value": "tcp://$(MASTER_ADDR):1"}, {"name": "A", "value": None}]
@@ -488,7 +490,7 @@ def test_variables_in_arguments_and_variables_are_noted() -> None:
     ]
 
 
-def test_shared_memory_that_others_mount_stays_theirs() -> None:
+def test_shared_memory_that_others_mount_is_kept() -> None:
     job = yaml.safe_load(PYTORCH_JOB)
     pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     mounts = [{"name": "shm", "mountPath": "/cache"}]
@@ -500,7 +502,7 @@ def test_shared_memory_that_others_mount_stays_theirs() -> None:
     assert any("the volume shm: is also mounted elsewhere" in note for note in made.notes)
 
 
-def test_selectors_of_their_labels_are_noted() -> None:
+def test_selectors_by_the_other_operators_labels_are_reported() -> None:
     job = _of_four_gpus(["torchrun", "a.py"])
     selector = {"matchLabels": {"training.kubeflow.org/job-name": "a"}}
     spread = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": selector}
@@ -509,8 +511,8 @@ def test_selectors_of_their_labels_are_noted() -> None:
     assert "training.kubeflow.org/job-name" in note and "ddpjob.io/job" in note
 
 
-def test_a_line_that_was_copied_over_several_lines_is_one() -> None:
-    """The script was the end of the first line."""
+def test_a_command_copied_over_several_lines_is_one_command() -> None:
+    """Regression: the script was the end of the first line."""
     line = "torchrun \\\n  --nproc_per_node=8 \\\n  train.py --x 'a b'\n"
     made = convert_command([line], image="a")
     assert valid(made.job) == {"image": "a", "script": "train.py", "args": ["--x", "a b"], "gpusPerNode": 8}
@@ -524,12 +526,12 @@ def test_a_line_that_was_copied_over_several_lines_is_one() -> None:
         ("torchrun a.py # all", "#: no shell starts"),
     ],
 )
-def test_what_follows_a_line_is_noted(line: str, sign: str) -> None:
+def test_text_after_a_command_line_is_reported(line: str, sign: str) -> None:
     [note] = convert_command([line], image="a").notes
     assert note.startswith(sign)
 
 
-def test_variables_that_the_operator_replaces_became_no_arguments() -> None:
+def test_variables_that_the_operator_replaces_do_not_become_arguments() -> None:
     line = "torchrun --nnodes=2 --rdzv_id $RANDOM --rdzv_endpoint $head_node_ip:29500 --nproc_per_node 4 a.py --lr 1"
     made = convert_command([line], image="a")
     assert valid(made.job)["args"] == ["--lr", "1"] and not made.notes
@@ -537,15 +539,15 @@ def test_variables_that_the_operator_replaces_became_no_arguments() -> None:
     assert "so these words became arguments" in note
 
 
-def test_two_dashes_end_torchrun_s_options() -> None:
+def test_two_dashes_end_torchruns_options() -> None:
     made = convert_command(["torchrun", "--nproc-per-node=2", "--", "a.py", "--x"], image="a")
     assert valid(made.job) == {"image": "a", "script": "a.py", "args": ["--x"], "gpusPerNode": 2}
     line = "torchrun --node_rank=$RANK -- a.py --x"
     assert valid(convert(_of_four_gpus(["bash", "-c", line])).job)["script"] == "a.py"
 
 
-def test_a_variable_number_of_processes_is_noted() -> None:
-    """The job got a process for each GPU in silence."""
+def test_a_variable_number_of_processes_is_reported() -> None:
+    """Regression: the job silently got a process for each GPU."""
     made = convert(_of_four_gpus(["torchrun", "--nproc_per_node=$(NPROC)", "a.py"]))
     assert "procsPerNode" not in valid(made.job)
     [note] = made.notes
@@ -553,14 +555,14 @@ def test_a_variable_number_of_processes_is_noted() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"nprocPerNode": "auto"}, {"nprocPerNode": "gpu"}, {"nprocPerNode": "cpu"}])
-def test_python_alone_is_one_process_whatever_torchrun_would_start(given: dict[str, Any]) -> None:
-    """`auto`, which Kubeflow's own default is, made four of one."""
+def test_plain_python_is_one_process_whatever_torchrun_would_start(given: dict[str, Any]) -> None:
+    """Regression: `auto`, Kubeflow's own default, made four processes of one."""
     made = convert(_of_four_gpus(["python", "a.py"], **given))
     assert valid(made.job)["procsPerNode"] == 1
     assert [note[:29] for note in made.notes] == ["procsPerNode: 1, as before; r"]
 
 
-def test_a_number_that_python_alone_only_counted_is_noted() -> None:
+def test_a_number_of_processes_that_plain_python_ignored_is_reported() -> None:
     made = convert(_of_four_gpus(["python", "a.py"], nprocPerNode="4"))
     assert valid(made.job) and ["procsPerNode: python started one process in a pod" in n for n in made.notes] == [True]
 
@@ -576,7 +578,7 @@ def test_a_number_that_python_alone_only_counted_is_noted() -> None:
         (["bash", "-c", "cd /app && torchrun a.py"], {}, False),
     ],
 )
-def test_processes_by_cpus_are_noted(command: list[str], given: dict[str, Any], noted: bool) -> None:
+def test_processes_by_cpus_are_reported(command: list[str], given: dict[str, Any], noted: bool) -> None:
     job = _of_four_gpus(command, **given)
     del job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["resources"]
     made = convert(job)
@@ -584,7 +586,7 @@ def test_processes_by_cpus_are_noted(command: list[str], given: dict[str, Any], 
     assert any("torchrun started a process for each CPU" in note for note in made.notes) is noted
 
 
-def test_the_time_to_join_is_kept() -> None:
+def test_the_rendezvous_timeout_is_kept() -> None:
     line = ["torchrun", "--rdzv-conf=timeout=900,join_timeout=1200", "a.py"]
     assert valid(convert_command(line, image="a").job)["rendezvous"] == {"joinTimeoutSeconds": 1200}
     elastic = {"minReplicas": 1, "rdzvConf": [{"key": "join_timeout", "value": "1800"}, {"key": "x", "value": "y"}]}
@@ -592,7 +594,7 @@ def test_the_time_to_join_is_kept() -> None:
     assert valid(made.job)["rendezvous"] == {"joinTimeoutSeconds": 1800}
 
 
-def test_a_queue_and_a_priority_of_a_group_are_named() -> None:
+def test_a_queue_and_a_priority_of_a_group_are_reported() -> None:
     policy = {"schedulingPolicy": {"queue": "team-a", "priorityClass": "high", "minAvailable": 2}}
     job = _of_four_gpus(["torchrun", "a.py"], runPolicy=policy)
     gang, queue, priority = convert(deepcopy(job)).notes
@@ -602,16 +604,16 @@ def test_a_queue_and_a_priority_of_a_group_are_named() -> None:
     assert not any("priorityClass" in note for note in convert(job).notes)
 
 
-def test_what_a_train_job_leaves_to_its_runtime_is_named() -> None:
-    """It became one node without GPUs in silence."""
+def test_settings_that_a_train_job_leaves_to_its_runtime_are_reported() -> None:
+    """Regression: it silently became one node without GPUs."""
     spec = {"runtimeRef": {"name": "r"}, "trainer": {"image": "a", "command": ["torchrun", "a.py"]}}
     notes = convert({"kind": "TrainJob", "metadata": {"name": "a"}, "spec": spec}).notes
     for name in ("numNodes", "resourcesPerNode"):
         assert any(note.startswith(f"trainer.{name}: comes from the runtime") for note in notes)
 
 
-def test_resources_of_the_container_are_read_under_its_name_here() -> None:
-    """The kubelet found no container pytorch."""
+def test_resources_are_read_under_the_name_of_the_container() -> None:
+    """Regression: the kubelet found no container pytorch."""
     job = _of_four_gpus(["torchrun", "a.py"])
     pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
 
@@ -634,7 +636,7 @@ def test_resources_of_the_container_are_read_under_its_name_here() -> None:
     assert valid(made.job)["env"][0]["valueFrom"]["resourceFieldRef"] == cpus("trainer")
 
 
-def test_variables_of_their_labels_are_noted() -> None:
+def test_variables_from_the_other_operators_labels_are_reported() -> None:
     job = _of_four_gpus(["torchrun", "a.py"])
     field = {"fieldRef": {"fieldPath": "metadata.labels['training.kubeflow.org/replica-index']"}}
     container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
@@ -645,7 +647,7 @@ def test_variables_of_their_labels_are_noted() -> None:
     assert note.startswith("env: reads training.kubeflow.org/replica-index, which pods of a DDPJob do not have")
 
 
-def test_replicas_that_are_null_are_one() -> None:
+def test_replicas_that_are_null_count_as_one() -> None:
     job = _of_four_gpus(["torchrun", "a.py"])
     job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] = None
     assert valid(convert(job).job)["nodes"] == 1
@@ -661,7 +663,7 @@ def test_replicas_that_are_null_are_one() -> None:
     ],
 )
 def test_pods_may_share_a_node_as_before(workers: int, pod: dict[str, Any], shared: bool) -> None:
-    """Four pods of one GPU each waited for three Kubernetes nodes that are not there."""
+    """Regression: four pods of one GPU each waited for three Kubernetes nodes that do not exist."""
     job = _of_four_gpus(["torchrun", "a.py"])
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     worker["replicas"] = workers
@@ -682,7 +684,7 @@ def test_pods_may_share_a_node_as_before(workers: int, pod: dict[str, Any], shar
         (["torchrun", "a.py"], {"runAsUser": 1000}, ""),
     ],
 )
-def test_what_root_needs_capabilities_for_is_noted(command: list[str], context: dict[str, Any], noted: str) -> None:
+def test_capabilities_that_root_needs_are_reported(command: list[str], context: dict[str, Any], noted: str) -> None:
     job = _of_four_gpus(command)
     container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     container["securityContext"] = context
@@ -691,7 +693,7 @@ def test_what_root_needs_capabilities_for_is_noted(command: list[str], context: 
     assert [note[: len(noted)] for note in made.notes if "capabilities" in note] == ([noted] if noted else [])
 
 
-def test_ports_of_a_sidecar_are_noted() -> None:
+def test_ports_of_a_sidecar_are_reported() -> None:
     job = _of_four_gpus(["torchrun", "a.py"])
     containers = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     containers += [{"name": "tensorboard", "image": "b", "ports": [{"containerPort": 6006}]}]
@@ -703,8 +705,10 @@ def test_ports_of_a_sidecar_are_noted() -> None:
     )
 
 
-def test_arguments_of_an_entry_point_are_no_program() -> None:
-    """Of Kubeflow's own example for torchtune; its first argument was started as a program."""
+def test_arguments_of_an_entry_point_are_not_a_program() -> None:
+    """The input is Kubeflow's own example for torchtune. Regression: its first argument was started
+    as a program.
+    """
     trainer = {"args": ["dataset=tatsu-lab/alpaca"], "resourcesPerNode": {"limits": {"nvidia.com/gpu": 2}}}
     spec = {"runtimeRef": {"name": "torchtune-llama3.2-1b"}, "trainer": trainer}
     made = convert({"kind": "TrainJob", "metadata": {"name": "a"}, "spec": spec})
@@ -712,7 +716,7 @@ def test_arguments_of_an_entry_point_are_no_program() -> None:
     assert any(note.startswith("spec.script: the entry point is in the image") for note in made.notes)
 
 
-def test_a_command_of_arguments_alone_is_noted() -> None:
+def test_a_command_that_has_only_arguments_is_reported() -> None:
     job = _of_four_gpus(["horovodrun", "python", "a.py"])
     container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     container["args"] = container.pop("command")

@@ -1,4 +1,4 @@
-"""What `create` asks of the API server, and what it leaves behind when the server refuses."""
+"""Requests of `create` to the API server, and what remains when the server refuses one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ Json = dict[str, Any]
 
 
 class Store:
-    """An API server with a store of objects by kind and name, and what it refuses: (method, kind): status."""
+    """An API server with a store of objects by kind and name, and its refusals: (method, kind):
+    status.
+    """
 
     namespace, context = "ml", "test"
 
@@ -45,7 +47,7 @@ class Store:
         return self.objects[key]
 
     def optional(self, path: str, query: Mapping[str, str] | None = None) -> Json | None:
-        """The ConfigMap, which its owner's deletion removes just afterwards."""
+        """The ConfigMap, which the deletion of its owner removes just afterwards."""
         kind, _, name = path.partition("/namespaces/ml/")[2].partition("/")
         there = self.objects.get((kind, name))
         if there is not None and there["metadata"].get("ownerReferences"):
@@ -75,10 +77,10 @@ def test_the_code_belongs_to_the_job_from_the_beginning(job: list[Json]) -> None
     verbs = {kind: verbs for _, kind, subresource, verbs in RIGHTS if not subresource}
     for method, kind in store.asked:
         assert {"POST": "create", "PATCH": "patch", "DELETE": "delete"}[method] in verbs[kind]
-    assert ("", "pods", "exec", ("get", "create")) in RIGHTS  # the WebSocket's method, and what 1.35 asks for
+    assert ("", "pods", "exec", ("get", "create")) in RIGHTS  # the method of a WebSocket, and the one that 1.35 expects
 
 
-def test_a_refused_job_leaves_nothing(job: list[Json]) -> None:
+def test_a_refused_job_leaves_nothing_behind(job: list[Json]) -> None:
     forbidden = ApiRefusal(403, "Forbidden", "exceeded quota")
     for refused in (("POST", "ddpjobs"), ("POST", "configmaps")):
         store = Store({refused: forbidden})
@@ -87,8 +89,8 @@ def test_a_refused_job_leaves_nothing(job: list[Json]) -> None:
         assert store.kinds() == []
 
 
-def test_ctrl_c_before_the_code_is_there_leaves_nothing(job: list[Json], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pods would wait for the ConfigMap for ever."""
+def test_ctrl_c_before_the_code_exists_leaves_nothing_behind(job: list[Json], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the pods would wait for the ConfigMap forever."""
     store = Store()
 
     def interrupted(*_: Any) -> None:
@@ -100,14 +102,14 @@ def test_ctrl_c_before_the_code_is_there_leaves_nothing(job: list[Json], monkeyp
     assert store.kinds() == []
 
 
-def test_a_job_that_cannot_be_taken_back_is_named(job: list[Json]) -> None:
+def test_a_job_that_cannot_be_removed_again_is_reported(job: list[Json]) -> None:
     refused = {("POST", "configmaps"): ApiRefusal(403, "Forbidden", "exceeded quota"),
                ("DELETE", "ddpjobs"): ApiRefusal(403, "Forbidden", "may not delete")}  # fmt: skip
     with pytest.raises(Mistake, match=r"exceeded quota; job j was created .* may not delete; `ddpjob delete j`"):
         create(Store(refused), job)
 
 
-def test_the_code_of_an_earlier_job_of_this_name_is_no_obstacle(job: list[Json]) -> None:
+def test_the_code_of_an_earlier_job_of_this_name_is_replaced(job: list[Json]) -> None:
     code = job[0]
     for owners in ([], [{"name": "j", "uid": "an earlier one"}]):
         store = Store()
@@ -119,7 +121,7 @@ def test_the_code_of_an_earlier_job_of_this_name_is_no_obstacle(job: list[Json])
         create(store, job)
 
 
-def test_a_namespace_that_does_not_exist_is_named(job: list[Json]) -> None:
+def test_a_namespace_that_does_not_exist_is_reported(job: list[Json]) -> None:
     missing = ApiRefusal(404, "NotFound", 'namespaces "typo" not found')
     with pytest.raises(Mistake, match='namespaces "typo" not found'):
         create(Store({("POST", "ddpjobs"): missing}), job)

@@ -1,4 +1,4 @@
-"""`ddpjob doctor`: what it advises. What it finds in a cluster: tests/cluster/test_cli.py."""
+"""The advice of `ddpjob doctor`. Its findings in a cluster are in tests/cluster/test_cli.py."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ddpjob.missing_package import installed_version
 
 
 class Refusing:
-    """An API server at which one may do nothing."""
+    """An API server that permits nothing."""
 
     def request(self, method: str, path: str, **_: Any) -> dict[str, Any]:
         return {"status": {"allowed": False}}
 
 
-def test_who_lacks_rights_is_not_sent_to_a_role_that_does_not_have_them() -> None:
-    """The built-in role edit has none to DDPJobs in an installation with watchNamespaces."""
+def test_a_user_who_lacks_rights_is_not_sent_to_a_role_that_lacks_them_too() -> None:
+    """In an installation with watchNamespaces the built-in role edit has no rights on DDPJobs."""
     (check,) = _rights(cast("ApiServer", Refusing()), "vision")
     assert check.ok is False and "you may not get ddpjobs" in check.what
     assert "ClusterRole edit in namespace vision" in check.remedy and "but not with watchNamespaces" in check.remedy
 
 
 class Deployed:
-    """An API server at which one operator is installed, by the chart of this client's release."""
+    """An API server with one operator, installed by the chart of this client's release."""
 
     def __init__(self, image: str, watched: str = "", **status: Any) -> None:
         self.image, self.watched, self.status = image, watched, status
@@ -52,8 +52,10 @@ class Deployed:
         (f"10.0.0.1:5000/ddpjob-operator@sha256:{'a' * 64}", installed_version()),
     ],
 )
-def test_the_operators_version_is_that_of_the_image_where_its_tag_says_it(image: str, version: str) -> None:
-    """image.tag may name another release than the chart's, whose label the Deployment has."""
+def test_the_operators_version_is_taken_from_its_images_tag(image: str, version: str) -> None:
+    """image.tag may name a different release than the chart, whose version is the label of the
+    Deployment.
+    """
     _, check = _operators(cast("ApiServer", Deployed(image)), "vision")
     assert check.what == f"operator n/o: version {version}" and check.ok is (version == installed_version())
 
@@ -74,22 +76,20 @@ WHOLE = {"observedGeneration": 2, "readyReplicas": 2, "updatedReplicas": 2}
         ({"conditions": [{"type": "Progressing", "status": "False", "reason": "Late", "message": "m"}]}, "(Late: m)"),
     ],
 )
-def test_a_rollout_that_is_stuck_is_not_well(change: dict[str, Any], said: str) -> None:
-    """The new replica was in a crash loop, and two replicas of before were ready."""
+def test_a_rollout_that_is_stuck_is_reported(change: dict[str, Any], said: str) -> None:
+    """The new replica was in a crash loop, while two earlier replicas were ready."""
     check, _ = _operators(cast("ApiServer", Deployed("o:1.2.3", **{**WHOLE, **change})), "vision")
     assert check.ok is (not said) and said in check.what
 
 
 @pytest.mark.parametrize(("watched", "well"), [("", True), ("a, vision", True), ("a,b", False)])
-def test_a_namespace_that_no_operator_watches_is_named(watched: str, well: bool) -> None:
+def test_a_namespace_that_no_operator_watches_is_reported(watched: str, well: bool) -> None:
     checks = list(_operators(cast("ApiServer", Deployed("o:1.2.3", watched, **WHOLE)), "vision"))
     said = "no operator acts on the jobs of namespace vision: the operators watch a, b"
     assert any(check.what == said and check.ok is False for check in checks) is not well
 
 
-def test_a_cluster_that_cannot_be_reached_has_the_code_of_that(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unreachable_cluster_has_its_own_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config").write_text(
         '{"clusters": [{"name": "c", "cluster": {"server": "https://127.0.0.1:9"}}], "current-context": "c",'
         ' "users": [{"name": "u", "user": {}}], "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}]}'

@@ -1,4 +1,6 @@
-"""A function as a script: what it needs travels with it, or is named before anything is created."""
+"""A function as a script: everything that it needs is sent with it, or is reported before anything
+is created.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ OUTSIDE = 3
 
 
 def whole(lr: float, names: list[str] | None = None, *, times: int = 1) -> None:
-    """Has classes, functions, comprehensions, a global of its own and strings of several lines."""
+    """A function with classes, functions, comprehensions, a global of its own and strings of
+    several lines.
+    """
     import json
 
     global COUNTED, os
@@ -106,15 +110,16 @@ def test_a_nested_function_keeps_its_strings(tmp_path: Path) -> None:
     assert run(script_of(nested, {}), tmp_path) == "'a\\n  b' 2\n"
 
 
-def test_annotations_are_not_read_where_they_were_not(tmp_path: Path) -> None:
-    assert run(script_of(annotated, {"path": "/x"}), tmp_path) == "/x\n"  # This file has `annotations` of __future__.
+def test_annotations_that_python_does_not_evaluate_are_not_evaluated(tmp_path: Path) -> None:
+    # This file imports `annotations` from __future__.
+    assert run(script_of(annotated, {"path": "/x"}), tmp_path) == "/x\n"
 
 
-def test_annotations_that_are_read_count() -> None:
+def test_annotations_that_are_evaluated_count() -> None:
     from linecache import cache
 
     lines = ["def train(path: Path = HERE) -> None:\n", "    print(path)\n"]
-    cache["<cell 1>"] = (1, None, lines, "<cell 1>")  # As IPython registers a notebook's cells.
+    cache["<cell 1>"] = (1, None, lines, "<cell 1>")  # IPython registers a notebook's cells this way.
     made: dict[str, Any] = {"Path": Path, "HERE": 1, "__name__": "cell"}
     exec(compile("".join(lines), "<cell 1>", "exec", dont_inherit=True), made)
     with pytest.raises(Mistake, match="its decorators, defaults or annotations use HERE, Path, defined outside of it"):
@@ -166,7 +171,8 @@ timed = functools.wraps(timed)(lambda: None)
 
 
 NO_SOURCE: dict[str, Any] = {}
-# A name of its own: as "<string>" Python 3.13 keeps the text of `python -c`, as which pytest-xdist starts its workers.
+# A separate name, because Python 3.13 keeps the text of `python -c` as "<string>", and pytest-xdist
+# starts its workers that way.
 exec(compile("def typed(): pass", "<typed>", "exec"), NO_SOURCE)
 
 
@@ -194,7 +200,7 @@ exec(compile("def typed(): pass", "<typed>", "exec"), NO_SOURCE)
         (NO_SOURCE["typed"], "its source cannot be read"),
     ],
 )
-def test_what_cannot_travel_is_named(
+def test_objects_that_cannot_be_sent_are_reported(
     function: Callable[..., object], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("display", "get_ipython"):  # as IPython does
@@ -213,6 +219,6 @@ def test_what_cannot_travel_is_named(
         ({"lr": [{"a": ({None: 2},)}]}, "the argument lr has the key None"),
     ],
 )
-def test_arguments_that_do_not_fit_are_named(args: dict[str, Any], said: str) -> None:
+def test_arguments_that_do_not_fit_are_reported(args: dict[str, Any], said: str) -> None:
     with pytest.raises(Mistake, match=said):
         script_of(whole, args)

@@ -1,4 +1,4 @@
-"""`Client`: the same on a cluster and on this machine, from what is created to what is read."""
+"""`Client` behaves the same on a cluster and on this machine, from creation to reading."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def job(name: str = "j", phase: str = "Running", **status: Any) -> Json:
 
 
 class Place:
-    """A backend of either kind that keeps what is created, and shows the states of the job j one by one."""
+    """A backend of either kind that keeps created objects, and shows the states of the job j in
+    turn.
+    """
 
     where, notes = "here", ()
 
@@ -74,7 +76,7 @@ def fit(epochs: int) -> None:
 
 
 def created(local: bool, *program: Any, **options: Any) -> tuple[Json, Json]:
-    """(code by key, the job)."""
+    """Return (code by key, the job)."""
     place = Place(local)
     made = client(place).train(*program, name="j", image="a", **options)
     assert isinstance(made, Job) and made.name == "j"
@@ -82,7 +84,7 @@ def created(local: bool, *program: Any, **options: Any) -> tuple[Json, Json]:
     return {key: text for each in code for key, text in each["data"].items()}, body
 
 
-def test_a_function_travels_to_both_places(runs: Path) -> None:
+def test_a_function_is_sent_to_both_places(runs: Path) -> None:
     code, here = created(True, fit, args={"epochs": 2}, nodes=2, gpus=0)
     sent, there = created(False, fit, args={"epochs": 2}, nodes=2, gpus=0)
     assert code == sent and "def fit(epochs: int)" in code["function.py"]
@@ -102,7 +104,7 @@ def test_scripts_modules_and_settings(local: bool, tmp_path: Path) -> None:
     assert created(local, "pkg.train")[1]["spec"]["module"] == "pkg.train"
 
 
-def test_settings_join_the_other_options_and_stay_as_they_are() -> None:
+def test_settings_are_merged_with_other_options_and_not_changed() -> None:
     settings: Json = {
         "storage": {"sharedMemory": "8Gi"},
         "recovery": {"maxRestarts": 3},
@@ -128,7 +130,7 @@ def test_settings_join_the_other_options_and_stay_as_they_are() -> None:
         created(False, fit, args={"epochs": 2}, settings={"podTemplate.spec.volumes": {"name": "v"}})
 
 
-def test_paths_are_text_wherever_text_is_asked_for(tmp_path: Path) -> None:
+def test_paths_are_accepted_wherever_text_is(tmp_path: Path) -> None:
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "run.py").write_text("")
     settings = {"podTemplate.spec.tolerations": ({"key": "a", "operator": "Exists"},), "workingDir": Path("/w")}
@@ -144,7 +146,7 @@ def too_large() -> None:
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_what_is_wrong_is_said_before_anything_is_created(local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_reported_before_anything_is_created(local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(local)
     train = client(place).train
     wrong: list[tuple[Any, Mapping[str, Any], str]] = [
@@ -199,7 +201,7 @@ ENDS = [
 ]
 
 
-def test_another_goal_is_refused_before_anything_is_waited_for() -> None:
+def test_an_unknown_goal_is_refused_before_the_wait() -> None:
     with pytest.raises(ValueError, match="goal 'running': write 'Complete', 'Running' or 'Suspended'"):
         client(Place(False)).wait("j", goal="running")  # type: ignore[arg-type]
 
@@ -222,7 +224,7 @@ def test_a_watch_shows_each_state_until_the_end() -> None:
         client(Place(False, (job(), False))).wait("j", timeout=1)
 
 
-def test_a_wait_judges_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_decides_by_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(False, (job(), False))
     for phase, conditions in (("Complete", []), ("Failed", [FAILED])):
         monkeypatch.setattr(place, "job", lambda name, p=phase, c=conditions: job(phase=p, conditions=c))
@@ -233,8 +235,8 @@ def test_a_wait_judges_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
                 client(place).wait("j", timeout=1)
 
 
-def test_a_job_in_a_notebook_is_a_line() -> None:
-    """Not its spec, status and body, which are thousands of characters."""
+def test_a_job_in_a_notebook_is_one_line() -> None:
+    """Its spec, status and body would be thousands of characters."""
     assert repr(Job.read(job())) == "Job(name='j', namespace='', phase='Running')"
 
 
@@ -254,7 +256,7 @@ def test_progress_is_typed_whatever_the_script_has_reported() -> None:
     assert not seen.ended and Job.read(job(phase="Interrupted")).ended
 
 
-def test_logs_of_a_rank_and_the_death_of_a_pod() -> None:
+def test_logs_follow_a_rank_over_the_death_of_its_pod() -> None:
     place = Place(True, (job(), False))
     jobs = client(place)
     assert set(jobs.logs("j")) == {("j-0-0", "line of j-0-0"), ("j-1-0", "line of j-1-0")}
@@ -265,7 +267,7 @@ def test_logs_of_a_rank_and_the_death_of_a_pod() -> None:
     assert place.killed == ["j-1-0", "j-0-0"]
 
 
-def test_logs_that_are_broken_off_leave_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_logs_leave_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     place, ended = Place(True, (job(), False)), threading.Event()
 
     def endless(pod: PodLine, options: LogOptions) -> Iterator[bytes]:
@@ -279,7 +281,7 @@ def test_logs_that_are_broken_off_leave_no_reader(monkeypatch: pytest.MonkeyPatc
     assert ended.wait(20)
 
 
-def test_logs_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_logs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(True, (job(), False))
     with pytest.raises(Mistake, match="no logs of rank 7 of j; the ranks are 0 to 1"):
         list(client(place).logs("j", rank=7))
@@ -297,7 +299,7 @@ def test_logs_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> N
         assert list(client(place).logs("j")) == [("j-1-0", "line of j-1-0")]
 
 
-def test_logs_that_cannot_be_read_are_no_empty_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_logs_are_not_empty_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(True, (job(), False))
 
     def refused(pod: PodLine, options: LogOptions) -> Iterator[bytes]:
@@ -323,14 +325,14 @@ class Measured(Place):
         return METRICS
 
 
-def test_metrics_are_rows_for_a_frame() -> None:
+def test_metrics_are_rows_for_a_data_frame() -> None:
     place = Measured(True, (job(), False))
     rows = [{"step": 1, "loss": 2.0, "samplesPerSecond": 10.0}, {"step": 2, "loss": 0.5, "eval_accuracy": 0.75}]
     client = Client(place)  # type: ignore[arg-type]
     assert client.metrics("j") == client.get("j").metrics() == rows
 
 
-def test_a_notebook_shows_a_job_with_its_curve_and_nothing_that_a_job_writes_is_html() -> None:
+def test_a_notebook_shows_a_job_with_its_curve_and_escapes_its_texts() -> None:
     hostile = {"display": "<script>alert(1)</script>", "lossDisplay": "0.5"}
     shown = Client(Measured(True, (job(progress=hostile), False))).get("j")._repr_html_()  # type: ignore[arg-type]
     assert "<svg" in shown and "loss from 2 to 0.5, steps 1 to 2" in shown and "Running</b>" in shown
@@ -338,7 +340,7 @@ def test_a_notebook_shows_a_job_with_its_curve_and_nothing_that_a_job_writes_is_
     assert "<svg" not in Job.read(job())._repr_html_()
 
 
-def test_a_wait_shows_what_the_job_does_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wait_shows_the_jobs_state_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     states = [(job(progress={"display": f"step {n}", "lossDisplay": "0.1"}), False) for n in (1, 1, 2)]
     place = Place(True, *states, (job(phase="Complete"), False))
     waited = Client(place).get("j").wait(progress=True)  # type: ignore[arg-type]
@@ -346,10 +348,10 @@ def test_a_wait_shows_what_the_job_does_in_one_line(capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
     assert said.count("\r") == 3 and said.count("\n") == 1 and "\rj  Running  step 2  0.1" in said
     Client(place).wait("j")  # type: ignore[arg-type]
-    assert capsys.readouterr().out == "", "only a notebook shows it by itself"
+    assert capsys.readouterr().out == "", "only a notebook displays the line by itself"
 
 
-def test_in_a_notebook_a_mistake_is_its_message() -> None:
+def test_a_mistake_in_a_notebook_shows_only_its_message() -> None:
     assert Mistake("no job j")._render_traceback_() == ["Mistake: no job j"]
     with pytest.raises(Mistake, match=r"use Client\.get"):
         Job.read(job()).wait()

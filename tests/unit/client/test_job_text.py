@@ -38,7 +38,7 @@ def text(body: Json, *pods: PodLine) -> str:
     return "\n".join(why(body, pods, NOW))
 
 
-def test_a_deleted_job_that_a_finalizer_holds_says_so() -> None:
+def test_a_deleted_job_that_a_finalizer_holds_is_reported() -> None:
     body = job(phase="Running", conditions=[condition("Running", True, "GroupRuns")])
     assert "deleted" not in text(body)
     body["metadata"] |= {
@@ -69,12 +69,12 @@ def test_repeated_work_and_what_is_at_risk_are_shown_wherever_a_job_is_described
     assert "at risk  at most 4 steps" in shown.get()
 
 
-def test_of_a_script_that_says_nothing_it_is_said_once_how_to_know_what_was_repeated() -> None:
+def test_a_script_that_reports_no_repetition_gets_one_hint() -> None:
     body = job(phase="Running", restarts={**restarted(continuedFrom="unknown"), "unknownRepeats": 1})
     said = "\n".join(describe(body, [], [], NOW))
     assert said.count("unknown") == 2 and "Repeated:   unknown after 1 restart\n" in said
     assert "ddpjob_report.Snapshots makes it known" in said and "0 steps" not in said
-    assert "repeated (" not in said, "the script has not said so"
+    assert "repeated (" not in said, "the script has not reported it"
     spoke = restarted(continuedFrom="storage") | {"unknownRepeats": 1}
     said = "\n".join(describe(job(phase="Running", restarts=spoke), [], [], NOW))
     assert "an unknown number of steps repeated (from a checkpoint)" in said and "Snapshots" not in said
@@ -91,8 +91,8 @@ def test_a_job_that_backs_off_names_the_failure() -> None:
     assert "Last restart: 1m00s ago WorkerFailed: rank 0: no driver (counted)" in text(body)
 
 
-def test_a_status_older_than_the_spec_is_said_to_be_so() -> None:
-    """Where an admission policy refuses the status, an event alone says so."""
+def test_a_status_older_than_the_spec_is_marked() -> None:
+    """If an admission policy refuses the status, only an event reports it."""
     body = job(phase="Running", conditions=[condition("Running", True, "GroupRuns")], observedGeneration=1)
     body["metadata"]["generation"] = 1
     assert "before its spec changed, because" not in text(body)
@@ -109,23 +109,23 @@ def test_a_status_older_than_the_spec_is_said_to_be_so() -> None:
         ([*range(0, 64, 2), *range(1, 64, 2)], "Ranks:      in this order: nodes 0, 2, 4, 6, 8, 10, 12, 14, ..."),
     ],
 )
-def test_the_order_of_ranks_is_a_line_where_it_is_not_that_of_the_indices(order: list[int], line: str | None) -> None:
+def test_a_rank_order_that_differs_from_the_indices_is_a_line(order: list[int], line: str | None) -> None:
     lines = [text for text in describe(job(rankOrder=order), [], [], NOW) if text.startswith("Ranks")]
     assert lines == ([line] if line else [])
 
 
-def test_a_pod_that_is_gone_while_the_job_seems_to_train_points_at_the_operator() -> None:
-    """Without an operator a job with a killed pod was shown as healthy."""
+def test_a_missing_pod_of_a_job_that_seems_to_train_points_at_the_operator() -> None:
+    """Regression: without an operator, a job with a killed pod was shown as healthy."""
     slots = [{"attempt": 0, "state": "Running"}, {"attempt": 2, "state": "Running"}]
     body = job(phase="Running", slots=slots, conditions=[condition("Running", True, "GroupRuns")])
     pods = [PodLine("j-0-0", "node", 0, "Running"), PodLine("j-1-2", "node", 1, "Running")]
     assert "does not exist" not in "\n".join(why(body, pods, NOW))
     said = "\n".join(why(body, pods[:1], NOW))
     assert "Pod j-1-2 of slot 1 does not exist" in said and "no operator acts on this job: `ddpjob doctor`" in said
-    assert "does not exist" not in "\n".join(why(body, [], NOW)), "who may not list pods sees none"
+    assert "does not exist" not in "\n".join(why(body, [], NOW)), "a user who may not list pods sees no pods"
 
 
-def test_a_row_has_what_kubectl_shows() -> None:
+def test_a_row_has_kubectls_columns() -> None:
     body = job(
         phase="Running",
         nodes={"display": "2/2 +1"},
@@ -140,11 +140,11 @@ def test_a_row_has_what_kubectl_shows() -> None:
     assert table([("A", "BB"), ("CCC", "D")]) == ["A     BB", "CCC   D"]
 
 
-def test_a_job_that_no_operator_has_seen() -> None:
+def test_a_job_that_no_operator_has_seen_is_reported() -> None:
     assert "no operator has reconciled it" in text(job()) and "ddpjob doctor" in text(job())
 
 
-def test_a_job_of_another_controller() -> None:
+def test_a_job_of_a_different_controller_is_marked() -> None:
     theirs = "kueue.x-k8s.io/multikueue"
     assert text(job(spec={"managedBy": theirs})) == (
         f"j is managed by {theirs} (spec.managedBy): DDPJob's operator leaves it alone."
@@ -183,8 +183,8 @@ def test_a_spent_budget_is_explained_by_its_last_failure(reason: str, message: s
     assert "Next: correct it, and `ddpjob rerun j`: it resumes from its last checkpoint." in said
 
 
-def test_no_slot_of_a_job_that_has_ended_is_shown_as_running() -> None:
-    """The status keeps what each slot did when the job failed."""
+def test_no_slot_of_an_ended_job_is_shown_as_running() -> None:
+    """The status keeps the state of each slot at the time of the failure."""
     slots = [{"attempt": 0, "state": "Running", "node": "a"}, {"attempt": 0, "state": "Running", "node": "b"}]
     failed, running = condition("Failed", True, "RestartBudgetSpent"), condition("Running", True, "GroupRuns")
     ended = job(phase="Failed", conditions=[failed], slots=slots)
@@ -192,7 +192,7 @@ def test_no_slot_of_a_job_that_has_ended_is_shown_as_running() -> None:
     assert "  0-1       Running" in describe(job(phase="Running", conditions=[running], slots=slots), (), (), NOW)
 
 
-def test_what_is_said_of_a_waiting_job_is_the_cause_not_the_consequence() -> None:
+def test_a_waiting_job_shows_the_cause_and_not_the_consequence() -> None:
     waits = [condition("Scheduled", False, "Unschedulable", "0/3 nodes"), condition("Running", False, "NodesMissing")]
     said = text(job(phase="Pending", conditions=waits))
     assert said.startswith("j waits: Unschedulable") and "0/3 nodes" in said and "request less" in said
@@ -203,7 +203,7 @@ def test_what_is_said_of_a_waiting_job_is_the_cause_not_the_consequence() -> Non
     assert text(job(phase="Restarting", conditions=restarting)).startswith("j restarts: Deleted")
 
 
-def test_suspended_complete_running_and_interrupted() -> None:
+def test_suspended_complete_running_and_interrupted_jobs_are_described() -> None:
     assert "`ddpjob resume j`" in text(job(phase="Suspended", conditions=[condition("Suspended", True, "Suspended")]))
     times = {"startTime": "2026-01-01T11:00:00Z", "completionTime": "2026-01-01T11:30:00Z"}
     done = job(phase="Complete", conditions=[condition("Complete", True, "Finished")], progress={"step": 9}, **times)
@@ -211,9 +211,9 @@ def test_suspended_complete_running_and_interrupted() -> None:
     del done["status"]["startTime"]
     assert text(done) == "j is complete.", "it was suspended at its last step"
     del done["status"]["progress"]
-    assert "no step. `ddpjob logs j`" in text(done), "perhaps it has printed that it needs GPUs"
+    assert "no step. `ddpjob logs j`" in text(done), "it may have printed that it needs GPUs"
     done["spec"]["command"] = ["bash", "run.sh"]
-    assert text(done) == "j is complete.", "nobody counts its steps"
+    assert text(done) == "j is complete.", "its steps are not counted"
     apart = condition("Complete", True, "Finished", "all 2 nodes have finished, but the ranks formed no group: x")
     said = text(job(phase="Complete", conditions=[apart], progress={"step": 9}))
     assert said.endswith("\nThe ranks formed no group: x.")
@@ -232,11 +232,15 @@ def test_suspended_complete_running_and_interrupted() -> None:
     last = {"time": "2026-01-01T00:00:00Z", "pod": "j-0-0", "index": 0, "reason": "WorkerFailed", "counted": True}
     failed = text(job(phase="Interrupted", restarts={"recent": [{**last, "message": "ValueError: x"}]}))
     assert "Last restart: " in failed and "ValueError: x" in failed, "it may be why it was stopped"
-    assert "its end was not recorded" in text(job({"image": ""}, phase="Interrupted")), "one of which a folder is left"
+    assert "its end was not recorded" in text(job({"image": ""}, phase="Interrupted")), (
+        "a job of which only a folder is left"
+    )
 
 
 def test_each_condition_has_the_row_of_its_own_table() -> None:
-    """A registry that denies access is no image that is missing, and a job that has run has created something."""
+    """A registry that denies access is not a missing image, and a job that has run has created
+    something.
+    """
     pulling = condition("Running", False, "ImagePullBackOff", "container a of pod j-0-0: ImagePullBackOff: denied")
     said = text(job(phase="Pending", conditions=[condition("Scheduled", True, "AllPlaced"), pulling]))
     assert "imagePullSecrets" in said and "no such image" not in said
@@ -250,8 +254,8 @@ def test_each_condition_has_the_row_of_its_own_table() -> None:
 
 
 @pytest.mark.parametrize("reason", ["ClassMissing", "ClassRefused"])
-def test_a_job_without_its_class_waits_for_that(reason: str) -> None:
-    """A new one has no other condition, and one that was resumed is called suspended there."""
+def test_a_job_without_its_class_waits_for_the_class(reason: str) -> None:
+    """A new job has no other condition, and a resumed one would be called suspended."""
     lacks = condition("ClassApplied", False, reason, "spec.className: why")
     for suspended in ([], [condition("Suspended", True, reason, "2 pods still terminating")]):
         said = text(job(phase="Suspended" if suspended else "Pending", conditions=[lacks, *suspended]))
@@ -262,7 +266,7 @@ def test_a_job_without_its_class_waits_for_that(reason: str) -> None:
     assert text(job(phase="Suspended", conditions=asked)).startswith("j is suspended")
 
 
-def test_what_is_amiss_with_a_job_that_trains_is_said_with_its_row() -> None:
+def test_problems_of_a_training_job_are_shown_with_its_row() -> None:
     stalls = condition("Running", True, "StepOverdue", "the group has made no step: rank 0 in f\nrank 0:\nstack")
     said = text(job(phase="Running", nodes={"ready": 2}, conditions=[stalls]))
     assert said.startswith("j trains on 2 nodes.\nRunning is True: StepOverdue.\n  the group has made no step: rank")
@@ -309,7 +313,7 @@ def test_a_description_of_a_thousand_nodes_fits_a_screen() -> None:
     assert shown.count("OOMKilled: m (x3)") == 8
 
 
-def test_the_remedies_are_those_of_the_page() -> None:
+def test_the_remedies_match_the_page() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "generate_remedies.py"))
     page = script["PAGE"].read_text()
     assert script["FILE"].read_text() == script["render"](page), "run: python docs/generate_remedies.py"
@@ -324,8 +328,10 @@ def test_a_remedy_names_a_page_as_a_terminal_shows_it() -> None:
     assert "](" not in str(remedies())
 
 
-def test_a_job_of_a_newer_release_is_a_line() -> None:
-    """It was a traceback of pydantic, and of Client.list() for one such job of many."""
+def test_a_job_of_a_newer_release_is_one_line() -> None:
+    """Regression: it was a traceback of pydantic, even of Client.list() for one such job among
+    many.
+    """
     body = {"metadata": {"name": "j", "uid": "1"},
             "spec": {"image": "a", "script": "s", "recovery": {"mode": "Turbo"}, "runPolicy": {"cleanPodPolicy": "x"}},
             "status": {"phase": "Running"}}  # fmt: skip

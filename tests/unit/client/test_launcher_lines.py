@@ -1,4 +1,4 @@
-"""Lines of accelerate, deepspeed and srun as DDPJobs that start the same ranks."""
+"""Command lines of accelerate, deepspeed and srun become DDPJobs that start the same ranks."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def converted(line: str) -> Conversion:
         ("A=b deepspeed --num_nodes=2 --num_gpus=8 train.py", {"env": [{"name": "A", "value": "b"}]}),
     ],
 )  # fmt: skip
-def test_the_line_of_another_launcher(line: str, wanted: dict[str, Any]) -> None:
+def test_a_launchers_command_line_is_converted(line: str, wanted: dict[str, Any]) -> None:
     made = converted(line)
     assert made.job["spec"] == {**TWO_OF_EIGHT, **wanted}
     assert not any("pass it to" in note or note.endswith(": left out") for note in made.notes)
 
 
-def test_a_module_of_another_launcher() -> None:
+def test_a_module_started_by_a_launcher_is_converted() -> None:
     for line in ("accelerate launch -m my.train --x", "deepspeed --module my.train --x"):
         spec = converted(line).job["spec"]
         assert (spec["module"], spec["args"]) == ("my.train", ["--x"])
 
 
-def test_what_a_launcher_did_besides_is_noted() -> None:
+def test_other_effects_of_a_launcher_are_reported() -> None:
     notes = converted("deepspeed --hostfile h --include a:0 train.py").notes
     assert [any(part in note for note in notes) for part in ("LOCAL_RANK", "as nodes", "--include")] == [True] * 3
     notes = converted("accelerate launch --num_processes 3 --num_machines 2 --fp8_format E4M3 train.py").notes
@@ -74,7 +74,7 @@ def test_a_line_without_a_translation_is_refused(line: str) -> None:
         convert_command([line], image="i")
 
 
-def test_in_a_manifest_the_line_may_be_in_a_shell() -> None:
+def test_a_manifest_may_have_the_line_in_a_shell_command() -> None:
     line = "accelerate launch --num_machines $WORLD_SIZE --machine_rank=$RANK --main_process_ip $MASTER_ADDR a.py --b"
     for command in (["bash", "-c", line], ["accelerate", "launch", "a.py", "--b"]):
         container = {"name": "pytorch", "image": "i", "command": command}

@@ -1,4 +1,4 @@
-"""`ddpjob show`: what a job's pods have left in its checkpoint folder, and what else may be there."""
+"""`ddpjob show`: what a job's pods left in its checkpoint folder, and what else may be there."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def started(minute: int, number: int, **start: Any) -> str:
     return line("start", minute, number, start={"source": "memory", "step": 90, **start})
 
 
-def test_where_a_round_continued_and_what_it_repeated_is_shown(tmp_path: Path) -> None:
+def test_the_start_of_a_round_and_its_repeated_steps_are_shown(tmp_path: Path) -> None:
     (tmp_path / ".ddpjob-rounds.jsonl").write_text(
         "\n".join([
             LINES[1], started(3, 1, source="scratch", step=0), LINES[2], started(6, 2, made=93),
@@ -80,7 +80,7 @@ def test_where_a_round_continued_and_what_it_repeated_is_shown(tmp_path: Path) -
     ]
 
 
-def test_an_end_that_nobody_wrote_is_not_made_up(tmp_path: Path) -> None:
+def test_a_missing_end_is_not_invented(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()  # A folder of `ddpjob run`.
     (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl.1").write_text(LINES[1] + "\n")
     (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl").write_text(LINES[2])
@@ -100,20 +100,20 @@ def test_an_end_that_nobody_wrote_is_not_made_up(tmp_path: Path) -> None:
         line("round", 6, 2, world=1, incidents={}), line("other", 6, 2, world=1),
     ],
 )  # fmt: skip
-def test_a_line_that_cannot_be_read_costs_itself(tmp_path: Path, evil: str) -> None:
+def test_an_unreadable_line_is_skipped(tmp_path: Path, evil: str) -> None:
     (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join([LINES[1], evil, LINES[3]]))
     found = read_left_behind(tmp_path)
     assert len(found.lines) == 2 and found.unread == 1
     assert "Not read:  1 line" in list(in_words(found))
 
 
-def test_a_terminal_is_not_commanded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_records_cannot_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evil = {**BREAK, "message": "\x1b]0;owned\x07", "traceback": "\x1b[2J"}
     (tmp_path / ".ddpjob-rounds.jsonl").write_text(line("round", 6, 2, world=3, incidents=[evil], job="\x1b[2J"))
     assert main(["show", str(tmp_path)]) == 0 and "\x1b" not in capsys.readouterr().out
 
 
-def test_a_folder_without_records_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_records_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(tmp_path)]) == 2
     assert ".ddpjob-rounds.jsonl" in capsys.readouterr().err
     with pytest.raises(Mistake, match="no such folder"):
@@ -129,13 +129,13 @@ def test_a_job_that_has_made_no_step_is_not_waited_for(tmp_path: Path, capsys: p
     assert shown.out.endswith("\n\nfirst: its metrics contain no step\n") and not shown.err
 
 
-def test_a_job_without_a_record_of_rounds_has_the_name_of_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "digits" / "checkpoints" / "run").mkdir(parents=True)  # Of `ddpjob run`, and a `command`.
+def test_a_job_without_a_record_of_rounds_is_named_after_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "digits" / "checkpoints" / "run").mkdir(parents=True)  # A job of `ddpjob run`, and a `command`.
     (tmp_path / "digits" / "checkpoints" / "run" / "metrics.jsonl").write_text('{"event": "step", "step": 1}\n')
     assert read_left_behind(tmp_path / "digits").name == "digits"
 
 
-def test_the_last_progress_is_that_of_the_coordinator_that_knew_one(tmp_path: Path) -> None:
+def test_the_last_progress_comes_from_the_last_coordinator_that_knew_it(tmp_path: Path) -> None:
     lines = [line("round", 6, 2, world=3, progress={"step": 700, "loss": 0.5}),
              line("round", 9, 3, world=3, generation="1")]  # fmt: skip
     (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join(lines))

@@ -1,4 +1,4 @@
-"""Whose line it is: the ranks of pods and of lines, and `ddpjob logs` with them."""
+"""Which rank a log line belongs to: the ranks of pods and of lines, and `ddpjob logs` with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpjob.client.logs.log_follower import rank_of_line, ranks_of_pods, ranks_p
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has ended is over at once: nothing here waits for the next look at the pods."""
+    """Look at the pods once an hour, so that a test cannot pass by waiting for the next look."""
     monkeypatch.setattr(log_follower, "_POLL", 3600.0)
 
 
@@ -31,11 +31,11 @@ def pod(name: str, role: str = "node", state: str = "Running") -> PodLine:
     [({}, 1), ({"gpusPerNode": 0}, 1), ({"gpusPerNode": 8}, 8), ({"gpusPerNode": 8, "procsPerNode": 2}, 2),
      ({"gpusPerNode": 8, "command": ["mpirun"]}, 0)],
 )  # fmt: skip
-def test_the_ranks_of_a_node(spec: dict[str, Any], number: int) -> None:
+def test_a_node_has_consecutive_ranks(spec: dict[str, Any], number: int) -> None:
     assert ranks_per_node({"spec": spec}) == number
 
 
-def test_ranks_follow_the_slots_of_the_pods_that_train() -> None:
+def test_ranks_follow_the_slots_of_the_training_pods() -> None:
     pods = [pod("j-coordinator-0", "coordinator"), pod("j-0-9", state="Error"), pod("j-0-10", "spare"), pod("j-1-0"),
             pod("j-2-1"), pod("j-2-0", state="Error"), pod("j-3-0", state="Pending")]  # fmt: skip
     body = {"spec": {"gpusPerNode": 8}}
@@ -68,7 +68,7 @@ def test_a_node_keeps_its_rank_while_another_ends_or_is_replaced(
     assert ranks_of_pods([*pods_of_0, pod("j-1-0")], {"status": seen}, known)["j-1-0"] == range(1, 2)
 
 
-def test_ranks_change_when_another_group_has_formed() -> None:
+def test_ranks_change_when_a_new_group_has_formed() -> None:
     known = {"j-0-0": range(1), "j-1-0": range(1, 2), "j-2-0": range(2, 3)}
     pods = [pod("j-0-1", state="Pending"), pod("j-1-0"), pod("j-2-0")]
     smaller = {"status": status(2, "GroupRunsSmaller")}
@@ -88,17 +88,19 @@ def test_ranks_change_when_another_group_has_formed() -> None:
     [(b"loss 1", None), (b"[default3]:loss 1", 11), (b"[rank9]: Traceback", 9), (b"[rank3]: of another node", None),
      (b"[default8]:", None), (b"[default99999999999]:", None), (b"text [rank9]:", None)],
 )  # fmt: skip
-def test_a_line_says_its_rank_as_torchrun_and_torch_mark_it(line: bytes, rank: int | None) -> None:
+def test_the_rank_of_a_line_is_read_from_the_marks_of_torchrun_and_torch(line: bytes, rank: int | None) -> None:
     assert rank_of_line(line, range(8, 16)) == rank
 
 
-def test_every_line_of_a_single_rank_is_its() -> None:
+def test_every_line_of_a_pod_with_one_rank_belongs_to_that_rank() -> None:
     assert rank_of_line(b"[rank0]: quoted", range(3, 4)) == 3
     assert rank_of_line(b"of a spare", range(0)) is None
 
 
 class TwoNodes:
-    """A backend with a job of two nodes of two ranks and a spare; node 1 is replaced after its first look."""
+    """A backend with a job of two nodes of two ranks and a spare. Node 1 is replaced after its
+    first look.
+    """
 
     where = "here"
 
@@ -149,7 +151,9 @@ def test_a_rank_is_followed_to_the_pod_that_takes_it_over(
     }
 
 
-def test_ranks_that_there_are_not(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_exist_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = TwoNodes()
     monkeypatch.setattr(Place, "backend", lambda place, **options: backend)
     assert main(["logs", "j", "--rank", "4"]) == 2
@@ -160,7 +164,9 @@ def test_ranks_that_there_are_not(capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 class NodeZeroEnds(TwoNodes):
-    """A job of two nodes, which write their last lines when node 0 has ended and the status says so."""
+    """A job of two nodes that write their last lines after node 0 has ended and the status shows
+    it.
+    """
 
     def __init__(self, state: str, then: dict[str, Any], **spec: Any) -> None:
         super().__init__(**spec)
@@ -199,7 +205,7 @@ def follow(
     [("Completed", status(1, finished=1)), ("Error (1)", status(1, "GroupForming", holds=False)),
      ("Terminating", status(2))],
 )  # fmt: skip
-def test_the_last_lines_of_a_node_are_its_rank_s(
+def test_the_last_lines_of_a_node_belong_to_its_rank(
     state: str, then: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zero = {"[0-0 rank 0] early", "[0-0 rank 0] late"}
@@ -220,7 +226,7 @@ def test_unmarked_lines_of_a_pod_that_has_lost_the_rank_are_left_out(
     }
 
 
-def test_logs_ask_for_the_job_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_request_the_job_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     backend = NodeZeroEnds("Running", {})
     assert follow("logs j", backend, capsys, monkeypatch) and backend.asked == 1
 
@@ -232,13 +238,13 @@ def test_ranks_follow_the_order_that_the_status_shows() -> None:
     restarting = {**body, "status": {**status(3, holds=False), "rankOrder": [0, 2, 1]}}
     assert ranks_of_pods(pods, restarting)["j-2-0"] == range(2, 4), "that of the last group, until another has formed"
     others = {**body, "status": {**status(3), "rankOrder": [0, 4, 1]}}
-    assert ranks_of_pods(pods, others)["j-2-0"] == range(4, 6), "an order of other nodes says nothing of these"
+    assert ranks_of_pods(pods, others)["j-2-0"] == range(4, 6), "an order of other nodes does not apply to these"
 
 
 @pytest.mark.parametrize(
     ("state", "says"), [("Completed", "nothing was printed: j-0-0"), ("Pending", "no logs yet: j-0-0")]
 )
-def test_pods_that_have_ended_will_print_nothing_more(
+def test_ended_pods_are_not_followed(
     state: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = TwoNodes()
@@ -251,7 +257,7 @@ def test_pods_that_have_ended_will_print_nothing_more(
     assert capsys.readouterr().err == f"{says} is {state}\n"
 
 
-def test_a_slot_that_no_pod_has_is_not_waited_for(
+def test_a_slot_without_a_pod_is_not_waited_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = TwoNodes()
@@ -260,10 +266,12 @@ def test_a_slot_that_no_pod_has_is_not_waited_for(
     assert capsys.readouterr().err == "no pod of slot 9 of j; the slots are 0 to 2\n"
 
 
-def test_of_a_pod_that_comes_later_all_lines_are_printed(
+def test_all_lines_of_a_pod_that_starts_later_are_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a replacement that fails at once, the last line alone was left of its traceback."""
+    """Regression: for a replacement that failed at once, only the last line of its traceback was
+    printed.
+    """
     backend = TwoNodes()
     whole = [b"begins\n", b"fails\n", b"last\n"]
     monkeypatch.setattr(backend, "log", lambda pod, options: iter(whole[-(options.tail or 0) :]))
@@ -281,10 +289,12 @@ def test_of_a_pod_that_comes_later_all_lines_are_printed(
 
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("then", [[], [pod("j-1-0", state="Error (1)"), pod("j-1-1")]])
-def test_a_pod_that_is_followed_ends_before_its_job(
+def test_following_a_pod_ends_with_the_pod_and_not_with_its_job(
     then: list[PodLine], local: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of its name comes again: the command stood there until the job ended. Here a log ends with its run."""
+    """Its name is never used again. Regression: the command waited for the job's end. On this
+    machine a log ends with its run.
+    """
     backend, asked = TwoNodes(), list[str]()
 
     def pods(name: str) -> list[PodLine]:

@@ -1,4 +1,6 @@
-"""`ddpjob dashboard FOLDER`: the pages of jobs that are gone, from what they have left in their checkpoint folders."""
+"""`ddpjob dashboard FOLDER`: pages of jobs that are gone, made from the records in their checkpoint
+folders.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def left(folder: Path, lines: list[str], steps: int = 0) -> Path:
 
 
 async def pages(folder: Path, *paths: str) -> list[str]:
-    """What the dashboard of a folder answers."""
+    """Responses of the dashboard of a folder."""
     backend = PastJobs(folder)
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     with Fleet(backend) as fleet:
@@ -53,7 +55,7 @@ def text(page: str) -> str:
     return " ".join(re.sub(r"<[^>]+>", " ", page).split())
 
 
-async def test_a_job_s_page_outlives_the_job(tmp_path: Path) -> None:
+async def test_a_jobs_page_outlives_the_job(tmp_path: Path) -> None:
     left(tmp_path, LINES, steps=9)
     fleet, page, curves = await pages(tmp_path, "/jobs/ml/first", "/jobs/ml/first/curves")
     assert "first" in fleet and "Complete" in fleet and "WorkerFailed" not in text(fleet)
@@ -86,7 +88,7 @@ def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
             PastJobs(folder)
 
 
-def test_what_is_written_later_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_changes_of_a_folder_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpjob.client.backends.past_jobs._LOOK_SECONDS", 0.01)
     left(tmp_path, LINES[:2])
     changes = PastJobs(tmp_path).changes(None)
@@ -102,9 +104,7 @@ async def test_jobs_of_one_name_in_two_namespaces_have_their_own_pages(tmp_path:
         assert world is None or f"round 1: {world} nodes" in text(page)
 
 
-def test_of_many_folders_those_are_read_again_that_have_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_among_many_folders_only_changed_ones_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("one", "two"):
         left(tmp_path / name, [line("round", 1, 1, world=2, job=name)], steps=9)
     archive, read = PastJobs(tmp_path), list[str]()
@@ -117,11 +117,11 @@ def test_of_many_folders_those_are_read_again_that_have_changed(
     (tmp_path / "two" / ".ddpjob-rounds.jsonl").write_text(line("end", 2, 1, ok=True, why="over", job="two"))
     phases = {body["metadata"]["name"]: body["status"]["phase"] for body in archive.jobs()}
     assert (phases, read) == ({"one": "Interrupted", "two": "Complete"}, ["two"])
-    assert archive.metrics("one").count("\n") == 7, "metrics are not kept, but read where they are asked for"
+    assert archive.metrics("one").count("\n") == 7, "metrics are read on request and not kept"
     assert read == ["two", "one"]
 
 
-def test_a_job_that_was_known_and_is_gone_is_the_first_change(tmp_path: Path) -> None:
+def test_the_removal_of_a_known_job_is_reported_as_the_first_change(tmp_path: Path) -> None:
     left(tmp_path / "one", [line("round", 1, 1, world=2, job="one")])
     known = [{"metadata": {"name": name, "namespace": "ml"}} for name in ("one", "two")]
     changes = PastJobs(tmp_path).changes(None, seconds=9, known=known)

@@ -1,4 +1,4 @@
-"""`ProcessBackend`: what it reads from the records of this machine's jobs."""
+"""`ProcessBackend` reads the records of this machine's jobs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def recorded(runs: Path, monkeypatch: pytest.MonkeyPatch, **local: Any) -> JobFo
     return folder
 
 
-def test_a_job_in_the_place_of_a_pod_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_given_instead_of_a_pod_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded(tmp_path, monkeypatch)
     with pytest.raises(Mistake, match=r"^j is a job; give one of its pods, such as j-0-0 \(`ddpjob describe j`\)$"):
         ProcessBackend().kill("j")
@@ -64,8 +64,8 @@ def test_a_job_that_ends_while_it_is_read_was_not_interrupted(tmp_path: Path, mo
     assert backend.job("j")["status"]["phase"] == "Complete"
 
 
-def test_nothing_of_a_job_runs_whose_run_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its record is the last that the run wrote."""
+def test_a_killed_run_leaves_no_job_that_looks_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record is the last one that the run wrote."""
     pods = [{"name": "j-0-0", "state": "Running"}, {"name": "j-1-0", "state": "Error (1)"}]
     folder = recorded(tmp_path, monkeypatch, run="first", pods=pods)
     nodes = {"wanted": 2, "active": 1, "ready": 1, "spare": 0, "display": "1/2"}
@@ -95,10 +95,12 @@ def test_nothing_of_a_job_runs_whose_run_was_killed(tmp_path: Path, monkeypatch:
         (["", " --fresh"], True),
     ],
 )
-def test_checkpoints_go_with_a_job_whose_claim_would(
+def test_checkpoints_are_deleted_with_a_job_whose_claim_would_be(
     runs: list[str], stay: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder of the job stands for the claim of a claimTemplate; with another template's it is no such claim."""
+    """The job's folder stands for the claim of a claimTemplate. With a different template it is a
+    different claim.
+    """
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
     folder, now = job_folder("j"), datetime(2026, 1, 1, tzinfo=UTC)
     for number, words in enumerate(runs):
@@ -113,11 +115,11 @@ def test_checkpoints_go_with_a_job_whose_claim_would(
     left = [path.name for path in folder.path.rglob("*") if path.is_file()]
     retained = {f"step-{number}.pt" for number in range(len(runs) if stay else 0)}
     if runs == ["Retain", "Delete --fresh"]:
-        retained = {"step-0.pt"}  # Of the claim that is kept.
+        retained = {"step-0.pt"}  # Checkpoints of the claim that is kept.
     assert set(left) == retained, "and nothing else"
 
 
-def test_an_event_that_was_cut_off_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_truncated_event_hides_no_other_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = recorded(tmp_path, monkeypatch, run="r")
     folder.run("r").path.mkdir()
     line = '{"time": "2026-01-01T00:00:00Z", "warning": false, "reason": "Running", "message": "2 nodes train"}'
@@ -125,10 +127,8 @@ def test_an_event_that_was_cut_off_hides_no_other(tmp_path: Path, monkeypatch: p
     assert [event.reason for event in ProcessBackend().events("j")] == ["Running", "Running"]
 
 
-def test_a_folder_of_runs_that_was_moved_keeps_its_logs_and_events(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Projects are renamed, and runs copied from the machine where they ran."""
+def test_a_moved_folder_of_runs_keeps_its_logs_and_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Projects are renamed, and runs are copied from other machines."""
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "before"))
     job = job_folder("j")
     run = prepare(job, fresh=False, now=datetime(2026, 1, 1, tzinfo=UTC))
@@ -185,10 +185,10 @@ def test_the_last_lines_of_a_log_count_a_progress_bar_as_one(tmp_path: Path, mon
     assert b"".join(backend.log(pod, LogOptions(tail=3))) == b"warning\n" + bar + b"\ndone\n"
 
 
-def test_a_job_of_another_machine_or_container_is_not_stopped_by_its_process_id(
+def test_a_job_of_a_different_machine_or_container_is_not_stopped_by_its_pid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a folder that both see, its process id means any process here."""
+    """In a folder that both see, its process id may belong to any process here."""
     folder = recorded(tmp_path, monkeypatch)
     bystander = subprocess.Popen(["sleep", "60"])
     try:
@@ -202,8 +202,10 @@ def test_a_job_of_another_machine_or_container_is_not_stopped_by_its_process_id(
         bystander.wait()
 
 
-def test_checkpoints_behind_a_link_go_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended in a traceback, with the record gone. What a link in there leads to is not the job's."""
+def test_checkpoints_behind_a_link_are_deleted_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a traceback, with the record gone. Files behind links inside the folder do not
+    belong to the job.
+    """
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "runs"))
     (large := tmp_path / "large").mkdir()
     (data := tmp_path / "data").mkdir()
@@ -221,8 +223,8 @@ def test_checkpoints_behind_a_link_go_with_the_job(tmp_path: Path, monkeypatch: 
     assert not folder.path.exists() and not any(large.iterdir()) and (data / "images").exists()
 
 
-def test_a_job_that_cannot_be_deleted_can_be_deleted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its record went in the order of the disk, and then there was no such job."""
+def test_an_interrupted_deletion_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the record was deleted in the order of the disk, and then the job was unknown."""
     folder = recorded(tmp_path, monkeypatch)
     folder.run("r").pods.mkdir(parents=True)
     rmtree, listed, fails = process_backend.shutil.rmtree, Path.iterdir, [True]
@@ -241,8 +243,8 @@ def test_a_job_that_cannot_be_deleted_can_be_deleted_again(tmp_path: Path, monke
     assert not folder.path.exists()
 
 
-def test_a_log_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one of a run with sudo: it was a traceback of a thread."""
+def test_an_unreadable_log_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example of a run with sudo. Regression: a traceback of a thread."""
     folder = recorded(tmp_path, monkeypatch, run="r", pods=[{"name": "j-0-0", "state": "Completed"}])
     (log := folder.run("r").log("j-0-0", "trainer")).parent.mkdir(parents=True)
     log.write_text("step 1\n")
@@ -263,7 +265,7 @@ def test_a_log_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_stopped_run_is_not_resumed_by_a_field_of_its_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = recorded(tmp_path, monkeypatch)
-    said = "no pods run; set runPolicy.suspend to false to resume"
+    said = "no pods are running; set runPolicy.suspend to false to resume"
     conditions = [{**DONE, "type": "Suspended", "message": said}, {**DONE, "type": "Running", "status": "False"}]
     status = {"conditions": conditions}
     write_record(folder, {**ProcessBackend().job("j"), "status": status, "local": {}})
@@ -273,15 +275,15 @@ def test_a_stopped_run_is_not_resumed_by_a_field_of_its_spec(tmp_path: Path, mon
         assert ProcessBackend().job("j")["status"]["conditions"][0]["message"] == said
 
 
-def test_of_two_that_submit_a_job_at_one_moment_the_second_finds_it_running(
+def test_of_two_simultaneous_submissions_the_second_finds_the_job_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It wrote into the log of the first, and put its own manifest in the place of the other."""
+    """Regression: it wrote into the log of the first one, and replaced its manifest."""
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
     folder, started, running = job_folder("j"), list[Any](), ExitStack()
 
     class Started:
-        """`ddpjob run`, which takes its time until its record is there."""
+        """A `ddpjob run` that takes long to write its record."""
 
         pid, returncode = 1, None
 
@@ -317,8 +319,10 @@ def test_of_two_that_submit_a_job_at_one_moment_the_second_finds_it_running(
     assert len(started) == 1 and json.loads((tmp_path / "j" / "submitted.json").read_text()) == started[0]
 
 
-def test_a_job_is_deleted_whose_empty_checkpoints_are_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To a larger disk."""
+def test_a_job_whose_empty_checkpoint_folder_is_a_link_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link leads to a larger disk."""
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "runs"))
     (large := tmp_path / "large").mkdir()
     folder = job_folder("j")
@@ -330,8 +334,10 @@ def test_a_job_is_deleted_whose_empty_checkpoints_are_a_link(tmp_path: Path, mon
     assert not folder.path.exists() and large.is_dir()
 
 
-def test_a_pod_is_of_the_job_whose_name_and_number_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of j and j-1: j-1-0 is node 1 of j, and was taken for a pod of j-1."""
+def test_a_pod_belongs_to_the_job_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given the jobs j and j-1, the pod j-1-0 is node 1 of j. Regression: it was mistaken for a pod
+    of j-1.
+    """
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
     for name in ("j", "j-1", "j-1-coordinator"):
         folder = job_folder(name)
@@ -357,8 +363,8 @@ def test_a_stopped_job_whose_class_names_its_image_is_explained() -> None:
     assert said[0] == "j: its `ddpjob run` was stopped before the end of the job."
 
 
-def test_what_the_disk_refuses_is_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of programs, which expect no OSError of Client; the command prints the same line."""
+def test_an_error_of_the_disk_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs expect no OSError from Client. The command prints the same line."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "file" / "runs"))
     job = {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "j"},

@@ -1,4 +1,6 @@
-"""What `ddpjob init` reads from a script, and the lines that it advises: they are applied here, and must be right."""
+"""What `ddpjob init` reads from a script, and the lines that it suggests, which these tests apply
+to the script.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def blocks(language: str = "python") -> list[str]:
     return [text for named, text in found if named == language]
 
 
-def test_the_page_shows_what_the_command_prints_and_the_script_with_it(tmp_path: Path) -> None:
+def test_the_page_shows_the_output_of_the_command_and_the_changed_script(tmp_path: Path) -> None:
     before, after = blocks()
     script = read(tmp_path, before)
     applied = apply_lines(before, added_lines(script))
@@ -67,7 +69,7 @@ def test_the_page_shows_what_the_command_prints_and_the_script_with_it(tmp_path:
     assert shown.splitlines()[1:] == list(advice(script, Path("train.py")))
 
 
-def test_the_lines_have_the_names_and_places_of_a_script_with_functions(tmp_path: Path) -> None:
+def test_the_suggested_lines_use_the_names_and_places_of_a_script_with_functions(tmp_path: Path) -> None:
     script = read(tmp_path, MAIN)
     after = apply_lines(MAIN, added_lines(script))
     ast.parse(after)
@@ -85,14 +87,14 @@ def test_the_lines_have_the_names_and_places_of_a_script_with_functions(tmp_path
     assert rows[rows.index("return net") - 1] == "torch.distributed.destroy_process_group()"
 
 
-def test_what_the_lines_cannot_say_is_said_with_its_line(tmp_path: Path) -> None:
+def test_changes_beyond_the_suggested_lines_are_reported_with_their_line(tmp_path: Path) -> None:
     said = advised(tmp_path, MAIN)
     for line in ("line 13: remove shuffle", 'line 14: write "cuda" instead', "line 15: download the data before"):
         assert line in said
     assert "learning rate of opt (line 19)" in said
 
 
-def test_methods_behind_the_wrapper_are_named_and_models_saved_without_it(tmp_path: Path) -> None:
+def test_methods_behind_the_wrapper_and_models_saved_without_it_are_reported(tmp_path: Path) -> None:
     changed = MAIN.replace("    return net\n", "    net.decode(1)\n    torch.save(net, 'n')\n    return net\n")
     said = advised(tmp_path, changed)
     assert "write net.module.decode" in said and "net.module.load_state_dict" not in said
@@ -109,13 +111,13 @@ def test_methods_behind_the_wrapper_are_named_and_models_saved_without_it(tmp_pa
         (("net.parameters()", "params"), "no optimizer of a single model"),
     ],
 )
-def test_if_it_is_not_certain_it_gives_the_general_form(change: tuple[str, str], said: str, tmp_path: Path) -> None:
+def test_an_uncertain_suggestion_has_the_general_form(change: tuple[str, str], said: str, tmp_path: Path) -> None:
     text = MAIN.replace(*change)
     assert text != MAIN
     printed = advised(tmp_path, text)
     if said:
         assert "not certain, because it" in printed and said in printed and "without shuffle" in printed
-    else:  # The only DataLoader that is left is taken.
+    else:  # The only DataLoader left is used.
         assert "checked = DataLoader(test_set, sampler=" in printed
 
 
@@ -135,11 +137,11 @@ def test_if_it_is_not_certain_it_gives_the_general_form(change: tuple[str, str],
         ("# init_process_group()\nimport torch\nfor x in y:\n    loss(x).backward()\n", "for one process"),
     ],
 )  # fmt: skip
-def test_who_forms_the_group_is_read_from_the_script(text: str, said: str, tmp_path: Path) -> None:
+def test_the_place_where_the_group_is_formed_is_read_from_the_script(text: str, said: str, tmp_path: Path) -> None:
     assert said in advised(tmp_path, text)
 
 
-def test_a_module_beside_the_script_may_form_the_group(tmp_path: Path) -> None:
+def test_a_module_next_to_the_script_may_form_the_group(tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "__init__.py").write_text("from tools import net\n")
     (tmp_path / "tools" / "net.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")
@@ -148,7 +150,7 @@ def test_a_module_beside_the_script_may_form_the_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["print 1\n", "a\0b", "(" * 3000 + ")" * 3000])
-def test_what_is_not_python_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_python_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)
     with pytest.raises(UnreadableScript, match=r"train\.py"):
         read_script(tmp_path / "train.py")

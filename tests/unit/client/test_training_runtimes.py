@@ -1,4 +1,6 @@
-"""TrainJobs of Kubeflow Trainer and their runtimes: what the runtime adds is in the DDPJob, and nothing is invented."""
+"""TrainJobs of Kubeflow Trainer and their runtimes: the DDPJob has the runtime's settings, and
+nothing is invented.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,7 @@ def changed(text: str, path: str, value: Any) -> dict[str, Any]:
     return made
 
 
-def test_a_runtime_in_the_same_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_runtime_in_the_same_file_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(f"{RUNTIME}---{TRAIN_JOB}")
     assert main(["convert", str(file)]) == 0
@@ -129,7 +131,7 @@ def test_a_runtime_in_the_same_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "coscheduling" in err and "--runtime" not in err and later_refusals(job) == []
 
 
-def test_a_runtime_of_another_file_and_of_the_cluster(
+def test_a_runtime_in_a_different_file_or_on_the_cluster_is_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "job.yaml").write_text(TRAIN_JOB)
@@ -161,7 +163,7 @@ def test_a_runtime_of_another_file_and_of_the_cluster(
     assert asked == ["/apis/trainer.kubeflow.org/v1alpha1/clustertrainingruntimes/ours"]
 
 
-def test_a_runtime_of_a_namespace_is_asked_for_there() -> None:
+def test_a_runtime_of_a_namespace_is_read_from_that_namespace() -> None:
     named = changed(TRAIN_JOB, "spec.runtimeRef", {"name": "a", "kind": "TrainingRuntime"})
     ((kind, path),) = runtime_paths(named, "default")
     assert (kind, path) == (
@@ -171,7 +173,7 @@ def test_a_runtime_of_a_namespace_is_asked_for_there() -> None:
     assert list(runtime_paths({"kind": "PyTorchJob", "spec": {}}, "default")) == []
 
 
-def test_what_the_train_job_says_wins_over_the_runtime() -> None:
+def test_the_train_job_takes_precedence_over_its_runtime() -> None:
     runtime = yaml.safe_load(RUNTIME)
     runtime["spec"]["podGroupPolicy"] = {"volcano": {}}
     job = changed(TRAIN_JOB, "spec.trainer", {"image": "other:1", "command": ["python", "a.py"], "numProcPerNode": 4})
@@ -204,10 +206,10 @@ def test_an_inline_script_stays_readable_and_needs_only_an_image(
 
 
 @pytest.mark.parametrize("args", [[], ["--backend", "nccl"]])
-def test_an_entry_point_in_the_image_is_asked_for_by_name(
+def test_an_entry_point_in_the_image_is_requested_by_name(
     args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Four of training-operator's nine examples leave it to the image."""
+    """Four of training-operator's nine examples leave the command to the image."""
     container = {"name": "pytorch", "image": "ghcr.io/me/mnist:1", "args": args}
     template = {"spec": {"containers": [container]}}
     replicas = {name: {"replicas": 1, "template": template} for name in ("Master", "Worker")}

@@ -1,4 +1,4 @@
-"""`ddpjob stacks` in a pod: whichever way its workers were started, and only that pod's."""
+"""`ddpjob stacks` in a pod: the stacks of that pod's workers only, however they were started."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ train()
 
 
 @pytest.mark.parametrize("how", ["started", "forked", "titled"])
-def test_the_stack_of_a_worker_is_shown_and_not_its_childrens(tmp_path: Path, how: str) -> None:
+def test_the_stack_of_a_worker_is_shown_without_its_childrens(tmp_path: Path, how: str) -> None:
     folder = tmp_path / (PREFIX + "abc")
     folder.mkdir()
     marks = {"FOLDER": str(folder), "DDPJOB_STACKS_DIR": str(folder), "DDPJOB_UID": f"uid-{os.getpid()}"}

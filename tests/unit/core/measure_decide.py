@@ -1,6 +1,7 @@
-"""Measures `decide` for one large job in its steady state: `measure_decide.py [NODES] [--profile]`.
+"""Measure `decide` for one large job in its steady state: `measure_decide.py [NODES] [--profile]`.
 
-Printed is the processor time of the median of 30 calls, in milliseconds. No test: a busy machine would fail it.
+It prints the median processor time of 30 calls in milliseconds. It is not a test, because a busy
+machine would fail it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from worlds import NOW, later, report, running
 
 
 def large_job(nodes: int) -> tuple[DDPJob, World]:
-    """A job that trains on so many nodes, with nothing to do a few seconds later."""
+    """Return a job that trains on this many nodes, with nothing to do a few seconds later."""
     job, pods = running(nodes, recovery={"mode": "Fast"})
     trains = report(CoordinatorState.RUNNING, *[MemberState.RUNNING] * nodes, progress={"step": 10, "steps": 100})
     hosts = {p.host: HostView(name=p.host, ready=True, since=NOW, out_of_service=False) for p in pods}
@@ -32,14 +33,14 @@ def large_job(nodes: int) -> tuple[DDPJob, World]:
 
 
 def main() -> None:
-    """See the module."""
+    """Run the measurement that the module describes."""
     nodes = next((int(a) for a in sys.argv[1:] if a.isdecimal()), 1024)
     (job, world), now = large_job(nodes), later(7)
     decision = decide(job, world, now)
     assert decision.actions == () and decision.status.phase == "Running"
     seconds = []
     for _ in range(30):
-        fresh = replace(world)  # without what it has derived: each reconcile observes another world
+        fresh = replace(world)  # without derived values, because each reconcile observes a different world
         began = time.process_time()
         decide(job, fresh, now)
         seconds.append(time.process_time() - began)

@@ -1,4 +1,4 @@
-"""A status, which the operator keeps of each job, has a size that no user chooses."""
+"""The operator keeps a status for each job, and users cannot make it larger than a fixed limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ddpjob.core.status.conditions import MESSAGE_LIMIT, with_condition
 from worlds import later
 
 
-def test_a_condition_keeps_the_begin_and_the_end_of_a_long_message() -> None:
+def test_a_long_message_keeps_its_beginning_and_its_end() -> None:
     said = "begin" + "x" * 100_000 + "end"
     status = with_condition(JobStatus(), ConditionType.RUNNING, True, "R", said, later(0))
     [condition] = status.conditions
@@ -17,7 +17,7 @@ def test_a_condition_keeps_the_begin_and_the_end_of_a_long_message() -> None:
     assert condition.message.startswith("begin") and condition.message.endswith("end")
 
 
-def test_of_many_restarts_the_last_are_kept() -> None:
+def test_only_the_last_of_many_restarts_are_kept() -> None:
     restarts = [Restart(time=later(n), pod="p", reason="Hang", message="m", counted=True) for n in range(500)]
     recent = record(JobStatus(), restarts).restarts.recent
     assert len(recent) == RECENT and recent[-1].time == later(499)

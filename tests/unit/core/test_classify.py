@@ -1,4 +1,4 @@
-"""Why a pod ended, and what counts."""
+"""Why a pod ended, and whether that counts."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def ended(exit_code: int, reason: str = "Error", message: str = "") -> Container
         ),
     ],
 )
-def test_causes(view: PodView, cause: Cause, counts: bool) -> None:
+def test_the_cause_is_read_from_the_pods_state(view: PodView, cause: Cause, counts: bool) -> None:
     end = explain_end(view)
     ruled = evaluate_rules(JobSpec.read({"image": "a"}), end.cause, end.exit_code, trained=True)
     assert (end.cause, ruled.counted) == (cause, counts)
@@ -148,11 +148,13 @@ def test_a_missing_entry_point_is_distinguished_from_a_missing_runtime(
     assert names_entry_point(explain_end(pod(ended(128, "StartError", message))), command) is named
 
 
-def test_the_launchers_words_are_read() -> None:
+def test_messages_of_the_launcher_are_parsed() -> None:
     end = explain_end(pod(ended(1, message=TOLD)))
     assert end.message == "pod job-0-0 ended with exit code 1: ValueError: lunch"
     assert end.traceback == "Traceback\nValueError: lunch"
-    assert "last words" in explain_end(pod(ended(3, message="first\nlast words"))).message, "any program's last line"
+    assert "last words" in explain_end(pod(ended(3, message="first\nlast words"))).message, (
+        "it may be any program's last line"
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def test_the_launchers_words_are_read() -> None:
         (250, "exit code 250: Error"),
     ],
 )
-def test_the_signal_that_has_ended_a_program_is_named(code: int, how: str) -> None:
+def test_the_signal_that_ended_a_program_is_named(code: int, how: str) -> None:
     assert explain_end(pod(ended(code)), launcher=False).message == f"pod job-0-0 ended with {how}"
 
 
@@ -208,17 +210,17 @@ def waiting(reason: str, message: str = "") -> PodView:
         (waiting("CreateContainerConfigError", 'secret "x" not found'), False, False),
     ],
 )
-def test_what_will_never_start(view: PodView, has_run: bool, final: bool) -> None:
+def test_a_pod_that_will_never_start_is_stuck(view: PodView, has_run: bool, final: bool) -> None:
     found = find_stuck(view, has_run=has_run)
     assert found is not None and found.final is final
     assert "container trainer of pod job-0-0" in found.message
 
 
-def test_starting_is_not_stuck() -> None:
+def test_a_pod_that_is_starting_is_not_stuck() -> None:
     assert find_stuck(waiting("ContainerCreating"), has_run=False) is None
 
 
-def test_a_failed_init_container_is_named_with_its_last_words() -> None:
+def test_a_failed_init_container_is_named_with_its_last_lines() -> None:
     end = explain_end(
         pod(phase="Failed", init_containers={"fine": ended(0), "prep": ended(3, message="one\nno such bucket")})
     )
@@ -232,14 +234,14 @@ def test_a_sidecar_that_is_ended_after_a_failed_init_container_is_not_blamed_for
     assert end.exit_code == 3
 
 
-def test_an_init_container_that_ran_out_of_memory_is_one_of_the_memory() -> None:
+def test_an_init_container_that_ran_out_of_memory_is_out_of_memory() -> None:
     containers = {"prep": ended(137, reason="OOMKilled")}
     end = explain_end(pod(phase="Failed", init_containers=containers))
     assert end.cause is Cause.OOM_KILLED
     assert end.message == "init container prep of pod job-0-0 ended with exit code 137: OOMKilled"
 
 
-def test_an_init_container_that_waits_holds_the_pod_up_until_the_trainer_runs() -> None:
+def test_a_waiting_init_container_holds_the_pod_up_until_the_trainer_runs() -> None:
     pulling = {"prep": ContainerView(waiting_reason="ErrImagePull", waiting_message="not found")}
     held = find_stuck(pod(ContainerView(waiting_reason="PodInitializing"), init_containers=pulling), has_run=False)
     assert held is not None
@@ -259,13 +261,13 @@ def test_a_program_that_its_node_asked_to_end_has_not_succeeded() -> None:
     assert not pod(ended(0), disruption="EvictionByEvictionAPI").succeeded
 
 
-def test_a_taint_is_a_lost_node_where_the_node_is_not_ready() -> None:
+def test_a_taint_means_a_lost_node_only_if_the_node_is_not_ready() -> None:
     down = {"n1": HostView(name="n1", ready=False, since=None, out_of_service=False)}
     view = pod(host="n1", disruption="DeletionByTaintManager")
     assert explain_end(view, down).cause is Cause.NODE_LOST
     deleted = {"n1": HostView(name="n1", ready=False, since=None, out_of_service=False, deleted=True)}
     assert explain_end(view, deleted).cause is Cause.NODE_LOST
-    assert explain_end(view, {}).cause is Cause.DISRUPTION, "nothing is known of it"
+    assert explain_end(view, {}).cause is Cause.DISRUPTION, "nothing is known about it"
     assert (
         explain_end(view, {"n1": HostView(name="n1", ready=True, since=None, out_of_service=False)}).cause
         is Cause.DISRUPTION
@@ -274,8 +276,8 @@ def test_a_taint_is_a_lost_node_where_the_node_is_not_ready() -> None:
     assert explain_vanished("job-0-0", "n1", None).cause is Cause.DELETED
 
 
-def test_half_a_character_in_a_termination_message_is_escaped() -> None:
-    """Python writes it for a byte of a file name that is not UTF-8, and no event can hold it."""
+def test_a_lone_surrogate_in_a_termination_message_is_escaped() -> None:
+    """Python writes one for a byte of a file name that is not UTF-8, and no event can hold it."""
     written = json.dumps({"kind": "Error", "message": "no file caf\udce9", "traceback": "open('caf\udce9')"})
     end = explain_end(pod(ended(1, message=written)))
     assert end.message.endswith("no file caf\\udce9") and end.traceback == "open('caf\\udce9')"
@@ -286,7 +288,7 @@ SHARED_MEMORY = "unable to allocate shared memory(shm) for file </torch_7_1_0>: 
 
 
 @pytest.mark.parametrize("end", [ended(135), ended(1, message=f"RuntimeError: {SHARED_MEMORY}")])
-def test_a_program_that_found_dev_shm_full_is_told_to_raise_it(end: ContainerView) -> None:
+def test_a_program_that_found_dev_shm_full_gets_advice_to_raise_it(end: ContainerView) -> None:
     assert "; /dev/shm was probably full: raise storage.sharedMemory" in explain_end(pod(end)).message
     assert "/dev/shm" not in explain_end(pod(ended(134))).message
 
@@ -301,7 +303,7 @@ def test_a_program_that_found_dev_shm_full_is_told_to_raise_it(end: ContainerVie
         'image operating system "windows" cannot be used on this platform',
     ],
 )
-def test_an_image_for_another_platform_is_a_fault_of_the_place_by_each_runtimes_words(said: str) -> None:
+def test_an_image_for_a_different_platform_is_recognized_in_each_runtimes_words(said: str) -> None:
     waits = waiting("ErrImagePull", said)
     end, why = find_wrong_platform(waits), find_stuck(waits, has_run=False)
     assert end is not None and (end.cause, is_about_platform(end)) == (Cause.START_ERROR, True)

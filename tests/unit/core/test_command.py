@@ -1,4 +1,4 @@
-"""Jobs with `command`: whose failure counts, what is said of restarts, and of pods that are left alone."""
+"""Jobs with `command`: whose failure counts, and messages about restarts and about pods left alone."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ def causes(job: DDPJob) -> list[tuple[str, str, int | None, bool]]:
 
 
 @pytest.mark.parametrize("first", [MINE, PEERS])
-def test_the_cause_of_two_ends_is_the_rank_with_an_error_of_its_own(first: str) -> None:
-    """torchrun notices the end of a worker within a tenth of a second, so that either pod may be the first to end."""
+def test_of_two_ends_the_rank_with_its_own_error_is_the_cause(first: str) -> None:
+    """torchrun notices the end of a worker within a tenth of a second, so either pod may be the
+    first to end.
+    """
     second = PEERS if first == MINE else MINE
     job, _ = seen(runs(), 12, (failed(0, first, 10), failed(1, second, 11), COORDINATOR), forming())
     at = 0 if first == MINE else 1
@@ -52,7 +54,7 @@ def test_the_cause_of_two_ends_is_the_rank_with_an_error_of_its_own(first: str) 
     assert job.status.rendezvous.generation == 1
 
 
-def test_the_loss_of_a_peer_waits_a_moment_for_the_peers_end() -> None:
+def test_a_lost_peer_is_reported_after_a_short_wait_for_the_peers_own_end() -> None:
     job, decision = seen(runs(), 11, (failed(0, PEERS, 10), pod(1), COORDINATOR), forming())
     assert causes(job) == [] and decision.wake <= 1
     both, _ = seen(job, 12, (failed(0, PEERS, 10), failed(1, MINE, 11), COORDINATOR), forming())
@@ -61,13 +63,13 @@ def test_the_loss_of_a_peer_waits_a_moment_for_the_peers_end() -> None:
     assert causes(alone) == [("WorkerFailed", "job-0-0", 0, True)], "the peer may hang"
 
 
-def test_an_error_of_its_own_is_not_waited_with() -> None:
+def test_an_own_error_is_reported_without_a_wait() -> None:
     job, _ = seen(runs(), 11, (failed(0, MINE, 10), pod(1), COORDINATOR), forming())
     assert causes(job) == [("WorkerFailed", "job-0-0", 0, True)]
 
 
 def restarted(**progress: Any) -> DDPJob:
-    """Replace the pods by new ones that run."""
+    """Replace the pods by new running ones."""
     job, _ = seen(runs(), 5, pods(), forming(**progress))
     job, _ = seen(job, 11, (failed(0, MINE, 10), pod(1), COORDINATOR), forming(**progress))
     assert job.status.holds(ConditionType.RESTARTING) and job.status.slots[0].attempt == 1
@@ -81,14 +83,14 @@ def again(job: DDPJob, at: float, **progress: Any) -> tuple[DDPJob, list[str]]:
     return job, [e.message for e in decision.events]
 
 
-def test_pods_that_run_again_are_not_said_to_train() -> None:
+def test_pods_that_run_again_are_not_called_training() -> None:
     job, events = again(restarted(), 13)
     assert [text for text in events if "again" in text] == ["2 nodes run again, 3.0 s after job-0-0 broke the group"]
     condition = job.status.condition(ConditionType.RESTARTING)
     assert condition is not None and (condition.status, condition.reason) == (False, "PodsRunAgain")
 
 
-def test_a_job_that_reports_steps_has_recovered_with_the_next_one() -> None:
+def test_a_job_that_reports_steps_has_recovered_with_the_next_step() -> None:
     job, _ = again(restarted(step=7), 13)
     assert job.status.holds(ConditionType.RESTARTING) and job.status.restarts.recent[0].seconds is None
     job, _ = again(job, 40, step=1)
@@ -97,7 +99,7 @@ def test_a_job_that_reports_steps_has_recovered_with_the_next_one() -> None:
     assert job.status.restarts.recent[0].seconds == 30.0
 
 
-def test_a_pod_that_stands_still_beside_a_finished_one_is_reported_within_minutes() -> None:
+def test_a_pod_that_hangs_next_to_a_finished_one_is_reported_within_minutes() -> None:
     done = pod(0, ContainerView(started=later(0), exit_code=0, reason="Completed", finished=later(10)),
         phase="Succeeded")  # fmt: skip
     there = (done, pod(1), COORDINATOR)

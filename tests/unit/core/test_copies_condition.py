@@ -1,4 +1,6 @@
-"""The condition CheckpointsCopied, by what the script reports of copies in a bucket; a Secret that is missing."""
+"""The condition CheckpointsCopied, by the script's reports of copies in a bucket, and a missing
+Secret.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ BUCKET: Json = {"checkpoints": {"url": "s3://models/runs", "secretName": "keys"}
 
 
 class Looks:
-    """A job that trains, and what its reports make of it."""
+    """A training job with these reports."""
 
     def __init__(self, **spec: Any) -> None:
         self.at = 60.0
@@ -33,13 +35,13 @@ class Looks:
         return decision.status.condition(ConditionType.CHECKPOINTS_COPIED)
 
 
-def test_copies_that_arrive_are_worth_no_condition() -> None:
+def test_copies_that_arrive_need_no_condition() -> None:
     looks = Looks(storage=BUCKET)
     for behind in (0, 30, 599, 0):
         assert looks.after(600, {"copyBehind": behind, "copyStep": 7}) is None
 
 
-def test_uploads_that_fall_behind_are_said_once_and_taken_back() -> None:
+def test_uploads_that_fall_behind_are_reported_once_and_withdrawn() -> None:
     looks = Looks(storage=BUCKET)
     shown = looks.after(5, {"copyBehind": 601, "copyStep": 1200, "copyTime": 1})
     assert shown is not None and (shown.status, shown.reason) == (False, "CopiesBehind")
@@ -47,13 +49,13 @@ def test_uploads_that_fall_behind_are_said_once_and_taken_back() -> None:
     assert "latest: step 1200" in shown.message
     assert looks.events == ["CopiesBehind"]
     again = looks.after(60, {"copyBehind": 661, "copyStep": 1200})
-    assert again == shown and looks.events == [], "the same words cost no write"
-    assert looks.after(60) == shown, "a report without figures says nothing new"
+    assert again == shown and looks.events == [], "an unchanged message causes no write"
+    assert looks.after(60) == shown, "a report without figures has no news"
     healed = looks.after(5, {"copyBehind": 0, "copyStep": 1900})
     assert healed is not None and (healed.status, healed.reason) == (True, "Copied")
 
 
-def test_a_program_that_copies_nothing_loses_all_and_it_is_said() -> None:
+def test_a_program_that_copies_nothing_is_reported() -> None:
     looks = Looks(storage=BUCKET)
     assert looks.after(1600) is None
     shown = looks.after(300)
@@ -62,7 +64,7 @@ def test_a_program_that_copies_nothing_loses_all_and_it_is_said() -> None:
     assert Looks().after(7200) is None, "a job without a bucket"
 
 
-def test_figures_that_are_none_are_no_figures() -> None:
+def test_invalid_figures_are_ignored() -> None:
     looks = Looks(storage=BUCKET)
     assert looks.after(5, {"copyBehind": True, "copyStep": "x"}) is None
     assert looks.after(5, ["copyBehind"]) is None
@@ -70,7 +72,7 @@ def test_figures_that_are_none_are_no_figures() -> None:
     assert shown is not None and "none since this start" in shown.message
 
 
-def test_a_missing_secret_is_named_with_its_keys() -> None:
+def test_a_missing_secret_is_reported_with_its_keys() -> None:
     said = 'secret "keys" not found'
     waits = ContainerView(waiting_reason="CreateContainerConfigError", waiting_message=said)
     pods = (pod(0, waits, phase="Pending"), pod(1), COORDINATOR)

@@ -1,4 +1,4 @@
-"""The condition Running while pods fetch storage.data.url, by what they have reported to the coordinator."""
+"""The condition Running while pods fetch storage.data.url, by their reports to the coordinator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def shown(*notes: Note, **spec: Any) -> Condition:
     return found
 
 
-def test_how_far_the_data_have_come_is_shown_and_whoever_waits_for_them_is_not_in_its_way() -> None:
+def test_the_progress_of_a_fetch_is_shown_and_hides_no_other_problem() -> None:
     waits, fetches = Note("job-0-0", DATA, DATA_WAITS), Note("job-1-0", DATA, "fetching data 3.2 GiB of 40.0 GiB")
     found = shown(waits, fetches)
     assert found.reason == "GroupForming" and not found.status
@@ -29,7 +29,7 @@ def test_how_far_the_data_have_come_is_shown_and_whoever_waits_for_them_is_not_i
     assert shown(waits).message.endswith(f"; pod job-0-0: {DATA_WAITS}")
 
 
-def test_a_fetch_that_is_done_is_not_shown_and_is_no_reason_against_warm_workers() -> None:
+def test_a_finished_fetch_is_not_shown_and_does_not_affect_the_warm_workers() -> None:
     done = Note("job-0-0", DATA, "")
     assert shown(done).message == shown().message
     job = job_of(2, storage=BUCKET, recovery={"mode": "Fast"})
@@ -41,7 +41,7 @@ def test_a_fetch_that_is_done_is_not_shown_and_is_no_reason_against_warm_workers
     assert warm is not None and warm.status
 
 
-def test_a_missing_secret_is_named_with_its_field() -> None:
+def test_a_missing_data_secret_is_reported_with_its_field() -> None:
     waits = ContainerView(waiting_reason="CreateContainerConfigError", waiting_message='secret "keys" not found')
     _, decision = seen(job_of(2, storage=BUCKET), 5, (pod(0, waits, phase="Pending"), pod(1), COORDINATOR), None)
     found = decision.status.condition(ConditionType.RUNNING)

@@ -1,4 +1,4 @@
-"""Decisions about states that the simulation does not reach."""
+"""Decisions in states that the simulation does not reach."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def a_job(status: JobStatus | None = None, **fields: Any) -> DDPJob:
 
 @pytest.mark.parametrize("index", [-1, -9, 2, 2**40])
 def test_an_incident_may_name_any_index(index: int) -> None:
-    """The coordinator runs in the user's image. Neither the decision nor its events may fail by what it reports."""
+    """The coordinator runs in the user's image, so no report of it may fail the decision or its
+    events.
+    """
     job = a_job()
     incident = Incident(id=1, time=NOW, kind=IncidentKind.WORKER_FAILED, pod="job-0-0", index=index, exit_code=1)
     report = Report(
@@ -59,29 +61,31 @@ def test_an_incident_may_name_any_index(index: int) -> None:
 
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> DDPJob:
-    """A job that this operator began, before the upgrade to one of an invented next version that supports both."""
+    """A job that this operator began before an upgrade to an invented next version that supports
+    both protocols.
+    """
     job = a_job()
     monkeypatch.setattr("ddpjob_runtime.protocol.VERSION", NEXT)
     monkeypatch.setattr("ddpjob.core.plan.slots.SUPPORTED_PROTOCOLS", {VERSION, NEXT})
     return replace(job, status=replace(job.status, runtime=OLD))
 
 
-def test_a_job_of_a_supported_protocol_outlives_the_upgrade(pinned: DDPJob) -> None:
+def test_a_job_of_a_supported_protocol_survives_the_upgrade(pinned: DDPJob) -> None:
     job = pinned
     decision = decide(job, World(runtime=OLD, runtime_offered=OFFERED), NOW)
     assert decision.status.rendezvous.generation == job.status.rendezvous.generation
     assert (decision.status.runtime, decision.status.template_hash) == (OLD, job.status.template_hash)
 
 
-def test_without_its_runtime_it_gets_pods_that_all_speak_the_newest_one(pinned: DDPJob) -> None:
-    """Its next pod alone would mount the newest runtime, and could not speak with its coordinator."""
+def test_without_its_runtime_all_pods_of_a_job_are_replaced_by_the_newest(pinned: DDPJob) -> None:
+    """A single new pod would mount the newest runtime, and could not talk to its coordinator."""
     job = pinned
     decision = decide(job, World(runtime="", runtime_offered=OFFERED), NOW)
     assert decision.status.rendezvous.generation == job.status.rendezvous.generation + 1
     assert decision.status.template_hash.endswith(f"-{NEXT}") and decision.status.runtime == OFFERED
 
 
-def test_the_next_generation_of_a_pinned_job_speaks_what_its_runtime_speaks(pinned: DDPJob) -> None:
+def test_the_next_generation_of_a_pinned_job_uses_its_runtimes_protocol(pinned: DDPJob) -> None:
     job = pinned
     spec = replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True))
     pod = PodView(name="job-0-0", uid="0", role=Role.NODE)
@@ -92,7 +96,8 @@ def test_the_next_generation_of_a_pinned_job_speaks_what_its_runtime_speaks(pinn
         assert (status.runtime, protocol_of(status)) == (OLD, VERSION)
 
 
-# --- what others do to a job ------------------------------------------------------------------------------------
+# --- other people's changes to a job
+# ------------------------------------------------------------------------------
 
 
 def a_pod(index: int, container: ContainerView | None = None, *, attempt: int = 0, **fields: Any) -> PodView:
@@ -103,12 +108,12 @@ def a_pod(index: int, container: ContainerView | None = None, *, attempt: int = 
 
 
 def after(job: DDPJob, *pods: PodView, **world: Any) -> Decision:
-    """The decision one second later."""
+    """Return the decision one second later."""
     return decide(job, World(pods=pods, runtime=OFFERED, runtime_offered=OFFERED, **world), NOW + timedelta(seconds=1))
 
 
 def running(job: DDPJob, *pods: PodView) -> DDPJob:
-    """The job after its pods were seen running."""
+    """Return the job after its pods were seen running."""
     return replace(job, status=after(job, *pods).status)
 
 
@@ -139,14 +144,14 @@ POLICY = "ValidatingAdmissionPolicy 'p' with binding 'b' denied request: failed 
 @pytest.mark.parametrize(
     ("status", "message"), [(400, WEBHOOK), (403, WEBHOOK), (422, POLICY), (403, "exceeded quota")]
 )
-def test_a_policy_never_ends_a_job(status: int, message: str) -> None:
+def test_a_refusal_by_a_policy_never_fails_a_job(status: int, message: str) -> None:
     decision = refused(a_job(), status, message)
     scheduled = decision.status.condition(ConditionType.SCHEDULED)
     assert not decision.status.terminal
     assert scheduled is not None and scheduled.reason == "CreationRefused" and message in scheduled.message
 
 
-def test_invalid_content_ends_only_a_job_of_which_no_pod_has_run() -> None:
+def test_invalid_content_fails_only_a_job_that_has_never_run() -> None:
     message = "spec.containers[0].resources.requests: Invalid value: must be less than or equal to cpu limit"
     failed = refused(a_job(), 422, message).status.condition(ConditionType.FAILED)
     assert failed is not None and failed.reason == "InvalidPod"
@@ -158,8 +163,8 @@ def test_invalid_content_ends_only_a_job_of_which_no_pod_has_run() -> None:
 @pytest.mark.parametrize(
     ("pod", "field"), [("job-coordinator-0", "spec.rendezvous.resources"), ("job-0-0", "spec.resources")]
 )
-def test_what_a_limit_range_refuses_is_shown_with_its_field(pod: str, field: str) -> None:
-    """The operator's own limits of the coordinator may be what is too much."""
+def test_a_refusal_by_a_limit_range_is_shown_with_its_field(pod: str, field: str) -> None:
+    """The operator's own limits for the coordinator may be the ones that are too high."""
     message = "is forbidden: [maximum cpu usage per Container is 1, but limit is 2]"
     rejection = Rejection(object=f"Pod {pod}", status=403, message=message)
     scheduled = after(a_job(), rejections=(rejection,)).status.condition(ConditionType.SCHEDULED)
@@ -175,7 +180,7 @@ def not_started(index: int, message: str, **fields: Any) -> PodView:
     return a_pod(index, end, phase="Failed", **fields)
 
 
-def test_a_host_that_cannot_start_containers_is_avoided_and_two_of_them_are_the_jobs_own_fault() -> None:
+def test_a_host_that_starts_no_containers_is_avoided_and_a_second_one_fails_the_job() -> None:
     job = a_job()
     decision = after(job, not_started(0, NO_DRIVER), a_pod(1))
     assert not decision.status.terminal
@@ -212,20 +217,20 @@ def test_pods_that_a_host_rejects_neither_count_nor_end_the_job() -> None:
     assert job.status.slots[0].not_before is not None, "the next pod waits"
 
 
-def test_a_pod_that_is_put_on_a_host_that_is_down_again_and_again_waits() -> None:
-    """It tolerates every taint, and there is no room elsewhere: each is lost as soon as it is placed."""
+def test_a_pod_placed_repeatedly_on_a_host_that_is_down_backs_off() -> None:
+    """It tolerates every taint and finds no room elsewhere, so it is lost as soon as it is placed."""
     job = running(a_job(), a_pod(0), a_pod(1))
     down = HostView(name="n0", ready=False, since=NOW - timedelta(hours=1), out_of_service=False)
     hosts = {"n0": down, "n1": HostView(name="n1", ready=True, since=NOW, out_of_service=False)}
     for attempt in range(2):
-        assert job.status.slots[0].not_before is None, "one loss says nothing of the next pod"
+        assert job.status.slots[0].not_before is None, "one loss says nothing about the next pod"
         placed = a_pod(0, ContainerView(), attempt=attempt, phase="Pending")
         job = replace(job, status=after(job, placed, a_pod(1), hosts=hosts).status)
     assert [(r.reason, r.pod) for r in job.status.restarts.recent] == [("NodeLost", "job-0-0"), ("NodeLost", "job-0-1")]
     assert job.status.slots[0].not_before is not None, "the next pod waits"
 
 
-def test_a_clock_that_is_set_back_prolongs_no_back_off() -> None:
+def test_a_clock_that_is_set_back_does_not_prolong_a_back_off() -> None:
     job = a_job(nodes=1, command=["train"], recovery={"backoff": {"initialSeconds": 4, "maxSeconds": 60}})
     slot = replace(job.status.slots[0], attempt=2, reason="ExitCode", failures=2, not_before=NOW + timedelta(seconds=4))
     job = replace(job, status=replace(job.status, slots=(slot,)))
@@ -251,7 +256,7 @@ def test_a_host_that_rejects_the_coordinator_is_avoided(mode: str, reason: str, 
     assert [n.node for n in decision.status.avoided_nodes] == avoided
 
 
-def test_a_job_without_reports_of_steps_is_taken_to_have_trained_after_ten_minutes() -> None:
+def test_a_job_without_step_reports_counts_as_trained_after_ten_minutes() -> None:
     usage = a_pod(0, ContainerView(started=NOW, exit_code=2, reason="Error"), phase="Failed")
     job = running(a_job(nodes=1, command=["train"]), a_pod(0))
     failed = after(job, usage).status.condition(ConditionType.FAILED)
@@ -263,7 +268,7 @@ def test_a_job_without_reports_of_steps_is_taken_to_have_trained_after_ten_minut
     assert not restarted.status.terminal and restarted.status.restarts.counted == 1
 
 
-def test_time_alone_is_watched_closely_only_where_it_decides() -> None:
+def test_a_job_is_polled_closely_only_while_time_alone_decides() -> None:
     """A thousand jobs at rest must not keep the operator busy."""
     job, pods = a_job(), (a_pod(0), a_pod(1))
     coordinator = PodView(name="job-coordinator-0", uid="c", role=Role.COORDINATOR, host="n2", address="10.0.0.1")
@@ -272,18 +277,18 @@ def test_time_alone_is_watched_closely_only_where_it_decides() -> None:
     hosts = {f"n{i}": HostView(name=f"n{i}", ready=True, since=NOW, out_of_service=False) for i in range(3)}
     assert after(job, *pods, coordinator, **there).wake == 10
     assert after(job, *pods, coordinator, **there, hosts=hosts).wake == 10
-    for silent in ("n1", "n2"):  # a member's, the coordinator's
+    for silent in ("n1", "n2"):  # a member's host, and the coordinator's
         down = hosts | {silent: replace(hosts[silent], ready=False)}
         assert after(job, *pods, coordinator, **there, hosts=down).wake == POLL
     assert after(job, pods[0], coordinator, **there).wake == POLL, "a pod is replaced"
-    assert after(job, *pods, coordinator, **there | {"report_seconds": 0.0}).wake == POLL, "nobody follows its report"
+    assert after(job, *pods, coordinator, **there | {"report_seconds": 0.0}).wake == POLL, "its report is not followed"
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_a_budget_is_made_where_it_is_wanted_as_soon_as_a_pod_runs(wanted: bool) -> None:
+def test_a_disruption_budget_is_created_as_soon_as_a_pod_runs(wanted: bool) -> None:
     job = a_job(scheduling={"disruptionBudget": wanted})
     waits, runs = (a_pod(0, ContainerView()), a_pod(1, ContainerView())), (a_pod(0), a_pod(1, ContainerView()))
-    assert CreateBudget() not in after(job, *waits).actions, "nothing is lost yet with a pod"
+    assert CreateBudget() not in after(job, *waits).actions, "a pod holds nothing yet that could be lost"
     assert (CreateBudget() in after(job, *runs).actions) == wanted
     assert CreateBudget() not in after(job, *runs, has_budget=True).actions
 
@@ -301,7 +306,7 @@ def test_the_endpoint_of_a_coordinator_with_an_ipv6_address_has_brackets() -> No
 
 
 def large_loss(lost: int = 37) -> Decision:
-    """Of 100 pods, so many have vanished at once."""
+    """Return the view of a job of which this many of 100 pods have vanished at once."""
     job = a_job(nodes=100, recovery={"mode": "Fast"})
     coordinator = PodView(
         name="job-coordinator-0",
@@ -316,7 +321,7 @@ def large_loss(lost: int = 37) -> Decision:
     return after(job, *pods[lost:], coordinator)
 
 
-def test_many_lost_pods_are_one_message() -> None:
+def test_many_lost_pods_are_reported_in_one_message() -> None:
     [notified] = [a for a in large_loss().actions if isinstance(a, NotifyCoordinator) and a.verb == "gone"]
     assert notified.body["pods"] == [f"job-{i}-0" for i in range(37)]
 
@@ -332,8 +337,8 @@ def test_many_restarts_of_one_kind_are_one_event() -> None:
     assert [e.message.split()[1] for e in few] == ["job-0-0", "job-1-0", "job-2-0"]
 
 
-def test_a_pod_that_is_gone_ended_for_the_reason_that_was_last_known_of_it() -> None:
-    """The operator may see nothing of a drain but its end."""
+def test_a_missing_pod_ended_for_the_last_known_reason() -> None:
+    """The operator may see only the end of a drain."""
     job = running(a_job(), a_pod(0), a_pod(1))
     for fields, container, reason, counted in (
         ({"disruption": "EvictionByEvictionAPI"}, None, "Evicted", False),
@@ -356,7 +361,7 @@ def test_a_pod_that_is_gone_ended_for_the_reason_that_was_last_known_of_it() -> 
         assert [(r.reason, r.counted) for r in recorded] == [(reason, counted)]
 
 
-def test_a_pod_that_has_lost_its_labels_is_not_said_to_be_deleted_for_certain() -> None:
+def test_a_pod_without_its_labels_is_not_reported_as_certainly_deleted() -> None:
     job = running(a_job(), a_pod(0), a_pod(1))
     for last, message in (
         ((a_pod(0),), "pod job-0-0 was deleted, or its labels were removed"),
@@ -366,7 +371,7 @@ def test_a_pod_that_has_lost_its_labels_is_not_said_to_be_deleted_for_certain() 
         assert [r.message for r in after(job, a_pod(1), departed=last).status.restarts.recent] == [message]
 
 
-def test_a_suspended_job_is_looked_at_until_its_pods_are_gone() -> None:
+def test_a_suspended_job_is_polled_until_its_pods_are_gone() -> None:
     job = running(a_job(), a_pod(0), a_pod(1))
     job = replace(job, spec=replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True)))
     ending = after(job, a_pod(0, deleted_at=NOW))
@@ -380,10 +385,10 @@ def test_a_suspended_job_is_looked_at_until_its_pods_are_gone() -> None:
     ("placed", "why"),
     [
         ({"host": "", "phase": "Pending"}, "a finalizer holds it"),
-        ({}, "a finalizer holds it, or its Kubernetes node n0 does not answer"),
+        ({}, "a finalizer holds it, or its Kubernetes node n0 is unreachable"),
     ],
 )
-def test_a_suspended_job_says_which_pod_should_have_ended(placed: dict[str, str], why: str) -> None:
+def test_a_suspended_job_reports_which_pod_should_have_ended(placed: dict[str, str], why: str) -> None:
     job = running(a_job(), a_pod(0), a_pod(1))
     job = replace(job, spec=replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True)))
     held = a_pod(0, deleted_at=NOW - timedelta(seconds=9), **placed)
@@ -394,7 +399,7 @@ def test_a_suspended_job_says_which_pod_should_have_ended(placed: dict[str, str]
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_only_a_job_that_has_trained_continues_at_its_resume(*, trained: bool) -> None:
+def test_only_a_job_that_has_trained_continues_when_resumed(*, trained: bool) -> None:
     job = running(a_job(), a_pod(0), a_pod(1))
     job = replace(job, status=replace(job.status, trained=trained))
     asked = replace(job, spec=replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True)))
@@ -408,7 +413,9 @@ def test_only_a_job_that_has_trained_continues_at_its_resume(*, trained: bool) -
 
 
 def test_a_suspended_job_has_no_speed_and_no_time_left() -> None:
-    """kubectl and all others showed what the group had reported, for as long as the suspension took."""
+    """Regression: kubectl and all other views showed the group's last report for the whole
+    suspension.
+    """
     job = running(a_job(), a_pod(0), a_pod(1))
     reported = {"step": 7, "samplesPerSecond": 9.0, "eta": 60.0, "metrics": {"stepsPerSecond": 3.0, "lr": 0.1}}
     last = Report(0, CoordinatorState.RUNNING, 2, 2, (1.0, 60.0), progress=reported)
@@ -422,8 +429,10 @@ def test_a_suspended_job_has_no_speed_and_no_time_left() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "sent"), [(2, False), (6, True), (29, False)])
-def test_a_deleted_pod_that_stays_is_sent_away_by_the_coordinator(seconds: int, sent: bool) -> None:
-    """A signal that arrives while a container starts is lost, so the pod stayed for its whole grace period."""
+def test_a_deleted_pod_that_does_not_end_is_stopped_by_the_coordinator(seconds: int, sent: bool) -> None:
+    """A signal that arrives while a container starts is lost. Regression: the pod stayed for its
+    whole grace period.
+    """
     coordinator = PodView(
         name="job-coordinator-0",
         uid="c",
@@ -454,7 +463,7 @@ def test_a_job_that_has_ended_has_no_time_left() -> None:
 
 @pytest.mark.parametrize("message", ["", "can't open file 'train.py'"])
 def test_a_job_that_fails_at_once_has_not_restarted(message: str) -> None:
-    """Both pods' ends were counted as restarts, although nothing restarted."""
+    """Regression: both pods' ends were counted as restarts, although nothing restarted."""
     job = running(a_job(recovery={"maxRestarts": 0}), a_pod(0), a_pod(1))
     exited = ContainerView(started=NOW, exit_code=2, reason="Error", message=message, finished=NOW)
     status = after(job, a_pod(0, exited, phase="Failed"), a_pod(1, exited, phase="Failed")).status
@@ -463,8 +472,10 @@ def test_a_job_that_fails_at_once_has_not_restarted(message: str) -> None:
     assert "+" not in status.write(job.spec)["restarts"]["display"]
 
 
-def test_a_complete_job_lacks_no_place_for_a_spare() -> None:
-    """`kubectl wait --for=condition=Scheduled` saw a fault in each job whose spare never had a node."""
+def test_a_complete_job_is_not_unscheduled_because_of_a_spare() -> None:
+    """Regression: `kubectl wait --for=condition=Scheduled` saw a fault in each job whose spare
+    never had a node.
+    """
     spare = a_pod(2, ContainerView(), role=Role.SPARE, host="", phase="Pending", unschedulable="0/2 nodes")
     job = running(a_job(spares=1), a_pod(0), a_pod(1), spare)
     assert not job.status.holds(ConditionType.SCHEDULED)
@@ -477,8 +488,8 @@ def test_a_job_that_is_created_suspended_has_no_pods_to_delete() -> None:
     assert [e.message for e in after(job).events] == ["runPolicy.suspend is true: no pods are created"]
 
 
-def test_a_suspended_job_has_passed_no_preflight() -> None:
-    """The group that forms at its resume has other pods, and its own check."""
+def test_a_suspended_job_has_no_preflight_result() -> None:
+    """The group that forms after the resume has other pods, and its own check."""
     job = running(a_job(preflight={}), a_pod(0), a_pod(1))
     passed = with_condition(job.status, ConditionType.PREFLIGHT_PASSED, True, "LinksChecked", "12 GB/s", NOW)
     policy = replace(job.spec.run_policy, suspend=True)
@@ -488,7 +499,7 @@ def test_a_suspended_job_has_passed_no_preflight() -> None:
 
 @pytest.mark.parametrize("suspend", [True, False], ids=["suspended", "another generation"])
 def test_a_pod_that_a_finalizer_keeps_beyond_its_grace_keeps_no_coordinator(*, suspend: bool) -> None:
-    """Such as one that was never placed, which nobody will ever show as ended."""
+    """For example a pod that was never placed, so that no kubelet will ever report its end."""
     job = running(a_job(), a_pod(0), a_pod(1))
     policy = replace(job.spec.run_policy, suspend=suspend)
     rendezvous = replace(job.status.rendezvous, generation=1)
@@ -503,26 +514,26 @@ def test_a_pod_that_a_finalizer_keeps_beyond_its_grace_keeps_no_coordinator(*, s
     assert not is_kept(NOW - timedelta(seconds=30))
 
 
-def test_a_job_that_has_ended_does_not_hurry_for_what_kueue_is_to_know() -> None:
-    """Which may be refused for long."""
+def test_a_job_that_has_ended_does_not_hurry_to_notify_kueue() -> None:
+    """The request may be refused for a long time."""
     ended = with_condition(a_job().status, ConditionType.COMPLETE, True, "Finished", "", NOW)
     decision = after(a_job(ended), workloads=(WorkloadView(name="w", uid="u"),))
     assert [type(action) for action in decision.actions] == [MarkWorkload]
     assert decision.wake == BLOCKED_POLL
 
 
-def test_quota_is_given_back_when_the_pods_of_a_job_that_has_ended_are_over() -> None:
+def test_the_quota_of_an_ended_job_is_released_when_its_pods_have_ended() -> None:
     failed = with_condition(a_job().status, ConditionType.FAILED, True, "DeadlineExceeded", "", NOW)
     job, request = a_job(failed), (WorkloadView(name="w", uid="u"),)
     ending = after(job, a_pod(0, deleted_at=NOW + timedelta(seconds=30)), workloads=request)
     assert not ending.actions and ending.wake == POLL
     silent = after(job, a_pod(0, deleted_at=NOW - timedelta(seconds=5)), workloads=request)
-    assert [type(action) for action in silent.actions] == [MarkWorkload], "its host does not say that it has ended"
+    assert [type(action) for action in silent.actions] == [MarkWorkload], "its host does not report its end"
     over = a_pod(0, EXITED_WELL, phase="Failed", deleted_at=NOW + timedelta(seconds=30))
     assert [type(action) for action in after(job, over, workloads=request).actions] == [MarkWorkload]
 
 
-def test_a_pod_that_was_gone_before_it_was_seen_does_not_give_its_name_to_another() -> None:
+def test_the_name_of_a_pod_that_vanished_unseen_is_not_reused() -> None:
     job = a_job()
     assert {a.attempt for a in after(job).actions if isinstance(a, CreateNode)} == {0}
     coordinator = PodView(name="job-coordinator-0", uid="c", role=Role.COORDINATOR)
@@ -535,8 +546,10 @@ def test_a_pod_that_was_gone_before_it_was_seen_does_not_give_its_name_to_anothe
 
 
 @pytest.mark.parametrize("job", [a_job(), a_job(command=["train"])], ids=["script", "command"])
-def test_a_pod_whose_init_container_failed_stays_and_so_does_its_log(job: DDPJob) -> None:
-    """Its main container waits for ever: what the kubelet has ended as a whole has nothing left to end."""
+def test_a_pod_whose_init_container_failed_is_kept_with_its_log(job: DDPJob) -> None:
+    """Its main container waits forever. The kubelet has ended the whole pod, so nothing is left to
+    end.
+    """
     waiting = ContainerView(waiting_reason="PodInitializing")
     fetch = ContainerView(started=NOW, exit_code=4, reason="Error", message="no such bucket")
     failed = a_pod(0, waiting, phase="Failed", init_containers={"fetch": fetch})
@@ -551,9 +564,7 @@ def test_a_pod_whose_init_container_failed_stays_and_so_does_its_log(job: DDPJob
 
 
 @pytest.mark.parametrize(("code", "phase"), [(42, Phase.FAILED), (2, Phase.RESTARTING)])
-def test_a_rule_for_an_exit_code_holds_for_init_containers_and_what_a_program_means_by_2_does_not(
-    code: int, phase: Phase
-) -> None:
+def test_a_rule_for_an_exit_code_also_holds_for_init_containers(code: int, phase: Phase) -> None:
     job = a_job(recovery={"rules": [{"cause": "ExitCode", "exitCodes": [42], "action": "Fail"}]})
     fetch = ContainerView(started=NOW, exit_code=code, reason="Error")
     failed = a_pod(0, ContainerView(waiting_reason="PodInitializing"), phase="Failed", init_containers={"fetch": fetch})
@@ -569,8 +580,8 @@ def test_a_sidecar_that_outlives_the_program_is_ended_with_its_pod() -> None:
     assert DeletePod(ended.name, ended.uid) in decide(job, world, NOW + timedelta(seconds=5)).actions
 
 
-def test_a_sidecar_beside_a_program_that_has_ended_does_not_outlive_a_suspension() -> None:
-    """It would hold the pod's GPUs, in a job of which no pods are said to run."""
+def test_a_sidecar_of_an_ended_program_does_not_outlive_a_suspension() -> None:
+    """It would hold the pod's GPUs in a job that reports no running pods."""
     job = running(a_job(command=["train"]), a_pod(0), a_pod(1))
     job = replace(job, spec=replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True)))
     ended = a_pod(0, EXITED_WELL)
@@ -585,8 +596,10 @@ def test_a_sidecar_beside_a_program_that_has_ended_does_not_outlive_a_suspension
 
     assert said(replace(sidecar, deleted_at=NOW)) == "1 pod still terminating"
     down = {"n0": HostView(name="n0", ready=False, since=NOW, out_of_service=False)}
-    assert said(replace(sidecar, deleted_at=NOW), hosts=down).startswith("no pods run"), "nobody would confirm its end"
-    assert said(ended).startswith("no pods run")
+    assert said(replace(sidecar, deleted_at=NOW), hosts=down).startswith("no pods are running"), (
+        "no kubelet would confirm its end"
+    )
+    assert said(ended).startswith("no pods are running")
 
 
 def new_job(label: str = "", **spec: Any) -> DDPJob:
@@ -609,8 +622,8 @@ def test_a_new_job_with_faults_fails_although_it_is_suspended() -> None:
     assert decide(new_job(runPolicy={"suspend": True}), FAULTY, NOW).status.phase is Phase.FAILED
 
 
-def test_a_job_takes_its_class_before_it_asks_its_queue() -> None:
-    """The class may change the number and shape of the pods that the queue is asked for."""
+def test_a_job_takes_its_class_before_it_requests_quota() -> None:
+    """The class may change the number and shape of the pods for which the quota is requested."""
     job = new_job("queue", className="team")
     offer = JobClasses.read({"team": {}}).offer(job)
     decision = decide(job, World(offer=offer, serves_queues=True), NOW)

@@ -1,4 +1,4 @@
-"""Since when a pod is silent, and which nodes are avoided for it."""
+"""How long a pod has been silent, and which nodes are avoided because of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POD = PodView(name="job-0-0", uid="u", role=Role.NODE, host="n1", containers={"t
 
 
 def host(*, ready: bool, out: bool = False, since: datetime | None = BEFORE) -> dict[str, HostView]:
-    """The pod's, and another one that is well."""
+    """The nodes of the pod and of a healthy one."""
     return {
         "n1": HostView(name="n1", ready=ready, since=since, out_of_service=out),
         "n2": HostView(name="n2", ready=True, since=None, out_of_service=False),
@@ -38,19 +38,19 @@ def host(*, ready: bool, out: bool = False, since: datetime | None = BEFORE) -> 
         ({"n1": HostView(name="n1", ready=False, since=BEFORE, out_of_service=False, deleted=True)}, BEFORE),
     ],
 )
-def test_by_its_node(hosts: Any, since: datetime | None) -> None:
+def test_a_pod_is_silent_since_its_node_became_unready(hosts: Any, since: datetime | None) -> None:
     assert lost_since(POD, World(hosts=hosts), NOW) == since
     assert lost_since(replace(POD, host=""), World(hosts=hosts), NOW) is None, "not placed yet"
 
 
-def test_where_no_node_is_ready_none_is_lost() -> None:
+def test_if_no_node_is_ready_no_node_is_lost() -> None:
     hosts = {name: HostView(name=name, ready=False, since=BEFORE, out_of_service=False) for name in ("n1", "n2")}
     assert lost_since(POD, World(hosts=hosts), NOW) is None
     assert lost_since(POD, World(hosts=hosts | {"n1": replace(hosts["n1"], out_of_service=True)}), NOW) == BEFORE
 
 
-def test_what_is_remembered_of_hosts_is_by_the_operators_own_clock() -> None:
-    """A list that is late does not know new hosts, and the clock of the API server may be wrong."""
+def test_hosts_are_remembered_by_the_operators_own_clock() -> None:
+    """A late list lacks new hosts, and the clock of the API server may be wrong."""
     found = {name: HostView(name=name, ready=name != "n3", since=None, out_of_service=False) for name in ("n1", "n3")}
     first = remembered(None, found, BEFORE)
     assert (first["n1"].since, first["n3"].since) == (BEFORE, BEFORE)
@@ -66,7 +66,7 @@ def test_what_is_remembered_of_hosts_is_by_the_operators_own_clock() -> None:
     assert (back["n1"].deleted, back["n1"].since) == (False, NOW + timedelta(minutes=2))
 
 
-def test_a_coordinator_that_hears_hardly_anybody_is_itself_cut_off() -> None:
+def test_a_coordinator_that_hears_hardly_any_member_is_itself_partitioned() -> None:
     pods = tuple(replace(POD, name=f"job-{i}-0", index=i) for i in range(4))
     lost = tuple(LostMember(pod.name, BEFORE + timedelta(seconds=n)) for n, pod in enumerate(pods))
     connected = tuple(Member(pod.name, MemberState.RUNNING) for pod in pods)
@@ -76,7 +76,7 @@ def test_a_coordinator_that_hears_hardly_anybody_is_itself_cut_off() -> None:
         return World(pods=pods, report=report, hosts=hosts if hosts is not None else host(ready=True))
 
     for silent in (3, 4):
-        assert world(silent).deaf_since == BEFORE + timedelta(seconds=2), "when most had fallen silent"
+        assert world(silent).deaf_since == BEFORE + timedelta(seconds=2), "since most members fell silent"
         assert lost_since(pods[0], world(silent), NOW) is None
     assert world(2).deaf_since is None
     assert lost_since(pods[0], world(2), NOW) == BEFORE
@@ -84,7 +84,7 @@ def test_a_coordinator_that_hears_hardly_anybody_is_itself_cut_off() -> None:
     assert down.deaf_since is None and lost_since(pods[0], down, NOW) == BEFORE
 
 
-def test_by_the_coordinator() -> None:
+def test_a_pod_is_silent_since_the_coordinator_lost_it() -> None:
     report = Report(
         0,
         CoordinatorState.RESTARTING,
@@ -105,7 +105,7 @@ def test_by_the_coordinator() -> None:
     assert lost_since(ended, World(report=report, hosts={}), NOW) is None
 
 
-def test_out_of_service_is_at_once_where_the_node_is_not_ready() -> None:
+def test_out_of_service_counts_at_once_if_the_node_is_not_ready() -> None:
     assert is_out_of_service(POD, World(hosts=host(ready=False, out=True)))
     assert not is_out_of_service(POD, World(hosts=host(ready=True, out=True)))
     assert not is_out_of_service(POD, World(hosts=host(ready=False)))
@@ -134,18 +134,18 @@ def nodes(status: JobStatus, *, trained: bool = True) -> list[str]:
     return [entry.node for entry in find_avoided_nodes(status, NOW, trained=trained)]
 
 
-def test_a_node_that_fails_three_times_while_others_do_not() -> None:
+def test_a_node_that_fails_three_times_while_others_work_is_avoided() -> None:
     failed = ("ExitCode", "n1")
     assert nodes(restarts(failed, failed)) == []
     assert nodes(restarts(failed, failed, ("WorkerFailed", "n1"))) == ["n1"]
-    assert nodes(restarts(failed, failed, failed, ("ExitCode", "n2"))) == [], "then it is the job"
+    assert nodes(restarts(failed, failed, failed, ("ExitCode", "n2"))) == [], "then the job is at fault"
     assert nodes(restarts(failed, failed, failed, counted=False)) == []
     for limit in ("OOMKilled", "StorageExceeded"):
-        assert nodes(restarts(failed, failed, (limit, "n1"))) == [], "its limits are the job's matter"
+        assert nodes(restarts(failed, failed, (limit, "n1"))) == [], "the job sets its limits"
     assert nodes(restarts(failed, failed, failed, age=3601)) == []
 
 
-def test_a_job_that_never_made_a_step_says_nothing_of_its_nodes() -> None:
+def test_a_job_that_never_made_a_step_blames_no_node() -> None:
     failed = ("ExitCode", "n1")
     assert nodes(restarts(failed, failed, failed), trained=False) == []
     assert nodes(restarts(("NodeLost", "n1"), ("NodeLost", "n1")), trained=False) == ["n1"], (
@@ -154,12 +154,12 @@ def test_a_job_that_never_made_a_step_says_nothing_of_its_nodes() -> None:
 
 
 @pytest.mark.parametrize("reason", ["NodeFault", "StartError"])
-def test_a_fault_of_a_node_is_enough_at_once(reason: str) -> None:
+def test_one_fault_of_a_node_is_enough(reason: str) -> None:
     for trained in (True, False):
         assert nodes(restarts((reason, "n1"), ("ExitCode", "n2"), counted=False), trained=trained) == ["n1"]
 
 
-def test_a_node_that_is_lost_twice() -> None:
+def test_a_node_that_is_lost_twice_is_avoided() -> None:
     lost = ("NodeLost", "n1")
     assert nodes(restarts(lost)) == []
     assert nodes(restarts(lost, lost, ("ExitCode", "n2"))) == ["n1"]
@@ -167,7 +167,7 @@ def test_a_node_that_is_lost_twice() -> None:
     assert entry.until == NOW + timedelta(minutes=59)
 
 
-def test_it_is_remembered_for_its_time() -> None:
+def test_an_avoided_node_is_remembered_for_a_limited_time() -> None:
     known = AvoidedNode(node="n3", until=NOW + timedelta(seconds=1), reason="2 times lost")
     status = JobStatus(avoided_nodes=(known,))
     assert find_avoided_nodes(status, NOW, trained=True) == (known,)

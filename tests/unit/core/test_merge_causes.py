@@ -1,4 +1,4 @@
-"""One break counts once."""
+"""A break with several findings counts once."""
 
 from __future__ import annotations
 
@@ -41,30 +41,32 @@ def status(*recent: Restart, broken: bool = False, seen_round: int = 0, round: i
 
 
 def summary(found: Attributed) -> list[tuple[str, str, bool, int]]:
-    """(reason, pod, counted, round) of what is recorded."""
+    """(reason, pod, counted, round) of each record."""
     return [(str(r.reason), r.pod, r.counted, r.round) for r in found.restarts]
 
 
-def test_a_lone_end_is_a_cause() -> None:
+def test_a_single_end_is_a_cause() -> None:
     found = attribute(status(), [end(Cause.EXIT_CODE, 0)], [], [])
     assert summary(found) == [("ExitCode", "job-0-0", True, 1)]
     assert found.seen_round == 0
 
 
-def test_of_two_pods_out_of_memory_one_counts() -> None:
+def test_two_pods_out_of_memory_count_once() -> None:
     ends = [end(Cause.OOM_KILLED, 1, "job-1-0"), end(Cause.OOM_KILLED, 0)]
     found = attribute(status(), ends, [], [])
     assert summary(found) == [("OOMKilled", "job-0-0", True, 1), ("OOMKilled", "job-1-0", False, 1)]
     assert found.restarts[1].message == "why (a consequence of OOMKilled of pod job-0-0)\ntrace"
     hang = replace(restart(Cause.HANG, 0, "job-0-0", round=1), pod="job", index=None)
     found_late = attribute(status(hang, broken=True), [end(Cause.EXIT_CODE, 1)], [], [])
-    assert found_late.restarts[0].message == "why (a consequence of Hang)\ntrace", "of the group, not of a pod"
+    assert found_late.restarts[0].message == "why (a consequence of Hang)\ntrace", (
+        "a restart of the group, not of a pod"
+    )
     later = replace(found.restarts[0], seconds=None)
     again = attribute(status(later, broken=True), [ends[0]], [], [])
-    assert summary(again) == [("OOMKilled", "job-1-0", False, 1)], "also when they are seen one after the other"
+    assert summary(again) == [("OOMKilled", "job-1-0", False, 1)], "even if they are seen one after the other"
 
 
-def test_a_disruption_explains_its_peer_s_failure() -> None:
+def test_a_disruption_explains_its_peers_failure() -> None:
     found = attribute(status(), [end(Cause.EXIT_CODE, 0, "job-1-0"), end(Cause.PREEMPTED, 2)], [], [])
     assert summary(found) == [("Preempted", "job-0-0", False, 1), ("ExitCode", "job-1-0", False, 1)]
     assert [c.restart.reason for c in found.causes] == [Cause.PREEMPTED]
@@ -76,16 +78,16 @@ def test_a_deleted_pod_explains_the_failed_worker_of_the_incident() -> None:
     assert found.seen_round == 1
     recorded = restart(Cause.DELETED, 1, "job-1-0", round=1, seconds=0.2)
     late = attribute(status(recorded), [], [incident(Cause.WORKER_FAILED, 0)], [])
-    assert summary(late) == [("WorkerFailed", "job-0-0", False, 1)], "also after the group runs again"
+    assert summary(late) == [("WorkerFailed", "job-0-0", False, 1)], "even after the group runs again"
     assert late.seen_round == 1
 
 
-def test_a_worker_that_failed_well_before_counts_all_the_same() -> None:
+def test_a_worker_that_failed_well_before_still_counts() -> None:
     found = attribute(status(), [end(Cause.DELETED, 4, "job-1-0")], [incident(Cause.WORKER_FAILED, 0)], [])
     assert sorted(summary(found)) == [("Deleted", "job-1-0", False, 2), ("WorkerFailed", "job-0-0", True, 1)]
 
 
-def test_a_worker_s_failure_explains_the_end_of_its_pod() -> None:
+def test_a_workers_failure_explains_the_end_of_its_pod() -> None:
     found = attribute(status(), [end(Cause.EXIT_CODE, 1)], [incident(Cause.WORKER_FAILED, 0)], [])
     assert summary(found) == [("WorkerFailed", "job-0-0", True, 1), ("ExitCode", "job-0-0", False, 1)]
 
@@ -96,7 +98,9 @@ def test_memory_explains_the_failed_worker() -> None:
 
 
 def test_a_break_has_one_incident() -> None:
-    """PeerLost has reported the lost pod: the next failure is a break of its own, however soon."""
+    """PeerLost has reported the lost pod, so the next failure is a separate break, however soon it
+    comes.
+    """
     recorded = restart(Cause.DELETED, 0, "job-1-0", round=1, seconds=0.2)
     seen = attribute(status(recorded), [], [], [("job-1-0", T0)])
     assert (summary(seen), seen.seen_round) == ([], 1)
@@ -106,8 +110,10 @@ def test_a_break_has_one_incident() -> None:
     assert summary(both) == [("WorkerFailed", "job-0-0", True, 2)]
 
 
-def test_a_failure_that_is_reported_before_the_loss_is_of_the_same_break() -> None:
-    """A coordinator that was replaced in the middle of a break: the next one hears of the failed worker first."""
+def test_a_failure_that_is_reported_before_the_loss_belongs_to_the_same_break() -> None:
+    """If a coordinator is replaced in the middle of a break, the next one hears of the failed
+    worker first.
+    """
     recorded = restart(Cause.NODE_LOST, 0, "job-1-0", round=1)
     lost, failed = [("job-1-0", T0 + timedelta(seconds=1.5))], incident(Cause.WORKER_FAILED, 1)
     found = attribute(status(recorded), [], [failed], lost)
@@ -116,7 +122,7 @@ def test_a_failure_that_is_reported_before_the_loss_is_of_the_same_break() -> No
     assert summary(more) == [("WorkerFailed", "job-0-0", False, 1), ("WorkerFailed", "job-0-0", True, 2)]
 
 
-def test_every_incident_is_a_break_of_its_own() -> None:
+def test_every_incident_is_a_separate_break() -> None:
     found = attribute(
         status(), [], [incident(Cause.WORKER_FAILED, 0), incident(Cause.HANG, 1), incident(Cause.JOINED, 2)], []
     )
@@ -128,8 +134,8 @@ def test_every_incident_is_a_break_of_its_own() -> None:
     assert found.seen_round == 3
 
 
-def test_a_pod_made_after_the_break_had_no_part_in_it() -> None:
-    """A crash loop: each replacement counts."""
+def test_a_pod_created_after_the_break_had_no_part_in_it() -> None:
+    """In a crash loop, each replacement counts."""
     recorded = restart(Cause.EXIT_CODE, 0, round=3)
     found = attribute(status(recorded, broken=True), [end(Cause.EXIT_CODE, 2, "job-0-1", made_in=3)], [], [])
     assert summary(found) == [("ExitCode", "job-0-1", True, 4)]
@@ -156,7 +162,7 @@ def test_a_rule_that_fails_the_job_is_for_causes_only() -> None:
     assert [c.restart.reason for c in explained.causes] == [Cause.DELETED]
 
 
-def test_a_program_that_cannot_start_is_nobody_s_consequence() -> None:
+def test_a_program_that_cannot_start_is_never_a_consequence() -> None:
     missing = end(Cause.INIT_FAILURE, 1)
     missing = replace(missing, fails="InitFailure", restart=replace(missing.restart, counted=False))
     recorded = restart(Cause.DELETED, 0, "job-1-0", round=1)

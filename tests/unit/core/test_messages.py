@@ -1,4 +1,4 @@
-"""What users read is what was, in English."""
+"""Messages for users are true, and in plain English."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def message(status: JobStatus, kind: ConditionType) -> str:
     return condition.message
 
 
-def test_numbers_and_their_nouns() -> None:
+def test_numbers_agree_with_their_nouns() -> None:
     assert [count(n, "pod") for n in (0, 1, 2)] == ["0 pods", "1 pod", "2 pods"]
     assert message(running(1)[0].status, ConditionType.RUNNING) == "1 node trains"
     assert message(running(2)[0].status, ConditionType.RUNNING) == "2 nodes run together"
@@ -46,7 +46,7 @@ def test_numbers_and_their_nouns() -> None:
     assert message(job.status, ConditionType.SCHEDULED) == "0 of 1 pod is scheduled"
 
 
-def test_a_message_that_is_final_waits_for_nothing() -> None:
+def test_a_message_about_an_end_announces_no_wait() -> None:
     text = "rank 0 ended with exit code 1: boom; waits 2 s\nTraceback\nboom"
     assert without_wait(text) == "rank 0 ended with exit code 1: boom\nTraceback\nboom"
     job, pods = running(1, recovery={"maxRestarts": 0})
@@ -59,7 +59,7 @@ def test_a_message_that_is_final_waits_for_nothing() -> None:
     assert not [text for text in texts if "waits" in text]
 
 
-def test_a_coordinator_that_cannot_be_reached_is_said_with_its_time_and_once_as_an_event() -> None:
+def test_an_unreachable_coordinator_is_reported_with_its_time_and_by_one_event() -> None:
     job, pods = running(2)
     events = []
     for at in range(10, 200, 10):
@@ -70,7 +70,7 @@ def test_a_coordinator_that_cannot_be_reached_is_said_with_its_time_and_once_as_
     assert "port 29401" in events[0].message and "neither counted nor shown" in events[0].message
 
 
-def test_why_a_coordinators_report_cannot_be_used_is_said_with_its_time_and_once_as_an_event() -> None:
+def test_an_unusable_report_is_explained_with_its_time_and_by_one_event() -> None:
     job, pods = running(2)
     why, events = "the answer has more than 165888 bytes", []
     for at in range(10, 200, 10):
@@ -82,7 +82,7 @@ def test_why_a_coordinators_report_cannot_be_used_is_said_with_its_time_and_once
 
 
 def test_a_coordinator_without_a_kubernetes_node_is_not_called_unreachable() -> None:
-    """The alert and an event would send somebody after the operator's network."""
+    """Otherwise the alert and an event would send an administrator after the operator's network."""
     no_room = replace(COORDINATOR, host="", address="", containers={}, phase="Pending", unschedulable="0/3 nodes")
     for coordinator in ((), (no_room,)):
         job, events = job_of(2), []
@@ -91,11 +91,11 @@ def test_a_coordinator_without_a_kubernetes_node_is_not_called_unreachable() -> 
             events += [e for e in decision.events if e.reason == "CoordinatorUnreachable"]
             condition = job.status.condition(ConditionType.RUNNING)
             assert condition is not None and condition.reason == "NodesMissing"
-            assert condition.message == "2 of 2 nodes run; the coordinator's pod has no Kubernetes node yet"
+            assert condition.message == "2 of 2 nodes run; the coordinator's pod has not been scheduled yet"
         assert not events
 
 
-def test_a_pod_whose_image_cannot_be_pulled_is_said_in_both_modes() -> None:
+def test_a_pod_whose_image_cannot_be_pulled_is_reported_in_both_modes() -> None:
     why = ContainerView(waiting_reason="ErrImagePull", waiting_message="dial tcp: lookup registry: no such host")
     for mode in ("Standard", "Fast"):
         for waiting in ("coordinator", "node"):
@@ -109,7 +109,7 @@ def test_a_pod_whose_image_cannot_be_pulled_is_said_in_both_modes() -> None:
             assert [e.reason for e in decision.events if e.warning] == ["ErrImagePull"]
 
 
-def test_tries_to_pull_an_image_and_the_waits_between_them_are_one_event() -> None:
+def test_attempts_to_pull_an_image_and_the_waits_between_them_are_one_event() -> None:
     job, events = job_of(1), []
     for at in range(1, 200, 10):
         reason = ("ErrImagePull", "ImagePullBackOff")[at // 10 % 2]
@@ -120,7 +120,7 @@ def test_tries_to_pull_an_image_and_the_waits_between_them_are_one_event() -> No
     assert events == ["ErrImagePull"]
 
 
-def test_an_overdue_step_is_one_event_however_often_its_report_is_lost_and_its_clock_compared() -> None:
+def test_an_overdue_step_is_one_event_even_if_its_report_comes_and_goes() -> None:
     job, pods = running(2)
     events, messages = [], set()
     for at in range(10, 2000, 10):
@@ -138,7 +138,7 @@ def test_an_overdue_step_is_one_event_however_often_its_report_is_lost_and_its_c
     assert events == [(10, True), (1600, True)] and len(messages) == 2, "two steps"
 
 
-def test_ranks_without_a_group_are_not_said_to_train_as_one() -> None:
+def test_ranks_without_a_group_are_not_said_to_train_as_one_group() -> None:
     job, pods = running(2)
     for at, progress in ((5, {"ungrouped": True}), (6, {"ungrouped": True}), (7, {})):
         reported = report(CoordinatorState.RUNNING, *[MemberState.RUNNING] * 2, progress={"step": at, **progress})
@@ -150,8 +150,8 @@ def test_ranks_without_a_group_are_not_said_to_train_as_one() -> None:
         assert [e.reason for e in decision.events if e.warning] == (["NoGroup"] if at == 5 else [])
 
 
-def test_nodes_are_said_to_train_as_one_group_once_their_ranks_exchange_something() -> None:
-    """A script that forms a group may train apart all the same."""
+def test_nodes_are_called_one_group_only_once_their_ranks_communicate() -> None:
+    """A script that forms a group may still train the ranks separately."""
     job, pods = running(2)
     for progress, said in (({"step": 1}, "2 nodes run together"), ({"exchanging": True}, "2 nodes train as one group")):
         two = [MemberState.RUNNING] * 2
@@ -159,7 +159,7 @@ def test_nodes_are_said_to_train_as_one_group_once_their_ranks_exchange_somethin
         assert message(job.status, ConditionType.RUNNING) == said
 
 
-def test_steps_that_cannot_be_counted_are_said_to_a_job_that_wants_hangs_noticed() -> None:
+def test_uncountable_steps_are_reported_to_a_job_that_wants_hangs_noticed() -> None:
     for recovery in ({"hangAfterSeconds": 60}, {}):
         job, pods = running(2, recovery=recovery)
         reported = report(CoordinatorState.RUNNING, *[MemberState.RUNNING] * 2, progress={"uncountable": True})
@@ -170,7 +170,7 @@ def test_steps_that_cannot_be_counted_are_said_to_a_job_that_wants_hangs_noticed
 
 
 @pytest.mark.parametrize("when", ["told", "told in the last report", "never"])
-def test_ranks_that_formed_no_group_are_named_after_the_end(when: str) -> None:
+def test_ranks_that_formed_no_group_are_reported_after_the_end(when: str) -> None:
     job, pods = running(2)
     if when == "told":
         members = [MemberState.RUNNING] * 2
@@ -187,7 +187,7 @@ def test_ranks_that_formed_no_group_are_named_after_the_end(when: str) -> None:
     assert complete.message in [e.message for e in decision.events]
 
 
-def test_a_script_that_began_again_after_a_restart_is_named_after_the_end() -> None:
+def test_a_script_that_began_again_after_a_restart_is_reported_after_the_end() -> None:
     job, pods = running(2)
     two = [MemberState.RUNNING] * 2
     job, _ = seen(job, 5, pods, report(CoordinatorState.RUNNING, *two, progress={"step": 359, "resumed": "no"}))
@@ -200,8 +200,10 @@ def test_a_script_that_began_again_after_a_restart_is_named_after_the_end() -> N
         assert (said in message(job_ended.status, ConditionType.COMPLETE)) is (resumed == "no")
 
 
-def test_a_program_that_cannot_start_is_one_event_and_no_restart() -> None:
-    """Two pods found it at once: the column showed "+2", as if it had been tried again twice."""
+def test_a_program_that_cannot_start_is_one_event_and_not_a_restart() -> None:
+    """Regression: two pods found it at once, and the column showed "+2", as if it had been retried
+    twice.
+    """
     job, _ = seen(job_of(2), 1, (pod(0), pod(1), COORDINATOR), report(CoordinatorState.FORMING))
     ended = ContainerView(
         started=NOW, exit_code=EXIT_INIT_FAILURE, finished=later(2), message='{"message": "no numppy"}'
@@ -210,7 +212,7 @@ def test_a_program_that_cannot_start_is_one_event_and_no_restart() -> None:
     assert message(job.status, ConditionType.FAILED).endswith("cannot start: no numppy")
     assert [e.reason for e in decision.events] == ["InitFailure"]
     assert job.status.write(job.spec)["restarts"]["display"] == "0/10"
-    assert [r.reason for r in job.status.restarts.recent] == ["InitFailure"] * 2, "with what is known of each"
+    assert [r.reason for r in job.status.restarts.recent] == ["InitFailure"] * 2, "with the details of each pod"
 
 
 def test_a_job_that_has_finished_is_not_starting() -> None:
@@ -228,8 +230,8 @@ def test_a_job_that_has_finished_is_not_starting() -> None:
     assert stuck.status.phase is Phase.COMPLETE, "exit code 0 of one means that all have finished"
 
 
-def test_the_end_of_a_short_job_is_no_warning() -> None:
-    """It has finished before anybody saw it run."""
+def test_the_end_of_a_short_job_is_not_a_warning() -> None:
+    """It finished before the operator saw it run."""
     pods = (pod(0), pod(1), COORDINATOR)
     job, _ = seen(job_of(2), 1, pods, report(CoordinatorState.FORMING, MemberState.READY, MemberState.READY))
     job, decision = seen(job, 2, pods, replace(report(CoordinatorState.SUCCEEDED), world=2))
@@ -237,7 +239,7 @@ def test_the_end_of_a_short_job_is_no_warning() -> None:
     assert [e.message for e in decision.events if e.warning] == []
 
 
-def test_a_coordinator_whose_pod_has_no_address_is_said_in_english() -> None:
+def test_a_coordinator_whose_pod_has_no_address_is_reported_in_plain_english() -> None:
     without = replace(COORDINATOR, address="")
     job, _ = seen(job_of(1), 1, (pod(0), without), None)
     said = "the coordinator, whose pod has no address yet, has not answered the operator since 2026-01-01T00:00:01Z"
@@ -246,7 +248,7 @@ def test_a_coordinator_whose_pod_has_no_address_is_said_in_english() -> None:
     assert message(job.status, ConditionType.RUNNING) == f"1 of 1 node runs; {said}"
 
 
-def test_a_job_that_has_finished_stays_so_when_all_that_said_it_is_gone() -> None:
+def test_a_finished_job_stays_finished_when_its_pods_and_report_are_gone() -> None:
     job, pods = running(2)
     job, _ = seen(job, 3, pods[1:], replace(report(CoordinatorState.SUCCEEDED), world=2))
     assert [slot.state for slot in job.status.slots] == [SlotState.LOST, SlotState.RUNNING], "no replacement"
@@ -254,7 +256,7 @@ def test_a_job_that_has_finished_stays_so_when_all_that_said_it_is_gone() -> Non
     assert job.status.phase is Phase.COMPLETE and not any(isinstance(a, Creation) for a in decision.actions)
 
 
-def test_a_node_that_ends_early_is_named() -> None:
+def test_a_node_that_ends_early_is_reported() -> None:
     job, pods = running(2)
     for nodes, procs, who in (
         (2, 1, "pod job-1-0 (rank 1) has"),
@@ -267,7 +269,7 @@ def test_a_node_that_ends_early_is_named() -> None:
         assert f"{who} already ended with exit code 0" in message(job.status, ConditionType.RUNNING)
 
 
-def test_a_join_is_no_break_and_nothing_has_recovered_before_the_next_step() -> None:
+def test_a_join_is_not_a_break_and_nothing_has_recovered_before_the_next_step() -> None:
     for kind, pod_name, text in (
         (IncidentKind.JOINED, "job-1-0", "2 nodes train again, after a planned restart: Joined"),
         (IncidentKind.WORKER_FAILED, "job-1-0", "2 nodes train again, after job-1-0 broke the group"),
@@ -287,8 +289,10 @@ def test_a_join_is_no_break_and_nothing_has_recovered_before_the_next_step() -> 
         assert job.status.restarts.recent[-1].seconds == 2.75
 
 
-def test_a_hang_is_of_no_pod_and_of_no_kubernetes_node() -> None:
-    """It was that of pod 0, whose node was avoided after three hangs, and the event said that the pod was replaced."""
+def test_a_hang_is_attributed_to_no_pod_and_no_kubernetes_node() -> None:
+    """Regression: it was attributed to pod 0, whose node was avoided after three hangs, and the
+    event reported a replacement.
+    """
     job, pods = running(2, recovery={"hangAfterSeconds": 60, "maxRestarts": 9})
     two = [MemberState.RUNNING] * 2
     step, hangs = {"progress": {"step": 7}}, list[Incident]()
@@ -307,7 +311,7 @@ def test_a_hang_is_of_no_pod_and_of_no_kubernetes_node() -> None:
     assert {(r.index, r.node) for r in job.status.restarts.recent} == {(None, "")} and not job.status.avoided_nodes
 
 
-def test_what_a_job_had_is_not_changed_after_its_end() -> None:
+def test_findings_after_a_jobs_end_change_nothing() -> None:
     job, _ = running(2, recovery={"maxRestarts": 3})
     done = ContainerView(started=NOW, exit_code=0, reason="Completed", finished=later(3))
     job, _ = seen(job, 3, tuple(pod(i, done, phase="Succeeded") for i in range(2)), None)
@@ -343,5 +347,5 @@ def test_a_change_of_size_is_recorded_once() -> None:
         ("pod p was deleted", "pod p was deleted (f)"),
     ],
 )
-def test_the_cause_comes_first_and_the_facts_last(recorded: str, shown: str) -> None:
+def test_the_cause_comes_first_and_the_details_last(recorded: str, shown: str) -> None:
     assert put_cause_first(recorded, "f") == shown == event_text(recorded, "f")

@@ -1,4 +1,4 @@
-"""Incidents of the coordinator's report become findings."""
+"""How incidents in the coordinator's report become findings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def view_of(incident: Incident) -> View:
 
 
 @pytest.mark.parametrize(("index", "node"), [(None, ""), (0, "first"), (1, "second"), (2, ""), (-1, ""), (-3, "")])
-def test_the_node_of_an_incident_is_its_slots(index: int | None, node: str) -> None:
+def test_an_incident_is_attributed_to_the_node_of_its_slot(index: int | None, node: str) -> None:
     incident = Incident(1, NOW, IncidentKind.WORKER_FAILED, pod="job-0-0", index=index, exit_code=1)
     assert [f.restart.node for f in find_new_incidents(view_of(incident)).findings] == [node]
 
@@ -49,8 +49,8 @@ def test_the_node_of_an_incident_is_its_slots(index: int | None, node: str) -> N
         ),
     ],
 )
-def test_a_limit_that_the_namespace_has_set_is_named_as_that(limited: str | None, said: str) -> None:
-    """A job without limits was to raise a limit that it does not have."""
+def test_a_memory_limit_set_by_the_namespace_is_reported_as_such(limited: str | None, said: str) -> None:
+    """Regression: a job without limits was advised to raise a limit that it does not have."""
     labels = {"ddpjob.io/role": "node", "ddpjob.io/index": "0", "ddpjob.io/job-uid": "uid"}
     annotations = {"kubernetes.io/limit-ranger": f"LimitRanger plugin set: {limited}"} if limited else {}
     container = {"name": "trainer", "resources": {"limits": {"memory": "256Mi"}}}
@@ -70,8 +70,8 @@ def test_a_limit_that_the_namespace_has_set_is_named_as_that(limited: str | None
 
 
 @pytest.mark.parametrize(("procs", "ranks"), [(1, "rank 1"), (2, "ranks 2 to 3")])
-def test_workers_that_end_before_the_others_are_named_by_their_ranks(procs: int, ranks: str) -> None:
-    """Such as those with fewer batches than their peers."""
+def test_workers_that_end_before_the_others_are_reported_by_their_ranks(procs: int, ranks: str) -> None:
+    """For example ranks with fewer batches than their peers."""
     verdict = first_cause(
         [WorkerFailure(Source("job-0-0", 0), 0, 0, 1, None, "Connection reset by peer", "", 9.0)],
         [],
@@ -96,7 +96,7 @@ def test_workers_that_end_before_the_others_are_named_by_their_ranks(procs: int,
         (None, "ended with exit code 5 before the others", "ended with exit code 5 before the others"),
     ],
 )
-def test_a_failure_is_said_once(signal: str | None, written: str, said: str) -> None:
+def test_a_failure_is_reported_once(signal: str | None, written: str, said: str) -> None:
     ended = Incident(1, NOW, IncidentKind.WORKER_FAILED, "job-0-0", 0, 0, 0, 5, signal, written)
     assert [f.restart.message for f in find_new_incidents(view_of(ended)).findings] == [f"rank 0 in pod job-0-0 {said}"]
 
@@ -120,7 +120,7 @@ FULL = "; /dev/shm was probably full: raise storage.sharedMemory"
         (None, "RuntimeError: unable to write to file </torch_7_1_0>: No space left on device (28)"),
     ],
 )
-def test_a_rank_that_found_dev_shm_full_is_told_to_raise_it(signal: str | None, written: str) -> None:
+def test_a_rank_that_found_dev_shm_full_gets_advice_to_raise_it(signal: str | None, written: str) -> None:
     incident = Incident(1, NOW, IncidentKind.WORKER_FAILED, "job-0-0", 0, 0, 0, 1, signal, written)
     (finding,) = find_new_incidents(view_of(incident)).findings
     said = f"signal {signal}" if signal else f"exit code 1: {written}"
@@ -142,10 +142,12 @@ def test_a_rank_that_found_dev_shm_full_is_told_to_raise_it(signal: str | None, 
         ([(0, "bad", 7), (1, "bad", 7), (1, "worse", 7.3)], True),
     ],
 )
-def test_ranks_of_several_pods_that_fail_alike_fail_everywhere(
+def test_ranks_of_several_pods_with_the_same_error_fail_everywhere(
     failures: list[tuple[int, str, float]], everywhere: bool
 ) -> None:
-    """Digits may be those of a rank. After the others were asked to end, at 7.01, an error may be a consequence."""
+    """Digits may be a rank's own. After the others were asked to end, at 7.01, an error may be a
+    consequence.
+    """
     trace = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n'
     found = [
         WorkerFailure(Source(f"job-{pod}-0", pod), number, 0, 1, None, f"ValueError: {said}", trace, at)

@@ -1,4 +1,4 @@
-"""What counts as a health agent's word against a Kubernetes node, and which pods leave it."""
+"""Which reports of health agents count against a Kubernetes node, and which pods leave it."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def node(*conditions: tuple[str, str], taints: tuple[str, ...] = (), **spec: Any
         (node(("Gpu" + "x" * 1000, "True")), ("condition Gpu" + "x" * 1000)[:300]),
     ],
 )
-def test_the_signs_of_an_unhealthy_node(body: dict[str, Any], said: str) -> None:
+def test_the_signals_of_an_unhealthy_node_are_recognized(body: dict[str, Any], said: str) -> None:
     host = HostView.read(body, SIGNALS)
     assert host.unhealthy == said and host.ready and host.devices == {"nvidia.com/gpu": 8}
     assert host.schedulable is ("unschedulable" not in body["spec"])
-    assert HostView.read(body).unhealthy == "", "without signals none is unhealthy"
+    assert HostView.read(body).unhealthy == "", "without signals no node is unhealthy"
 
 
-def test_the_operator_s_own_clock_says_since_when() -> None:
+def test_the_operators_own_clock_dates_a_signal() -> None:
     ill, well = HostView.read(node(("GpuMemWatch", "True")), SIGNALS), HostView.read(node(), SIGNALS)
     clear = remembered(None, {"n0": well}, NOW)
     first = remembered(clear, {"n0": ill}, later(10))
@@ -63,7 +63,7 @@ def test_the_operator_s_own_clock_says_since_when() -> None:
     assert remembered(healed, {"n0": ill}, later(70))["n0"].unhealthy_since == later(70), "it begins again"
 
 
-def test_a_sign_that_is_older_than_the_operator_is_not_believed() -> None:
+def test_a_signal_older_than_the_operator_is_not_trusted() -> None:
     ill, well = HostView.read(node(("GpuMemWatch", "True")), SIGNALS), HostView.read(node(), SIGNALS)
     found = remembered(None, {"n0": ill}, NOW)
     again = remembered(found, {"n0": ill}, later(1000))
@@ -80,7 +80,7 @@ def test_a_deleted_node_is_not_unhealthy() -> None:
     deleted = remembered(before, {}, later(20))
     assert deleted["n0"].deleted and not deleted["n0"].unhealthy and deleted["n0"].unhealthy_since is None
     back = remembered(deleted, {"n0": ill}, later(30))["n0"]
-    assert back.unhealthy and back.unhealthy_since is None, "another node of that name: the first look at it"
+    assert back.unhealthy and back.unhealthy_since is None, "a new node of that name is seen for the first time"
 
 
 def hosts(*ill: int, known: int = 12, **fields: Any) -> dict[str, HostView]:
@@ -100,22 +100,22 @@ def judged(
     return [(verdict.index, verdict.reason) for verdict in judge_nodes(view)]
 
 
-def test_a_sign_has_to_last() -> None:
+def test_a_signal_must_persist() -> None:
     job, pods = running(2, gpusPerNode=8)
     assert judged(job, pods, hosts(1), at=59) == []
     assert judged(job, pods, hosts(1)) == [(1, "")]
     assert judged(job, pods, hosts()) == []
-    assert judged(job, pods, hosts(1, ready=False)) == [], "one that is silent is judged by that"
+    assert judged(job, pods, hosts(1, ready=False)) == [], "a silent node is judged by its silence"
 
 
-def test_many_at_once_are_a_broken_agent() -> None:
+def test_many_signals_at_once_mean_a_broken_agent() -> None:
     job, pods = running(2, gpusPerNode=8)
     assert judged(job, pods, hosts(0, 1, 5)) == [(0, ""), (1, "")], "a quarter of the nodes"
     assert judged(job, pods, hosts(0, 5, 6, 7)) == [(0, "TooManyUnhealthy")]
-    assert judged(job, pods, hosts(1, known=3)) == [(1, "")], "of few nodes one"
+    assert judged(job, pods, hosts(1, known=3)) == [(1, "")], "one of few nodes"
 
 
-def test_nodes_of_another_kind_say_nothing_of_an_agent() -> None:
+def test_nodes_of_a_different_kind_are_no_evidence_about_an_agent() -> None:
     job, pods = running(2, gpusPerNode=8)
     broken = {
         name: replace(host, devices={"nvidia.com/gpu": 0}) for name, host in hosts(2, 3, 4).items() if host.unhealthy
@@ -124,13 +124,15 @@ def test_nodes_of_another_kind_say_nothing_of_an_agent() -> None:
     others = {f"cpu{number}": replace(nodes["n9"], name=f"cpu{number}", devices={}) for number in range(40)}
     assert judged(job, pods, {**nodes, **others}) == [(1, "TooManyUnhealthy")], "four of ten, and 40 without GPUs"
     sick = {name: replace(host, unhealthy="x") for name, host in others.items()}
-    assert judged(job, pods, {**hosts(1, known=10), **sick}) == [(1, "")], "an agent of nodes that no GPU is in"
+    assert judged(job, pods, {**hosts(1, known=10), **sick}) == [(1, "")], "an agent for nodes without GPUs"
     job, pods = running(2, podTemplate={"spec": {"nodeSelector": {"pool": "a"}}})
     nodes = {name: replace(host, labels={"pool": "a"}) for name, host in nodes.items()}
-    assert judged(job, pods, {**nodes, **others}) == [(1, "TooManyUnhealthy")], "without devices by its labels"
+    assert judged(job, pods, {**nodes, **others}) == [(1, "TooManyUnhealthy")], (
+        "a node without devices is compared by its labels"
+    )
 
 
-def test_how_many_are_unhealthy_is_not_in_the_status() -> None:
+def test_the_number_of_unhealthy_nodes_is_not_in_the_status() -> None:
     job, pods = running(2)
 
     def why(*ill: int) -> list[str]:
@@ -139,21 +141,21 @@ def test_how_many_are_unhealthy_is_not_in_the_status() -> None:
     assert why(1, 5, 6, 7) == why(1, 5, 6, 7, 8) != []
 
 
-def test_it_needs_another_node_that_may_take_the_pod() -> None:
+def test_a_move_needs_another_node_that_fits_the_pod() -> None:
     job, pods = running(2, gpusPerNode=8)
-    assert judged(job, pods, hosts(1, known=2)) == [(1, "NoOtherNode")], "each pod has a node of its own"
+    assert judged(job, pods, hosts(1, known=2)) == [(1, "NoOtherNode")], "each pod needs a separate node"
     cordoned = {name: replace(host, schedulable=name in ("n0", "n1")) for name, host in hosts(1).items()}
     assert judged(job, pods, cordoned) == [(1, "NoOtherNode")]
     assert judged(job, pods, hosts(1, devices={"nvidia.com/gpu": 4})) == [(1, "NoOtherNode")], "others are too small"
     nodes = hosts(0, 1)
     for number in range(3, 12):
         nodes[f"n{number}"] = replace(nodes[f"n{number}"], schedulable=False)
-    assert judged(job, pods, nodes) == [(0, ""), (1, "NoOtherNode")], "one place for two pods"
+    assert judged(job, pods, nodes) == [(0, ""), (1, "NoOtherNode")], "there is one place for two pods"
     together, pods = running(2, gpusPerNode=0, scheduling={"onePodPerNode": False})
     assert judged(together, pods, hosts(1, known=2)) == [(1, "")]
 
 
-def test_pods_that_may_share_a_node_need_a_place_each() -> None:
+def test_pods_that_may_share_a_node_each_need_a_place() -> None:
     job, pods = running(3, gpusPerNode=4, scheduling={"onePodPerNode": False})
     pods = tuple(replace(pod, host="n0") if pod.name in ("job-0-0", "job-1-0") else pod for pod in pods)
     assert judged(job, pods, hosts(0, known=4)) == [(0, ""), (1, "")], "n3 has room for two"
@@ -163,7 +165,7 @@ def test_pods_that_may_share_a_node_need_a_place_each() -> None:
     assert judged(job, pods, hosts(0, known=2)) == [(0, ""), (1, ""), (2, "NoOtherNode")], "n1 has eight devices"
 
 
-def test_the_unhealthy_node_must_be_able_to_take_the_pod_back() -> None:
+def test_the_unhealthy_node_must_still_fit_the_pod() -> None:
     job, pods = running(2, gpusPerNode=8)
     nodes = hosts(1)
     for change in ({"schedulable": False}, {"taints": (("gpu", "bad", "NoSchedule"),)}):
@@ -198,7 +200,7 @@ def test_a_node_takes_the_pod_only_if_its_taints_are_tolerated(toleration: dict[
     assert judged(job, pods, nodes) == [(1, "" if fits else "NoOtherNode")]
 
 
-def test_what_the_queues_flavor_adds_to_pods_counts_as_what_the_template_has() -> None:
+def test_selectors_from_the_queues_flavor_count_like_those_of_the_template() -> None:
     job, pods = running(2, gpusPerNode=8)
     taints = (("pool", "h100", "NoSchedule"),)
     nodes = {name: replace(host, labels={"pool": "h100"}, taints=taints) for name, host in hosts(1).items()}
@@ -207,10 +209,10 @@ def test_what_the_queues_flavor_adds_to_pods_counts_as_what_the_template_has() -
     queued = replace(job, status=replace(job.status, queue=QueueStatus(workload="w", uid="w", pods=2, node=added)))
     assert judged(queued, pods, nodes) == [(1, "")]
     others = {name: host if name in ("n0", "n1") else replace(host, labels={}) for name, host in nodes.items()}
-    assert judged(queued, pods, others) == [(1, "NoOtherNode")], "its quota is for machines of another flavor"
+    assert judged(queued, pods, others) == [(1, "NoOtherNode")], "its quota is for machines of a different flavor"
 
 
-def test_a_node_with_more_taints_than_are_looked_at_takes_nothing() -> None:
+def test_a_node_with_too_many_taints_to_check_fits_no_pod() -> None:
     host = HostView.read(node(taints=tuple(f"t{number}" for number in range(1000))))
     assert len(host.taints) == 50 and not host.schedulable
 
@@ -232,23 +234,23 @@ _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
         {"podTemplate": {"spec": {"containers": [{"name": "x", "resources": {"limits": {"nvidia.com/gpu": 1}}}]}}},
     ],
 )
-def test_what_only_the_scheduler_can_judge_moves_nothing(spec: dict[str, Any]) -> None:
+def test_constraints_that_only_the_scheduler_can_judge_move_nothing(spec: dict[str, Any]) -> None:
     job, pods = running(2, gpusPerNode=8, **spec)
     assert judged(job, pods, hosts(1)) == [(1, "NoOtherNode")]
 
 
-def test_extended_resources_are_allocatable_there() -> None:
+def test_extended_resources_must_be_allocatable_on_the_other_node() -> None:
     job, pods = running(2, gpusPerNode=8, resources={"requests": {"cpu": "4", "rdma/hca": 1}})
     assert judged(job, pods, hosts(1, devices={"nvidia.com/gpu": 8, "rdma/hca": 1})) == [(1, "")]
 
 
-def test_one_pod_has_no_topology_to_share() -> None:
+def test_a_single_pod_shares_no_topology() -> None:
     job, pods = running(1, scheduling={"sameTopology": "rack"})
     nodes = {name: replace(host, labels={"rack": name}) for name, host in hosts(0).items()}
     assert judged(job, pods, nodes) == [(0, "")]
 
 
-def test_pods_that_are_kept_apart_by_a_zone_need_another_zone() -> None:
+def test_pods_that_must_be_in_separate_zones_need_another_zone() -> None:
     job, pods = running(2, scheduling={"topologyKey": "zone"})
     zones = {"n0": "a", "n1": "b", "n2": "a", "n3": "b"}
     nodes = {name: replace(host, labels={"zone": zones[name]}) for name, host in hosts(1, known=4).items()}
@@ -257,7 +259,7 @@ def test_pods_that_are_kept_apart_by_a_zone_need_another_zone() -> None:
     assert judged(job, pods, nodes) == [(1, "NoOtherNode")]
 
 
-def test_the_operator_looks_again_when_a_sign_has_lasted() -> None:
+def test_the_operator_looks_again_when_a_signal_has_persisted() -> None:
     job, pods = running(2)
     world = World(pods=pods, hosts=hosts(1))
     assert find_next_judgement(View(job, job.status, world, later(20))) == NOW + LASTS
@@ -265,7 +267,7 @@ def test_the_operator_looks_again_when_a_sign_has_lasted() -> None:
     assert find_next_judgement(View(job, job.status, replace(world, hosts=hosts()), later(20))) is None
 
 
-def test_the_other_node_has_the_labels_that_the_pod_asks_for() -> None:
+def test_the_other_node_must_have_the_labels_that_the_pod_selects() -> None:
     job, pods = running(2, scheduling={"sameTopology": "rack"}, podTemplate={"spec": {"nodeSelector": {"gpu": "a100"}}})
     nodes = {name: replace(host, labels={"rack": "1", "gpu": "a100"}) for name, host in hosts(1, known=4).items()}
     assert judged(job, pods, nodes) == [(1, "")]
@@ -280,7 +282,7 @@ def test_a_job_that_finishes_is_left_alone() -> None:
     assert judged(replace(job, status=replace(job.status, slots=slots)), pods, hosts(1)) == []
 
 
-def test_a_node_is_left_once_an_hour_and_a_job_moves_thrice() -> None:
+def test_a_node_is_left_once_an_hour_and_a_job_moves_three_times() -> None:
     job, pods = running(2, gpusPerNode=8)
 
     def after(*moves: tuple[str, int]) -> DDPJob:
@@ -304,11 +306,11 @@ def test_restarts_of_other_kinds_do_not_hide_moves() -> None:
         return replace(job, status=replace(job.status, restarts=replace(job.status.restarts, recent=recent)))
 
     assert judged(after(*[one] * 9), pods, hosts(1)) == [(1, "")]
-    assert judged(after(*[one] * 10), pods, hosts(1)) == [(1, "MovedTooOften")], "moves may have been among more"
+    assert judged(after(*[one] * 10), pods, hosts(1)) == [(1, "MovedTooOften")], "further restarts may have been moves"
     assert judged(after(replace(one, time=later(-3600)), *[one] * 9), pods, hosts(1)) == [(1, "")]
 
 
-def test_a_pod_that_came_to_an_unhealthy_node_stays() -> None:
+def test_a_pod_that_was_placed_on_an_unhealthy_node_stays() -> None:
     job, pods = running(2, gpusPerNode=8)
     younger = tuple(replace(pod, created=later(5)) if pod.name == "job-1-0" else pod for pod in pods)
     assert judged(job, younger, hosts(1)) == [(1, "PlacedThere")]
@@ -339,6 +341,6 @@ def test_a_pod_that_does_not_run_yet_is_left_to_the_kubelet() -> None:
         ("NODE_TAINTS", json.dumps(["a"] * 101), "at most 100 names"),
     ],
 )
-def test_wrong_signals_are_refused(name: str, value: str, message: str) -> None:
+def test_invalid_signals_are_refused(name: str, value: str, message: str) -> None:
     with pytest.raises(SettingsError, match=f"DDPJOB_OPERATOR_{name}.*{message}"):
         Settings.from_environment({"DDPJOB_OPERATOR_KEY": "k" * 16, f"DDPJOB_OPERATOR_{name}": value})

@@ -1,4 +1,4 @@
-"""What a job's receiver is notified of, and what the message says."""
+"""Which notifications a job's receiver gets, and their text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def completed(**spec: object) -> tuple[DDPJob, Decision]:
 
 
 def failing(job: DDPJob, number: int, message: str = "ValueError: lunch") -> tuple[DDPJob, Decision]:
-    """The coordinator reports as many failures of workers, one after the other."""
+    """Report this many failures of workers in turn, as the coordinator does."""
     incidents = tuple(
         Incident(id=n, time=later(n), kind=IncidentKind.WORKER_FAILED, pod=f"job-{n % 2}-0", index=n % 2, exit_code=1,
                  message=message)
@@ -50,7 +50,7 @@ def failing(job: DDPJob, number: int, message: str = "ValueError: lunch") -> tup
     return decided(job, 10 + number, world)
 
 
-def test_the_end_and_what_is_owed_are_written_at_once() -> None:
+def test_the_end_and_the_pending_notification_are_written_at_once() -> None:
     job, decision = completed()
     [entry] = job.status.notifications
     assert (entry.event, entry.id, entry.state) == (NotifyEvent.COMPLETE, "uid.Complete.0", NotificationState.PENDING)
@@ -63,7 +63,7 @@ def test_the_end_and_what_is_owed_are_written_at_once() -> None:
     )
 
 
-def test_a_loss_has_as_many_digits_as_somebody_reads() -> None:
+def test_a_loss_is_rounded_for_readers() -> None:
     job, _ = running(2, **TEAM)
     job = replace(job, status=replace(job.status, progress={"step": 41200, "loss": 0.7123847603797913}))
     [send] = sent(decided(job, 6, ended_pods(0))[1])
@@ -71,7 +71,7 @@ def test_a_loss_has_as_many_digits_as_somebody_reads() -> None:
     assert "step 41200, loss 0.7124\n" in send.body["text"]
 
 
-def test_it_is_sent_until_the_outcome_is_known_and_never_again() -> None:
+def test_a_notification_is_sent_until_its_outcome_is_known() -> None:
     job, _ = completed()
     job, again = decided(job, 20, ended_pods(0))
     assert [s.id for s in sent(again)] == ["uid.Complete.0"] and again.wake is not None
@@ -81,7 +81,7 @@ def test_it_is_sent_until_the_outcome_is_known_and_never_again() -> None:
     assert not sent(later_on) and later_on.status == job.status
 
 
-def test_one_that_is_given_up_is_an_event() -> None:
+def test_a_notification_that_is_given_up_is_an_event() -> None:
     job, _ = completed()
     job, decision = decided(
         job, 20, ended_pods(0), outcomes={"uid.Complete.0": NotificationOutcome(delivered=False, message="m")}
@@ -92,7 +92,7 @@ def test_one_that_is_given_up_is_an_event() -> None:
     assert (job.status.notifications[0].state, job.status.notifications[0].message) == (NotificationState.GIVEN_UP, "m")
 
 
-def test_a_job_is_not_deleted_before_its_receiver_knows() -> None:
+def test_a_job_is_not_deleted_before_its_receiver_is_notified() -> None:
     job, decision = completed(runPolicy={"ttlSecondsAfterFinished": 0})
     job, decision = decided(job, 100, World())
     assert not any(isinstance(a, DeleteJob) for a in decision.actions) and decision.wake is not None
@@ -100,7 +100,7 @@ def test_a_job_is_not_deleted_before_its_receiver_knows() -> None:
     assert any(isinstance(a, DeleteJob) for a in decision.actions)
 
 
-def test_the_pods_of_a_failed_job_end_while_its_receiver_cannot_be_reached() -> None:
+def test_the_pods_of_a_failed_job_end_although_its_receiver_is_unreachable() -> None:
     job, pods = running(2, **TEAM, runPolicy={"ttlSecondsAfterFinished": 0, "activeDeadlineSeconds": 10})
     world = World(pods=pods, has_service=True, has_budget=True)
     job, decision = decided(job, 20, world)
@@ -109,12 +109,12 @@ def test_the_pods_of_a_failed_job_end_while_its_receiver_cannot_be_reached() -> 
     assert {a.name for a in decision.actions if isinstance(a, DeletePod)} == {"job-0-0", "job-1-0"}
 
 
-def test_only_what_was_asked_for_is_sent() -> None:
+def test_only_requested_notifications_are_sent() -> None:
     job, decision = completed(notify={"receiver": "team", "events": ["Failed"]})
     assert not job.status.notifications and not sent(decision)
 
 
-def test_what_happened_before_somebody_asked_is_not_sent() -> None:
+def test_earlier_occurrences_are_not_sent_when_notifications_are_added() -> None:
     job, _ = completed()
     silent = replace(job, status=replace(job.status, notifications=()))
     _, decision = decided(silent, 20, ended_pods(0))
@@ -129,7 +129,7 @@ def test_nobody_is_notified_when_the_field_is_removed() -> None:
 
 
 @pytest.mark.parametrize(("allowed", "first"), [(10, 8), (5, 4), (3, 2), (2, 1), (1, 1)])
-def test_restarts_that_are_nearly_used_up_are_notified_of_once(allowed: int, first: int) -> None:
+def test_one_notification_warns_that_restarts_are_nearly_used_up(allowed: int, first: int) -> None:
     job, _ = running(2, **TEAM, recovery={"maxRestarts": allowed})
     sent_after = []
     for number in range(1, allowed + 1):
@@ -143,8 +143,8 @@ def test_restarts_that_are_nearly_used_up_are_notified_of_once(allowed: int, fir
     assert [(n.event, n.state) for n in job.status.notifications][-1] == (NotifyEvent.FAILED, NotificationState.PENDING)
 
 
-def test_a_limit_that_is_raised_and_lowered_within_a_round_is_another_notification() -> None:
-    """A receiver may leave out an id that it knows."""
+def test_a_limit_that_is_raised_and_lowered_within_a_round_notifies_again() -> None:
+    """A receiver may drop an id that it knows."""
     job, _ = running(2, **TEAM, recovery={"maxRestarts": 1})
     job, decision = failing(job, 1)
     ids, outcomes = [s.id for s in sent(decision)], dict[str, NotificationOutcome]()
@@ -159,7 +159,7 @@ def test_a_limit_that_is_raised_and_lowered_within_a_round_is_another_notificati
     assert job.status.notifications[0].state is NotificationState.PENDING
 
 
-def test_a_budget_of_nothing_is_not_nearly_spent_before_anything_fails() -> None:
+def test_a_budget_of_zero_is_not_nearly_spent_before_any_failure() -> None:
     job, _ = running(2, **TEAM, recovery={"maxRestarts": 1})
     assert not job.status.notifications
 
@@ -167,14 +167,14 @@ def test_a_budget_of_nothing_is_not_nearly_spent_before_anything_fails() -> None
 # --- a receiver that the namespace may not use ------------------------------------------------------------------
 
 
-def test_an_unknown_receiver_is_named_at_the_jobs_beginning_and_costs_nothing_else() -> None:
+def test_an_unknown_receiver_is_reported_at_the_start_and_has_no_other_effect() -> None:
     job = job_of(2, **TEAM)
     job, decision = decided(job, 1, World(), receivers=frozenset({"other"}))
     condition = job.status.condition(ConditionType.NOTIFIES)
     assert condition is not None and not condition.status and condition.reason == "ReceiverUnknown"
     assert 'spec.notify.receiver: "team"' in condition.message and "(other)" in condition.message
     assert [e.reason for e in decision.events].count("ReceiverUnknown") <= 1
-    assert any(not isinstance(a, SendNotification) for a in decision.actions), "the job begins all the same"
+    assert any(not isinstance(a, SendNotification) for a in decision.actions), "the job begins anyway"
     job, _ = decided(job, 2, World())
     assert job.status.condition(ConditionType.NOTIFIES) is None
 
@@ -195,7 +195,7 @@ def body_of(message: str, **world: object) -> dict[str, object]:
     return dict(sent(decision)[0].body)
 
 
-def test_the_message_says_what_a_person_must_know() -> None:
+def test_the_message_has_what_a_person_needs() -> None:
     body = body_of("ValueError: lunch")
     assert (body["job"], body["namespace"], body["uid"], body["state"]) == ("job", "space", "uid", "Restarting")
     assert body["reason"] == "BudgetNearlySpent" and "1 of recovery.maxRestarts = 1 is used up" in str(body["message"])
@@ -207,7 +207,7 @@ def test_the_message_says_what_a_person_must_know() -> None:
     "hostile",
     ["<!channel> <https://evil.example|click>", "```\n<!here>", "@channel @here @all", "\x1b[2J\u202e", "x" * 100_000],
 )
-def test_the_training_script_s_words_call_nobody_and_hide_nothing(hostile: str) -> None:
+def test_the_training_scripts_text_can_mention_nobody_and_hide_nothing(hostile: str) -> None:
     body = body_of(hostile)
     text = str(body["text"])
     assert len(text.encode()) < 4000 and len(str(body["message"]).encode()) <= 1000

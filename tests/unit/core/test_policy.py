@@ -1,4 +1,4 @@
-"""What follows from a cause."""
+"""The consequences of each cause."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def spec(*rules: dict[str, Any]) -> JobSpec:
         *((c, False) for c in (Cause.NODE_FAULT, Cause.START_ERROR, Cause.SCALED, Cause.JOINED, Cause.FENCED)),
     ],
 )
-def test_without_rules(cause: Cause, counted: bool) -> None:
+def test_without_rules_the_default_policy_applies(cause: Cause, counted: bool) -> None:
     for trained in (True, False):
         assert evaluate_rules(spec(), cause, 1, trained=trained) == Ruling(counted)
 
@@ -63,7 +63,7 @@ def test_a_configuration_error_fails_a_job_that_never_made_a_step(cause: Cause) 
     assert evaluate_rules(again, cause, 2, trained=False) == Ruling(True)
 
 
-def test_the_first_rule_that_matches_wins() -> None:
+def test_the_first_matching_rule_applies() -> None:
     rules = spec(
         {"cause": "ExitCode", "exitCodes": [3, 137], "action": "Fail"},
         {"cause": "ExitCode", "exitCodes": [4], "action": "RestartUncounted"},
@@ -87,7 +87,7 @@ def test_the_first_rule_that_matches_wins() -> None:
     ("exit_code", "signal", "code"),
     [(3, None, 3), (-9, "SIGKILL", 137), (None, "SIGSEGV", 139), (None, None, None), (None, "SIGNOPE", None)],
 )
-def test_exit_codes_are_as_a_shell_shows_them(exit_code: int | None, signal: str | None, code: int | None) -> None:
+def test_exit_codes_are_numbered_as_in_a_shell(exit_code: int | None, signal: str | None, code: int | None) -> None:
     assert shell_code(exit_code, signal) == code
 
 
@@ -119,12 +119,12 @@ def test_backoff_doubles_from_the_second_failure_on() -> None:
         ("ValueError: the device lost-and-found", False),
     ],
 )
-def test_messages_that_say_that_the_container_has_lost_its_device(message: str, lost: bool) -> None:
+def test_messages_about_a_lost_device_are_recognized(message: str, lost: bool) -> None:
     job = JobSpec.read({"image": "i", "script": "s", "gpusPerNode": 1})
     assert bool(find_lost_device(job, f"rank 0 in pod p ended with exit code 1: {message}", trained=False)) is lost
 
 
-def test_a_job_without_devices_that_has_made_no_step_has_lost_none() -> None:
+def test_a_job_without_devices_and_steps_has_lost_no_device() -> None:
     job = JobSpec.read({"image": "i", "script": "s", "gpusPerNode": 0})
     message = "RuntimeError: No CUDA GPUs are available"
     assert not find_lost_device(job, message, trained=False)
@@ -159,11 +159,11 @@ def error(at: float, message: str = "ValueError: bad 3", line: int = 7, **fields
         ([error(0, reason="Hang"), error(11, reason="Hang"), error(22, reason="Hang")], False),
     ],
 )
-def test_an_error_that_repeats_everywhere_ends_the_job(failures: list[Restart], ends: bool) -> None:
+def test_an_error_that_repeats_everywhere_fails_the_job(failures: list[Restart], ends: bool) -> None:
     assert bool(find_error_everywhere(spec(), failures)) is ends
     if ends:
         ruled = spec({"cause": "ExitCode", "exitCodes": [1], "action": "Restart"})
-        assert find_error_everywhere(ruled, failures) is None, "its author knows better"
+        assert find_error_everywhere(ruled, failures) is None, "a rule of its author takes precedence"
 
 
 @pytest.mark.parametrize(
@@ -180,6 +180,6 @@ def test_an_error_that_repeats_everywhere_ends_the_job(failures: list[Restart], 
         ("RuntimeError: x (after TimeoutError: [Errno 110] Connection timed out)", False),
     ],
 )
-def test_errors_of_networks_disks_and_devices_may_pass(message: str, ends: bool) -> None:
+def test_errors_of_networks_disks_and_devices_are_considered_temporary(message: str, ends: bool) -> None:
     failures = [error(at, message) for at in (0, 11, 22)]
     assert bool(find_error_everywhere(spec(), failures)) is ends

@@ -1,4 +1,6 @@
-"""The order of ranks by spec.rankOrder: what the coordinator is told, and what the status says of it."""
+"""The order of ranks by spec.rankOrder: what the operator sends to the coordinator and shows in the
+status.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def host(name: str, **labels: str) -> HostView:
         ("a-a-b", [0, 2, 1, 3, 4]),
     ],
 )
-def test_nodes_of_one_rack_are_neighbours_and_the_lowest_index_leads(racks: str, order: list[int]) -> None:
+def test_nodes_of_one_rack_are_adjacent_and_the_lowest_index_leads(racks: str, order: list[int]) -> None:
     places = {}
     for index, rack in enumerate(racks):
         known = host(f"n{index}", rack=rack) if rack != "-" else host(f"n{index}")
@@ -50,16 +52,18 @@ def test_nodes_of_one_rack_are_neighbours_and_the_lowest_index_leads(racks: str,
     assert in_order(places) == order
 
 
-def test_a_label_that_is_missing_makes_a_place_of_its_own_from_there_on() -> None:
+def test_a_missing_label_makes_a_separate_place_from_that_level_on() -> None:
     labels = [BLOCK, RACK]
     assert place_of("n", host("n", block="b", rack="r"), labels) == ("b", "r", "/n")
     assert place_of("n", host("n", block="b"), labels) == ("b", "/n", "/n")
-    assert place_of("n", host("n", rack="r"), labels) == ("/n", "/n", "/n"), "racks are told apart within a block alone"
-    assert place_of("n", host("n", block="", rack="r"), labels) == ("/n", "/n", "/n"), "an empty value says nothing"
+    assert place_of("n", host("n", rack="r"), labels) == ("/n", "/n", "/n"), "racks are only compared within a block"
+    assert place_of("n", host("n", block="", rack="r"), labels) == ("/n", "/n", "/n"), (
+        "an empty value counts as missing"
+    )
     assert place_of("n", None, labels) == ("/n", "/n", "/n")
 
 
-def test_equal_racks_of_two_blocks_are_two_places() -> None:
+def test_racks_of_the_same_name_in_two_blocks_are_two_places() -> None:
     places: dict[int, Place] = {0: ("a", "1"), 1: ("b", "1"), 2: ("a", "2"), 3: ("b", "1"), 4: ("a", "1")}
     assert in_order(places) == [0, 4, 2, 1, 3]
 
@@ -69,7 +73,7 @@ def some_places(chance: random.Random) -> dict[int, Place]:
     places = {}
     for index in chance.sample(range(40), chance.randint(1, 30)):
         name = f"n{chance.randrange(25)}"
-        known = random.Random(name)  # What a Kubernetes node has is the same for all of its pods.
+        known = random.Random(name)  # The labels of a Kubernetes node are the same for all of its pods.
         values = {label: known.choice("abc") for label in labels if known.random() < 0.9}
         view = HostView(name=name, ready=True, since=None, out_of_service=False, labels=values)
         places[index] = place_of(name, view, labels)
@@ -77,7 +81,9 @@ def some_places(chance: random.Random) -> dict[int, Place]:
 
 
 def check(order: list[int], places: Mapping[int, Place]) -> None:
-    """A permutation in which each place of each level is one run, so that no fewer neighbours can be of two places."""
+    """Check that each place of each level is one run, so that as few neighbours as possible are in
+    two places.
+    """
     assert sorted(order) == sorted(places)
     for level in range(len(next(iter(places.values())))):
         row = [places[index][: level + 1] for index in order]
@@ -85,14 +91,14 @@ def check(order: list[int], places: Mapping[int, Place]) -> None:
         assert borders == len(set(row)) - 1, (level, row)
 
 
-def test_any_places_are_in_a_row_and_the_lowest_index_is_the_first() -> None:
+def test_every_place_is_one_run_and_the_lowest_index_is_first() -> None:
     for seed in range(300):
         chance = random.Random(seed)
         places = some_places(chance)
         order = in_order(places)
         check(order, places)
         assert order[0] == min(order)
-        # Whoever of them trains: the coordinator leaves the others out.
+        # This holds for any subset that trains, because the coordinator leaves the others out.
         told = RankOrder(places={f"job-{index}-0": at for at, index in enumerate(order)})
         some = chance.sample(sorted(places), chance.randint(1, len(places)))
         members = [Member(f"job-{i}-0", i, 0, 1, lambda verb, fields: None, 30.0, 0.0) for i in some]
@@ -101,7 +107,7 @@ def test_any_places_are_in_a_row_and_the_lowest_index_is_the_first() -> None:
         assert 0 not in some or ranked[0] == 0
 
 
-# --- what the coordinator is told
+# --- messages to the coordinator
 
 
 def looked_at(
@@ -136,16 +142,16 @@ def test_the_order_is_sent_until_the_report_shows_it() -> None:
     assert told(looked_at(job, pods, RACKS, running_report(""))) == [IN_ORDER]
     assert told(looked_at(job, pods, RACKS, running_report("another"))) == [IN_ORDER]
     assert told(looked_at(job, pods, RACKS, running_report(order_mark(IN_ORDER)))) == []
-    assert told(looked_at(job, pods, RACKS, None)) == [], "nobody to tell"
+    assert told(looked_at(job, pods, RACKS, None)) == [], "there is no coordinator to notify"
 
 
-def test_without_the_field_nothing_is_sent_but_the_end_of_an_order() -> None:
+def test_without_the_field_only_the_end_of_an_order_is_sent() -> None:
     job, pods = running(4)
     assert told(looked_at(job, pods, RACKS, running_report(""))) == []
     assert told(looked_at(job, pods, RACKS, running_report("some"))) == [[]]
 
 
-def test_a_node_that_has_not_been_seen_yet_has_no_place_and_one_without_labels_has() -> None:
+def test_a_node_not_seen_yet_has_no_place_and_one_without_labels_has_one() -> None:
     job, pods = running(4, rankOrder=[RACK])
     unseen = {name: view for name, view in RACKS.items() if name != "n1"}
     assert told(looked_at(job, pods, unseen, running_report(""))) == [["job-0-0", "job-2-0", "job-3-0"]]
@@ -153,20 +159,22 @@ def test_a_node_that_has_not_been_seen_yet_has_no_place_and_one_without_labels_h
     assert told(looked_at(job, pods, bare, running_report(""))) == [["job-0-0", "job-1-0", "job-3-0", "job-2-0"]]
 
 
-def test_an_operator_that_sees_no_nodes_tells_that_nothing_is_known() -> None:
-    """Else the first round would wait for what never comes. Pods of one Kubernetes node it knows all the same."""
+def test_an_operator_that_sees_no_nodes_sends_that_no_place_is_known() -> None:
+    """Otherwise the first round would wait in vain. The operator still knows which pods share a
+    Kubernetes node.
+    """
     job, pods = running(4, rankOrder=[RACK])
     assert told(looked_at(job, pods, None, running_report(""))) == [[f"job-{index}-0" for index in range(4)]]
     shared = tuple(replace(p, host=f"n{p.index % 2}") for p in pods)
     assert told(looked_at(job, shared, None, running_report(""))) == [IN_ORDER]
 
 
-def test_the_largest_job_fits_into_a_message() -> None:
+def test_the_order_of_the_largest_job_fits_into_a_message() -> None:
     names = [f"{'j' * 40}-{index}-123456" for index in range(MAX_PODS)]
     assert len(str({"pods": names})) < 256 * 1024 / 2
 
 
-# --- what the status says
+# --- the status
 
 
 def condition(job: DDPJob, pods: tuple[PodView, ...], hosts: Any, last: Report) -> tuple[bool, str, str]:
@@ -199,10 +207,10 @@ def test_without_the_field_there_is_no_condition() -> None:
     plain, _ = running(4)
     after = looked_at(replace(plain, status=shown), pods, RACKS, right).status
     assert after.condition(ConditionType.RANKS_ORDERED) is None
-    assert after.rank_order == (0, 2, 1, 3), "true as long as that group trains"
+    assert after.rank_order == (0, 2, 1, 3), "the condition holds as long as that group trains"
 
 
-def test_the_status_shows_the_order_of_the_last_group_where_it_is_not_that_of_the_indices() -> None:
+def test_the_status_shows_the_last_groups_order_if_it_differs_from_the_indices() -> None:
     job, pods = running(4, rankOrder=[RACK])
     status = looked_at(job, pods, RACKS, running_report(order_mark(IN_ORDER), [0, 2, 1, 3])).status
     assert status.rank_order == (0, 2, 1, 3)

@@ -1,4 +1,6 @@
-"""What restarts have repeated: counted once each, unknown where nobody has said it, and new work apart from it."""
+"""The steps that restarts have repeated: counted once each, unknown without a report, and separate
+from new work.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ KEPT = {"step": 90, "source": "memory", "made": 91}
 
 
 class Restarted:
-    """A job whose group broke once and has formed again, which nobody has reported on yet."""
+    """A job whose group broke once and has formed again, without any report about it yet."""
 
     def __init__(self, cause: str = "OOMKilled") -> None:
         found: tuple[DDPJob, tuple[PodView, ...]] = running(2)
@@ -44,7 +46,7 @@ class Restarted:
         self.job = replace(self.job, status=status)
 
     def look(self, at: float, number: int, progress: dict[str, Any], down: bool = False) -> None:
-        """Have the operator see a report of a group that runs; `down`: it has made no step yet."""
+        """Show the operator a report of a running group. `down`: it has made no step yet."""
         recovery = Recovery(down_since=later(20)) if down else Recovery(last_seconds=1.5)
         states = [MemberState.RUNNING] * 2
         last = report(CoordinatorState.RUNNING, *states, round=number, progress=progress, recovery=recovery)
@@ -69,7 +71,7 @@ def test_repeated_steps_and_their_seconds_are_counted_once_each() -> None:
     assert (restart.repeated_steps, restart.repeated_seconds, restart.continued_from) == (1, 0.4, "memory")
 
 
-def test_the_condition_says_it_although_the_group_ran_before_its_workers_had_said_it() -> None:
+def test_the_condition_shows_repeated_steps_although_they_are_reported_late() -> None:
     one = Restarted()
     one.look(22, 2, {}, down=True)
     assert one.told() == "the group runs again"
@@ -77,7 +79,7 @@ def test_the_condition_says_it_although_the_group_ran_before_its_workers_had_sai
     assert one.told() == "the group runs again; 1 step repeated (from memory)"
 
 
-def test_the_report_of_the_round_that_broke_says_nothing_about_the_next_one() -> None:
+def test_the_report_of_the_broken_round_does_not_apply_to_the_next_one() -> None:
     one = Restarted()
     one.look(22, 2, {"start": KEPT, "step": 95})
     one.breaks(40)
@@ -85,7 +87,7 @@ def test_the_report_of_the_round_that_broke_says_nothing_about_the_next_one() ->
     assert one.status.restarts.recent[-1].continued_from == "" and one.status.restarts.repeated_steps == 1
 
 
-def test_a_script_that_says_nothing_has_repeated_an_unknown_number_of_steps() -> None:
+def test_a_script_that_reports_nothing_has_repeated_an_unknown_number_of_steps() -> None:
     one = Restarted()
     one.look(22, 2, {}, down=True)
     assert one.status.restarts.unknown_repeats == 0, "its workers have not begun"
@@ -97,7 +99,7 @@ def test_a_script_that_says_nothing_has_repeated_an_unknown_number_of_steps() ->
     assert (one.status.restarts.unknown_repeats, one.status.restarts.repeated_steps) == (0, 1), "it was late"
 
 
-def test_a_start_whose_last_step_no_memory_holds_is_unknown_and_never_zero() -> None:
+def test_a_start_whose_last_step_is_not_remembered_is_unknown_and_not_zero() -> None:
     one = Restarted()
     one.look(23, 2, {"start": {"step": 40, "source": "storage"}, "step": 41})
     assert (one.status.restarts.unknown_repeats, one.status.restarts.repeated_steps) == (1, 0)
@@ -105,7 +107,7 @@ def test_a_start_whose_last_step_no_memory_holds_is_unknown_and_never_zero() -> 
     assert one.told() == "the group runs again; an unknown number of steps repeated (from a checkpoint)"
 
 
-def test_a_resumption_changes_no_account_of_the_restart_before_it() -> None:
+def test_a_resumption_does_not_change_the_account_of_the_previous_restart() -> None:
     one = Restarted()
     one.look(24, 2, {"start": {**KEPT, "seconds": 0.4}, "step": 100})
     before = one.status.restarts
@@ -115,7 +117,7 @@ def test_a_resumption_changes_no_account_of_the_restart_before_it() -> None:
     assert makes_new_steps(one.status), "it has trained before"
 
 
-def test_of_many_pods_lost_at_once_the_account_is_kept_with_one_that_is_still_listed() -> None:
+def test_of_many_pods_lost_at_once_a_listed_one_keeps_the_account() -> None:
     one = Restarted()
     one.breaks(40, "NodeLost", *["PeerLost"] * 15)
     one.look(42, 3, {"start": {**KEPT, "seconds": 0.4}, "step": 92})
@@ -123,7 +125,7 @@ def test_of_many_pods_lost_at_once_the_account_is_kept_with_one_that_is_still_li
     assert (counts.repeated_steps, counts.repeated_seconds) == (1, 0.4) and len(counts.recent) == 10
 
 
-def test_states_that_do_not_fit_are_said_once_with_what_they_need_and_taken_back() -> None:
+def test_states_that_do_not_fit_are_reported_once_and_withdrawn() -> None:
     one = Restarted()
     one.look(22, 2, {"snapshotBytes": 3 * 2**30, "step": 91})
     shown = one.status.condition(ConditionType.SNAPSHOTS_HELD)
@@ -136,7 +138,7 @@ def test_states_that_do_not_fit_are_said_once_with_what_they_need_and_taken_back
     assert held is not None and held.status and held.message == "a loss repeats at most 4 steps"
 
 
-def test_a_job_that_has_ended_risks_nothing() -> None:
+def test_an_ended_job_has_no_steps_at_risk() -> None:
     one = Restarted()
     one.look(22, 2, {"snapshotBytes": 3 * 2**30, "step": 91})
     one.look(24, 2, {"stepsAtRisk": 4, "step": 93})
@@ -165,7 +167,7 @@ def restarted(**fields: Any) -> JobStatus:
         (restarted(seconds=1.0, continued_from="storage"), True),
     ],
 )
-def test_steps_are_new_from_the_first_one_that_was_not_made_before(status: JobStatus, new: bool) -> None:
+def test_steps_are_new_from_the_first_step_beyond_the_furthest(status: JobStatus, new: bool) -> None:
     assert makes_new_steps(status) is new
 
 

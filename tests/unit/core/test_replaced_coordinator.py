@@ -1,4 +1,6 @@
-"""A coordinator that is replaced, and may run on, is asked to exit; that of a generation which is over, to stop."""
+"""A replaced coordinator that may still run is asked to exit; one of a superseded generation is
+asked to stop.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def messages(decision: Decision) -> list[tuple[str, str]]:
 
 
 def on_a_dead_host(mode: str) -> Decision:
-    """The kubelet of the coordinator's host, which no node is on, has been silent for long."""
+    """A coordinator whose host has been silent for long and has no node of the job."""
     job, pods = running(2, recovery={"mode": mode})
     hosts = {name: HostView(name=name, ready=True, since=None, out_of_service=False) for name in ("n0", "n1", "n9")}
     hosts["n9"] = replace(hosts["n9"], ready=False, since=later(3))
@@ -34,14 +36,14 @@ def on_a_dead_host(mode: str) -> Decision:
     return decide(job, world, later(40))
 
 
-def test_in_fast_it_exits_so_that_its_members_look_for_the_next_one() -> None:
+def test_in_fast_the_coordinator_exits_so_that_members_look_for_the_next_one() -> None:
     decision = on_a_dead_host("Fast")
     assert decision.status.rendezvous.attempt == 1
     assert messages(decision) == [(ENDPOINT, "exit")]
     assert [a.body["before"] for a in decision.actions if isinstance(a, NotifyCoordinator)] == [1]
 
 
-def test_training_is_said_to_continue_only_where_no_pod_is_lost_with_the_coordinator() -> None:
+def test_training_is_said_to_continue_only_if_no_pod_is_lost_with_the_coordinator() -> None:
     job, pods = running(2, recovery={"mode": "Fast"})
     said = []
     for left in (pods[:2], pods[:1], ()):
@@ -59,7 +61,7 @@ def test_in_standard_its_members_end_with_their_generation() -> None:
 
 
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
-def test_one_that_serves_pods_which_are_saving_is_left_alone(mode: str) -> None:
+def test_a_coordinator_of_pods_that_save_is_left_alone(mode: str) -> None:
     job, pods = running(2, recovery={"mode": mode})
     changed = job_of(2, recovery={"mode": mode}, env=[{"name": "LR", "value": "2"}])
     last = report(CoordinatorState.RUNNING, MemberState.RUNNING, MemberState.RUNNING)
@@ -85,10 +87,12 @@ def test_nothing_is_sent_while_the_coordinator_stays() -> None:
     ],
     ids=["a loss", "a loss in a planned restart", "a loss in a round of its own", "cut short by a suspension"],
 )
-def test_the_one_that_takes_over_hears_of_pods_that_were_lost_in_this_life_of_the_job(
+def test_the_next_coordinator_learns_which_pods_were_lost_in_this_incarnation(
     at: float, of_it: dict[str, Any], named: list[str]
 ) -> None:
-    """It then waits 5 s for a member and not 45: too short where nothing was lost but the coordinator."""
+    """It then waits 5 s instead of 45 s for a member, which is too short if only the coordinator
+    was lost.
+    """
     job, pods = running(2, recovery={"mode": "Fast"})
     loss = Restart(time=later(at), pod="job-1-0", reason="NodeLost", message="", counted=False, index=1)
     slots = (job.status.slots[0], replace(job.status.slots[1], attempt=1))

@@ -29,7 +29,9 @@ def seen(
     spec: dict[str, Any] | None = None,
     **status: Any,
 ) -> View:
-    """A view at `at` s of a group whose ranks `slow` have been named since `since` s. Spares have the last indices."""
+    """A view at `at` s of a group whose ranks `slow` have been reported since `since` s. Spares
+    have the last indices.
+    """
     job, pods = running(nodes + spares, **(spec or {}))
     job = replace(job, spec=replace(job.spec, nodes=nodes, spares=spares))
     procs = job.spec.procs_per_node
@@ -61,7 +63,7 @@ def restarts(*moves: tuple[int, str, float], reason: str = "SlowRank") -> dict[s
     return {"restarts": replace(JobStatus().restarts, recent=recent)}
 
 
-def test_a_slow_rank_moves_to_a_spare_once_it_has_lasted() -> None:
+def test_a_rank_that_stays_slow_moves_to_a_spare() -> None:
     early = seen({2: SLOW}, at=LONG - 1)
     assert judge_slow_ranks(early) == [] and find_next_move(early) == NOW + LASTS and is_named(early)
     (verdict,) = judge_slow_ranks(seen({2: SLOW}))
@@ -74,17 +76,17 @@ def test_a_slow_rank_moves_to_a_spare_once_it_has_lasted() -> None:
 @pytest.mark.parametrize(
     "figures", [{"slowdown": 1.2, "cost": 0.5}, {"slowdown": 9.0, "cost": 0.05}], ids=["hardly slow", "hardly costs"]
 )
-def test_a_rank_that_hardly_limits_the_steps_is_left_alone(figures: dict[str, float]) -> None:
+def test_a_rank_that_hardly_slows_the_steps_is_left_alone(figures: dict[str, float]) -> None:
     view = seen({2: figures})
     assert judge_slow_ranks(view) == [] and find_next_move(view) is None and not is_named(view)
 
 
-def test_a_script_that_reports_no_costs_has_its_ranks_only_named() -> None:
+def test_slow_ranks_are_only_reported_if_the_script_reports_no_costs() -> None:
     assert "only named" in why(seen({2: {"slowdown": 2.0}}))
     assert "only named" in why(seen({2: SLOW}, spec={"script": None, "command": ["torchrun", "train.py"]}))
 
 
-def test_one_pod_moves_at_a_time_and_many_slow_pods_are_no_exception() -> None:
+def test_one_pod_moves_at_a_time_and_many_slow_pods_do_not_move() -> None:
     two = seen({2: SLOW, 3: {"slowdown": 3.0, "cost": 0.6}}, nodes=8)
     assert moved(two) == [3], "the slowest"
     assert [verdict.why for verdict in judge_slow_ranks(two)][1:] == ["one pod is moved at a time"]
@@ -92,11 +94,11 @@ def test_one_pod_moves_at_a_time_and_many_slow_pods_are_no_exception() -> None:
     assert moved(few) == [] and "more than a quarter" in judge_slow_ranks(few)[0].why
 
 
-def test_slow_ranks_of_one_pod_are_one_exception() -> None:
+def test_slow_ranks_of_one_pod_count_as_one_pod() -> None:
     assert moved(seen({4: SLOW, 5: SLOW}, spec={"procsPerNode": 2})) == [2]
 
 
-def test_no_spare_or_none_elsewhere_leaves_the_rank_in_its_place() -> None:
+def test_without_a_spare_on_another_node_the_rank_stays() -> None:
     assert "no spare is ready" in why(seen({2: SLOW}, spares=0))
     view = seen({2: SLOW})
     near = tuple(replace(pod, host=view.pods[2].host) if pod.index == 4 else pod for pod in view.world.pods)  # type: ignore[union-attr]
@@ -129,13 +131,13 @@ def test_a_group_that_does_not_train_or_finishes_moves_nothing() -> None:
     assert judge_slow_ranks(view.with_status(replace(view.status, slots=slots))) == []
 
 
-def test_the_coordinators_pod_stays() -> None:
+def test_the_coordinators_pod_is_not_moved() -> None:
     master = {"rendezvous": {"placement": "Master"}}
     assert "has the coordinator" in why(seen({0: SLOW}, spec=master))
     assert moved(seen({1: SLOW}, spec=master)) == [1]
 
 
-def test_a_rank_that_is_named_without_a_start_has_not_lasted() -> None:
+def test_a_slow_rank_without_a_start_time_is_not_moved() -> None:
     view = seen({2: SLOW}, at=3600)
     unknown = {"stragglers": [{"rank": 2, "pod": "job-1-0", "since": "2026-01-01T00:00:00Z"}, {"rank": 2}]}
     assert judge_slow_ranks(view.with_status(replace(view.status, progress=unknown))) == []

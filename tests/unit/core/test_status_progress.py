@@ -1,4 +1,4 @@
-"""What status.progress shows."""
+"""The figures in status.progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worlds import report, running, seen
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def test_displays() -> None:
+def test_figures_are_formatted_for_display() -> None:
     reported = {
         "epoch": 3,
         "epochs": 10,
@@ -38,12 +38,12 @@ def test_displays() -> None:
 
 
 def test_a_loss_of_minus_zero_is_zero() -> None:
-    """A mean of negative logarithms of 1."""
+    """It is a mean of negative logarithms of 1."""
     assert show_progress({}, {"loss": -0.0}, NOW, at_once=False)["lossDisplay"] == "0"
 
 
 @pytest.mark.parametrize("steps", [0, -1])
-def test_of_no_steps_there_are_no_percent(steps: int) -> None:
+def test_zero_total_steps_have_no_percentage(steps: int) -> None:
     shown = show_progress({}, {"epoch": 1, "step": 45, "steps": steps}, NOW, at_once=False)
     assert "percent" not in shown and shown["display"] == "epoch 1 step 45"
 
@@ -56,8 +56,8 @@ def test_the_speed_of_a_script_that_reports_no_samples_is_in_steps() -> None:
 
 
 @pytest.mark.parametrize("resumed", ["yes", "no", "unknown"])
-def test_steps_that_are_counted_are_those_since_the_restart(resumed: str) -> None:
-    """A script that begins again each time looked like one that continues."""
+def test_counted_steps_are_those_since_the_restart(resumed: str) -> None:
+    """Regression: a script that begins again each time looked like one that continues."""
     shown = show_progress({}, {"step": 359, "resumed": "no"}, NOW, at_once=False)
     assert shown["display"] == "step 359" and not began_again(shown), "its first start"
     shown = show_progress(shown, {"step": 1, "resumed": "unknown"}, NOW, at_once=False)
@@ -70,10 +70,10 @@ def test_steps_that_are_counted_are_those_since_the_restart(resumed: str) -> Non
     }
     assert said.get(resumed, "it is unknown") in began_again(shown) and bool(began_again(shown)) is (resumed != "yes")
     own = show_progress(shown, {"step": 300}, NOW + timedelta(seconds=20), at_once=False)
-    assert own["display"] == "step 300" and not began_again(own), "the script names its steps"
+    assert own["display"] == "step 300" and not began_again(own), "the script reports its own steps"
 
 
-def test_it_is_written_at_most_every_two_seconds() -> None:
+def test_progress_is_written_at_most_every_two_seconds() -> None:
     first = show_progress({}, {"step": 1}, NOW, at_once=False)
     assert show_progress(first, {"step": 2}, NOW + timedelta(seconds=1), at_once=False) is first
     assert show_progress(first, {"step": 2}, NOW + timedelta(seconds=1), at_once=True)["step"] == 2
@@ -83,16 +83,16 @@ def test_it_is_written_at_most_every_two_seconds() -> None:
         assert both["step"] == 2, "the first of its kind"
         assert show_progress(both, {"step": 3, **figure}, NOW + timedelta(seconds=2), at_once=False) is both
     assert show_progress(first, {"step": 1}, NOW + timedelta(seconds=9), at_once=False) is first, (
-        "nothing new is nothing to write"
+        "an unchanged progress is not written"
     )
 
 
-def test_what_is_no_number_is_not_shown() -> None:
+def test_invalid_numbers_are_not_shown() -> None:
     shown = show_progress({}, {"step": 1, "loss": float("nan"), "samplesPerSecond": float("inf")}, NOW, at_once=False)
     assert set(shown) == {"step", "display", "updatedAt"}
 
 
-def test_durations() -> None:
+def test_durations_are_formatted() -> None:
     assert [duration(s) for s in (0, 59.4, 60, 3599, 3660, 90000)] == [
         "0s",
         "59s",
@@ -104,12 +104,12 @@ def test_durations() -> None:
 
 
 @pytest.mark.parametrize("written", ["8999-01-01T00:00:00Z", "2026-02-30T00:00:00Z", "never", "2026-01-01T00:00:00", 3])
-def test_a_time_that_nobody_can_compute_with_does_not_hold_progress_up(written: Any) -> None:
+def test_an_impossible_duration_does_not_hold_up_the_progress(written: Any) -> None:
     fresh = show_progress({"step": 1, "updatedAt": written}, {"step": 2}, NOW, at_once=False)
     assert (fresh["step"], fresh["updatedAt"]) == (2, "2026-01-01T00:00:00Z")
 
 
-# ------------------------------------------------------------ ranks that lag
+# ------------------------------------------------------------ lagging ranks
 
 
 def lagging(stragglers: Any, *, shown: Any = (), state: CoordinatorState = CoordinatorState.RUNNING) -> View:
@@ -125,7 +125,7 @@ def lagging(stragglers: Any, *, shown: Any = (), state: CoordinatorState = Coord
     return View(job, status, World(pods=tuple(pods), report=report), NOW)
 
 
-def test_a_rank_that_lags_is_shown_with_its_pod() -> None:
+def test_a_lagging_rank_is_shown_with_its_pod() -> None:
     found = show_stragglers(lagging([{"rank": 1, "slowdown": 1.84}, {"rank": 2, "slowdown": 2}]))
     assert found == [
         {"rank": 2, "pod": "job-0-0", "slowdown": 2.0, "since": "2026-01-01T00:00:00Z"},
@@ -152,19 +152,19 @@ def test_a_rank_that_lags_is_shown_with_its_pod() -> None:
         [{"rank": 1}],
     ],
 )
-def test_what_names_no_rank_of_the_job_is_not_shown(reported: Any) -> None:
+def test_an_unknown_rank_is_not_shown(reported: Any) -> None:
     assert show_stragglers(lagging(reported)) == []
 
 
-def test_what_is_shown_is_bounded() -> None:
+def test_the_displayed_values_are_bounded() -> None:
     many = [{"rank": rank % 4, "slowdown": 1e18} for rank in range(1000)]
     found = show_stragglers(lagging(many))
     assert [entry["rank"] for entry in found] == [0, 1, 2, 3] and {entry["slowdown"] for entry in found} == {1000.0}
     assert len(read_figures({"stragglers": [{"rank": n, "slowdown": 2} for n in range(99)]}, "")["stragglers"]) == 8
 
 
-def test_a_rank_stays_for_a_minute_and_its_episode_is_one_event() -> None:
-    """A script that changes its mind at each report makes one event a minute, not one each time."""
+def test_a_lagging_rank_stays_for_a_minute_and_its_episode_is_one_event() -> None:
+    """A script whose reports alternate makes one event a minute, not one for each report."""
     status, events = JobStatus(), 0
     for second in range(0, 300, 2):
         now = NOW + timedelta(seconds=second)
@@ -181,7 +181,7 @@ def test_a_rank_stays_for_a_minute_and_its_episode_is_one_event() -> None:
     assert show_stragglers(replace(later, now=NOW + timedelta(minutes=10))) == [], "but not for longer"
 
 
-def test_ranks_that_are_swapped_take_no_blame_along() -> None:
+def test_swapped_ranks_do_not_inherit_a_lag() -> None:
     view = lagging([{"rank": 2, "slowdown": 2}])
     shown = show_stragglers(view)
     assert [entry["pod"] for entry in shown] == ["job-0-0"]
@@ -190,7 +190,7 @@ def test_ranks_that_are_swapped_take_no_blame_along() -> None:
     next_round = replace(view.report, members=swapped, round=2, progress={"step": 3})
     status = replace(view.status, progress={"step": 3, "stragglers": shown})
     later = replace(view, status=status, world=replace(view.world, report=next_round), now=NOW + timedelta(seconds=5))
-    assert show_stragglers(later) == [], "the minute is that of the pod"
+    assert show_stragglers(later) == [], "the minute belongs to the pod"
     again = replace(next_round, progress=view.report.progress)
     (entry,) = show_stragglers(replace(later, world=replace(view.world, report=again)))
     assert (entry["pod"], entry["since"]) == ("job-1-0", "2026-01-01T00:00:05Z")
@@ -198,7 +198,7 @@ def test_ranks_that_are_swapped_take_no_blame_along() -> None:
     assert "rank 2 (job-1-0" in event.message
 
 
-def test_a_lag_that_lasts_is_one_event_with_pod_and_node() -> None:
+def test_a_lasting_lag_is_one_event_with_pod_and_node() -> None:
     first = show_stragglers(lagging([{"rank": 1, "slowdown": 2}]))
     (event,) = change_events(JobStatus(), JobStatus(progress={"stragglers": first}))
     assert event.reason == "RankLags"
@@ -216,7 +216,7 @@ def test_a_lag_that_lasts_is_one_event_with_pod_and_node() -> None:
     assert change_events(JobStatus(progress={"stragglers": first}), JobStatus(progress={"stragglers": later})) == []
 
 
-def test_nobody_lags_while_the_group_does_not_run() -> None:
+def test_no_rank_lags_while_the_group_does_not_run() -> None:
     for state in (CoordinatorState.RESTARTING, CoordinatorState.FORMING):
         assert show_stragglers(lagging([{"rank": 1, "slowdown": 2}], state=state)) == []
 
@@ -224,8 +224,8 @@ def test_nobody_lags_while_the_group_does_not_run() -> None:
 @pytest.mark.parametrize(
     "state", [None, *(state for state in CoordinatorState if state is not CoordinatorState.RUNNING)]
 )
-def test_of_a_job_that_has_ended_or_stands_still_nobody_is_shown(state: CoordinatorState | None) -> None:
-    """Not even for the minute, and not where there is no report any more."""
+def test_no_lagging_rank_of_an_ended_or_hanging_job_is_shown(state: CoordinatorState | None) -> None:
+    """The minute does not apply either, nor does a missing report matter."""
     shown = show_stragglers(lagging([{"rank": 1, "slowdown": 2}]))
     view = lagging([{"rank": 1, "slowdown": 2}], shown=shown, state=state or CoordinatorState.RUNNING)
     view = view if state else replace(view, world=replace(view.world, report=None))
@@ -235,7 +235,7 @@ def test_of_a_job_that_has_ended_or_stands_still_nobody_is_shown(state: Coordina
     assert after["step"] == 3 and "stragglers" not in after
 
 
-def test_a_job_that_is_suspended_has_no_ranks_that_lag() -> None:
+def test_a_suspended_job_has_no_lagging_ranks() -> None:
     job, pods = running(2)
     lags = {"step": 5, "stragglers": [{"rank": 1, "slowdown": 2.0}]}
     job, _ = seen(job, 10, pods, replace(report(CoordinatorState.RUNNING, *[MemberState.RUNNING] * 2), progress=lags))
@@ -245,7 +245,9 @@ def test_a_job_that_is_suspended_has_no_ranks_that_lag() -> None:
     assert "stragglers" not in job.status.progress and job.status.progress["step"] == 5
 
 
-def test_half_a_character_in_a_name_is_escaped() -> None:
-    """The API server stored another character in its place, and each look found a progress that differed."""
+def test_a_lone_surrogate_in_a_name_is_escaped() -> None:
+    """Regression: the API server stored a different character, so each look found a changed
+    progress.
+    """
     shown = show_progress({}, {"step": 1, "eta": "\ud800", "metrics": {"a\ud800": 2.0}}, NOW, at_once=True)
     assert shown["metrics"] == {"a\\ud800": 2.0} and shown["eta"] == "\\ud800"

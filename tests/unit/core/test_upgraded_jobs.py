@@ -1,4 +1,6 @@
-"""Jobs that another release of the operator began: what runs stays, and what must be made again is made with ours."""
+"""Jobs begun by a different release of the operator: running pods stay, and new pods use this
+release's runtime.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +58,13 @@ STATUS = {
     "slots": [{"attempt": 0, "node": "n2", "state": "Running"}, {"attempt": 0, "node": "n1", "state": "Running"}],
     "startTime": "2026-11-22T14:34:53Z",
 }
-"""The status of a running job, less what `begun` adds."""
+"""The status of a running job, without the fields that `begun` adds."""
 
 
 def begun(release: str, **fields: Any) -> DDPJob:
-    """A running job of two nodes whose pods another release made, of this version of the protocol."""
+    """A running job of two nodes whose pods a different release created, with this version of the
+    protocol.
+    """
     spec = {"image": "image", "nodes": 2, **({} if "command" in fields else {"script": "train.py"}), **fields}
     body: Json = {"metadata": {"name": "job", "namespace": "space", "uid": "uid", "generation": 1}, "spec": spec}
     job = DDPJob.read({**body, "status": STATUS})
@@ -93,17 +97,19 @@ def after(job: DDPJob, *seen: PodView, **world: Any) -> Decision:
 
 
 RELEASES = [str(protocol.VERSION), str(protocol.VERSION + 1)]
-"""One of our own protocol whose runtime is gone, and an invented next one, from which this is the way back."""
+"""A release of our own protocol whose runtime is gone, and an invented next release, as in a
+rollback.
+"""
 
 
 @pytest.mark.parametrize("kind", [{}, {"recovery": {"mode": "Fast"}}, {"command": ["train"]}], ids=str)
 @pytest.mark.parametrize("release", RELEASES)
-def test_pods_of_another_release_stay(release: str, kind: Json) -> None:
+def test_pods_of_a_different_release_are_kept(release: str, kind: Json) -> None:
     job = begun(release, **kind)
     decision = after(job, *pods(0, 1))
     assert not [a for a in decision.actions if isinstance(a, Creation | DeletePod)], "not even a ConfigMap"
     assert decision.status.rendezvous.generation == 0 and not decision.status.restarts.total
-    assert decision.status.template_hash == job.status.template_hash, "the other release may come back"
+    assert decision.status.template_hash == job.status.template_hash, "the other release may return"
     assert decision.status.runtime == job.status.runtime
     again = after(replace(job, status=decision.status), *pods(0, 1))
     assert again.status == decision.status and not again.actions
@@ -111,8 +117,8 @@ def test_pods_of_another_release_stay(release: str, kind: Json) -> None:
 
 @pytest.mark.parametrize("kind", [{}, {"recovery": {"mode": "Fast"}}, {"command": ["train"]}], ids=str)
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_lost_pod_of_theirs_is_a_generation_with_our_runtime(release: str, kind: Json) -> None:
-    """A pod of ours alone could not speak with its peers."""
+def test_a_lost_pod_of_theirs_begins_a_generation_with_our_runtime(release: str, kind: Json) -> None:
+    """A single pod of ours could not talk to its peers."""
     decision = after(begun(release, **kind), *pods(0))
     status = decision.status
     assert [(r.pod, r.reason, r.counted) for r in status.restarts.recent] == [("job-1-0", "Deleted", False)]
@@ -125,7 +131,7 @@ def test_a_lost_pod_of_theirs_is_a_generation_with_our_runtime(release: str, kin
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_so_is_a_lost_coordinator_in_fast(release: str) -> None:
+def test_a_lost_coordinator_in_fast_begins_a_generation_with_our_runtime(release: str) -> None:
     decision = after(begun(release, recovery={"mode": "Fast"}), *pods(0, 1)[:2])
     assert [(r.reason, r.round) for r in decision.status.restarts.recent] == [("CoordinatorLost", 1)]
     assert decision.status.rendezvous.generation == 1
@@ -134,7 +140,7 @@ def test_so_is_a_lost_coordinator_in_fast(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_and_so_are_more_nodes_but_not_fewer(release: str) -> None:
+def test_more_nodes_begin_a_generation_with_our_runtime_but_fewer_do_not(release: str) -> None:
     more, fewer = begun(release, nodes=3), begun(release, nodes=1)
     assert after(more, *pods(0, 1)).status.rendezvous.generation == 1
     decision = after(fewer, *pods(0, 1))
@@ -142,13 +148,13 @@ def test_and_so_are_more_nodes_but_not_fewer(release: str) -> None:
     assert {a.name for a in decision.actions if isinstance(a, DeletePod)} == {"job-1-0"}
 
 
-def test_more_spares_are_not_called_more_nodes() -> None:
+def test_more_spares_are_not_reported_as_more_nodes() -> None:
     decision = after(begun(RELEASES[1], spares=1), *pods(0, 1))
     assert decision.status.rendezvous.generation == 1
     assert decision.status.restarts.recent[-1].message == "spec.spares changed from 0 to 1"
 
 
-def test_pods_that_the_other_operator_had_only_planned_begin_a_generation_too() -> None:
+def test_pods_that_the_other_release_had_only_planned_begin_a_generation_too() -> None:
     job = begun(RELEASES[1])
     planned = replace(job.status.slots[1], state=SlotState.PLANNED, attempt=1)
     job = replace(job, status=replace(job.status, slots=(job.status.slots[0], planned)))
@@ -158,7 +164,7 @@ def test_pods_that_the_other_operator_had_only_planned_begin_a_generation_too() 
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_job_of_theirs_that_was_suspended_resumes_with_our_runtime(release: str) -> None:
+def test_a_suspended_job_of_theirs_resumes_with_our_runtime(release: str) -> None:
     job = begun(release)
     suspend = replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True))
     suspended = after(replace(job, spec=suspend), *pods(0, 1)).status
@@ -171,7 +177,7 @@ def test_a_job_of_theirs_that_was_suspended_resumes_with_our_runtime(release: st
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_another_spec_or_key_replaces_their_pods_as_it_does_ours(release: str) -> None:
+def test_a_different_spec_or_key_replaces_their_pods_like_ours(release: str) -> None:
     assert after(begun(release), *pods(0, 1), key_mark="other").status.restarts.recent[-1].reason == "KeyChanged"
     job = begun(release)
     changed = replace(job, spec=begun(release, image="another").spec)

@@ -1,4 +1,6 @@
-"""What a View derives: it belongs to the current attempts and generation, and follows the status."""
+"""The derived values of a View: they belong to the current attempts and generation, and follow the
+status.
+"""
 
 from __future__ import annotations
 
@@ -33,38 +35,38 @@ def view(world: World | None = None, progress: dict[str, Any] | None = None, **s
     return View(job, status, world or World(pods=PODS), NOW)
 
 
-def test_pods_are_those_of_the_slots_attempts() -> None:
+def test_pods_are_those_of_the_slots_current_attempts() -> None:
     assert [pod.uid if pod else None for pod in view().pods] == ["b", "c", None]
     assert view().current_names == {"job-0-1", "job-1-0", "job-2-7", "job-coordinator-2-1"}
 
 
-def test_the_coordinator_is_a_pod_of_its_own_or_slot_0() -> None:
+def test_the_coordinator_is_a_separate_pod_or_slot_0() -> None:
     dedicated, master = view().coordinator, view(rendezvous={"placement": "Master"}).coordinator
     assert dedicated is not None and dedicated.uid == "d"
     assert master is not None and master.uid == "b"
 
 
-def test_it_follows_the_status() -> None:
+def test_the_view_follows_the_status() -> None:
     first = view()
     assert first.pods[0] is not None
     second = first.with_status(replace(first.status, slots=(Slot(attempt=2),)))
     assert second.pods == (None,) and (second.job, second.world, second.now) == (first.job, first.world, first.now)
 
 
-def test_a_report_of_another_generation_is_none_but_its_progress_counts() -> None:
+def test_of_a_report_of_another_generation_only_the_progress_counts() -> None:
     old, current = (Report(n, CoordinatorState.RUNNING, 2, 2, (1.0, 60.0), progress={"step": 3}) for n in (1, 2))
     assert view(World(report=current)).report is current
     assert view(World(report=old)).report is None
     assert view(World(report=old)).trained and view(progress={"percent": 1}).trained and not view().trained
 
 
-def test_the_claims_problem() -> None:
+def test_a_missing_claim_is_a_problem() -> None:
     missing = view(World(claims=(ClaimView(name="data", exists=False),))).claim_problem
     assert missing is not None and missing.reason == "ClaimNotFound"
     assert view().claim_problem is None
 
 
 @pytest.mark.parametrize("value", [True, None, "3", float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number(value: Any) -> None:
+def test_invalid_numbers_are_unknown(value: Any) -> None:
     assert not is_number(value)
     assert is_number(3) and is_number(-0.5) and is_number(10**400)

@@ -1,4 +1,4 @@
-"""Which claims can serve a job, and which of those that exist is its own."""
+"""Which claims can serve a job, and which existing claims are its own."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ def problem(claim: ClaimView, job: DDPJob | None = None) -> str:
     return f"{found.reason}: {found.message}" if found else ""
 
 
-def test_a_claim_that_is_missing_is_made_where_the_job_makes_it() -> None:
+def test_a_missing_claim_is_created_if_the_job_has_a_template() -> None:
     assert problem(ABSENT) == "" and lacks_claim(making(), World(claims=(ABSENT,)))
     named = job_with(storage={"checkpoints": {"claimName": "job-checkpoints"}})
     assert problem(ABSENT, named).startswith("ClaimNotFound") and not lacks_claim(named, World(claims=(ABSENT,)))
-    assert not lacks_claim(making(), World()), "it is not looked at while pods run"
+    assert not lacks_claim(making(), World()), "the claim is not checked while pods run"
 
 
-def test_a_claim_that_is_gone_after_training_is_not_made_again() -> None:
-    """Training would begin from nothing without anybody's notice."""
+def test_a_claim_that_vanished_after_training_is_not_recreated() -> None:
+    """Training would silently begin from scratch."""
     message = problem(ABSENT, making(trained=True, claim_made=True))
     assert message.startswith("ClaimNotFound") and FIELD in message and "claimName" in message
     assert problem(ABSENT, making(claim_made=True)) == "", "it was empty"
 
 
-def test_a_job_that_has_trained_elsewhere_may_have_its_first_claim_made() -> None:
+def test_a_job_that_has_trained_elsewhere_may_get_its_first_claim() -> None:
     job = making(trained=True)
     assert problem(ABSENT, job) == "" and lacks_claim(job, World(claims=(ABSENT,)))
     mine, theirs = (replace(OURS, made_for=name) for name in ("job", "other"))
@@ -67,7 +67,7 @@ def test_a_job_that_has_trained_elsewhere_may_have_its_first_claim_made() -> Non
     ]  # fmt: skip
 
 
-def test_the_made_claim_is_looked_at_whenever_a_pod_is_missing() -> None:
+def test_the_created_claim_is_checked_whenever_a_pod_is_missing() -> None:
     running = (Slot(state=SlotState.RUNNING), Slot(state=SlotState.RUNNING))
     job = making(claim_made=True)
     job = replace(job, status=replace(job.status, active=2, slots=running))
@@ -84,18 +84,18 @@ def test_the_made_claim_is_looked_at_whenever_a_pod_is_missing() -> None:
     named = job_with(storage={"checkpoints": {"claimName": "a"}})
     assert list_claims_to_read(named, ()) == ("a",), "before the first pod"
     three = replace(named, spec=replace(named.spec, nodes=3), status=job.status)
-    assert list_claims_to_read(three, (first, second)) == (), "it serves two"
+    assert list_claims_to_read(three, (first, second)) == (), "it can serve two pods"
 
 
-def test_a_claim_of_a_job_that_grows_from_one_node_is_looked_at() -> None:
+def test_a_claim_is_checked_when_a_job_grows_from_one_node() -> None:
     one = job_with(nodes=1, storage={"checkpoints": {"claimName": "a"}})
     one = replace(one, status=replace(one.status, active=1, slots=(Slot(state=SlotState.RUNNING),)))
     first = PodView(name="job-0-0", uid="1", role=Role.NODE, index=0, host="n1")
     assert list_claims_to_read(one, (first,)) == ()
     two = replace(one, spec=replace(one.spec, nodes=2))
-    assert list_claims_to_read(two, (first,)) == ("a",), "before the second pod is made"
+    assert list_claims_to_read(two, (first,)) == ("a",), "before the second pod is created"
     planned = replace(two, status=replace(two.status, slots=(*two.status.slots, Slot(attempt=1))))
-    assert list_claims_to_read(planned, (first,)) == ("a",), "and as long as it is not"
+    assert list_claims_to_read(planned, (first,)) == ("a",), "and until it is created"
 
 
 def naming(
@@ -108,9 +108,9 @@ def naming(
 
 
 def test_a_folder_belongs_to_the_job_that_began_with_it() -> None:
-    """Three jobs on one claim replaced each other's files, and nothing said so."""
+    """Regression: three jobs on one claim silently replaced each other's files."""
     first = naming("first", begun=True, created=9)
-    assert find_folder_user(naming("second"), [first]) == "", "each has its own"
+    assert find_folder_user(naming("second"), [first]) == "", "each job has its own folder"
     assert find_folder_user(naming("second", subPath="./first/"), [first]).startswith("first, which is ")
     assert find_folder_user(replace(first, name="again"), [naming("x", begun=True)]) == "", "it has begun"
     assert find_folder_user(naming("second", subPath="first", readOnly=True), [first]) == ""
@@ -126,7 +126,7 @@ def test_a_folder_belongs_to_the_job_that_began_with_it() -> None:
     assert find_folder_user(waited, [first]).startswith("first") and find_folder_user(first, [waited]) == ""
 
 
-def test_of_two_that_begin_at_once_the_older_one_gets_the_folder() -> None:
+def test_of_two_jobs_that_begin_at_once_the_older_one_gets_the_folder() -> None:
     one, two = (naming(name, subPath="same", created=n) for n, name in enumerate(("one", "two")))
     assert find_folder_user(one, [one, two]) == "" and find_folder_user(two, [one, two]).startswith("one")
     waits = with_condition(JobStatus(), ConditionType.SCHEDULED, False, "FolderTaken", "", NOW)
@@ -142,14 +142,14 @@ def test_a_job_whose_folder_is_taken_gets_no_pods() -> None:
     assert root is not None and root.message.startswith("the root of claim c is in use")
 
 
-def test_a_new_job_is_told_to_have_a_folder_of_its_own() -> None:
+def test_a_new_job_gets_advice_to_use_a_separate_folder() -> None:
     job = naming("second")
     assert decide(job, World(runtime_offered="r"), NOW).status.own_folder
     old = replace(job, status=replace(decide(job, World(runtime_offered="r"), NOW).status, own_folder=False))
     assert not decide(old, World(runtime_offered="r"), NOW).status.own_folder
 
 
-def test_the_jobs_own_and_one_kept_for_it_serve() -> None:
+def test_the_jobs_own_claim_and_one_kept_for_it_can_be_used() -> None:
     assert problem(OURS) == ""
     assert problem(replace(OURS, owners=("uid",)), making({"whenDeleted": "Delete"})) == ""
     assert problem(replace(OURS, made_by="earlier")) == "", "an earlier job of this name kept it"
@@ -166,18 +166,18 @@ def test_the_jobs_own_and_one_kept_for_it_serve() -> None:
         ),
         ({"template": "another"}, "made by this job from a different claimTemplate"),
         ({"made_by": "earlier", "owners": ("earlier",)}, "an earlier job"),
-        ({"owners": ("x",)}, "removed with another object"),
+        ({"owners": ("x",)}, "will be deleted with its owner"),
         ({"owners": ("uid",)}, "to keep it, run kubectl patch pvc job-checkpoints --namespace space --patch '{"),
         ({"deleting": True}, "is being removed"),
     ],
 )
-def test_what_is_not_the_jobs_is_never_used(change: dict[str, Any], says: str) -> None:
+def test_a_claim_of_another_owner_is_never_used(change: dict[str, Any], says: str) -> None:
     message = problem(replace(OURS, **change))
     assert message.startswith("ClaimTaken") and says in message and FIELD in message
 
 
-def test_a_claim_that_goes_with_the_job_is_not_used_where_the_spec_does_not_say_so() -> None:
-    """The template may be taken away and written again, and the owner stays."""
+def test_a_claim_that_is_deleted_with_the_job_needs_a_spec_that_says_so() -> None:
+    """The template may be removed and added again, while the owner reference stays."""
     for kind in ("checkpoints", "data"):
         named = job_with(storage={kind: {"claimName": "job-checkpoints"}})
         message = problem(replace(OURS, owners=("x", "uid")), named)
@@ -188,7 +188,7 @@ def test_a_claim_that_goes_with_the_job_is_not_used_where_the_spec_does_not_say_
         assert problem(theirs, named) == "", "whose user has made the job its owner"
 
 
-def test_access_modes_are_judged_before_the_claim_is_made() -> None:
+def test_access_modes_are_checked_before_the_claim_is_created() -> None:
     single = {"spec": {**SPEC, "accessModes": ["ReadWriteOnce"]}}
     message = problem(ABSENT, making(single))
     assert message.startswith("VolumeSingleNode") and f"{FIELD}.spec.accessModes [ReadWriteMany]" in message
@@ -198,7 +198,7 @@ def test_access_modes_are_judged_before_the_claim_is_made() -> None:
     assert problem(ABSENT, making(only_pod, scheduling={"onePodPerNode": False})).startswith("VolumeSingleNode")
 
 
-def test_names_of_claims() -> None:
+def test_claim_names_are_derived_from_the_job() -> None:
     assert making().claims == ("job-checkpoints",) and making().made_claim == "job-checkpoints"
     both = job_with(storage={"checkpoints": {"claimName": "a"}, "data": {"claimName": "a"}})
     assert both.claims == ("a",) and both.made_claim == ""

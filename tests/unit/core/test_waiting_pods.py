@@ -1,4 +1,4 @@
-"""What is said of pods with which nothing has failed, and which do not begin."""
+"""Messages about pods that have not failed and do not start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def placed(index: int, **fields: Any) -> PodView:
     return pod(index, CREATING, phase="Pending", scheduled=later(0), **fields)
 
 
-def test_a_scheduler_that_does_not_exist_is_named_with_its_field() -> None:
+def test_a_missing_scheduler_is_reported_with_its_field() -> None:
     scheduling = {"schedulerName": "fair-share"}
     pods = unplaced(0), unplaced(1), COORDINATOR
     assert shown(ConditionType.SCHEDULED, 29, *pods, scheduling=scheduling).reason == "Placing"
@@ -38,7 +38,7 @@ def test_a_scheduler_that_does_not_exist_is_named_with_its_field() -> None:
     assert silent.reason == "SchedulerSilent"
     assert silent.message == (
         "pod job-0-0: no scheduler has reported on it since 2026-01-01T00:00:00Z; "
-        "check that the scheduler fair-share runs, which spec.scheduling.schedulerName names"
+        "check that the scheduler fair-share (spec.scheduling.schedulerName) is running"
     )
     assert "resource claims" in shown(ConditionType.SCHEDULED, 30, *pods).message
     coordinator = replace(COORDINATOR, host="", phase="Pending", containers={})
@@ -62,23 +62,22 @@ def test_a_gate_is_shown_at_once_with_kubernetes_own_reason() -> None:
     assert found.message == "pod job-0-0: Scheduling is blocked due to non-empty scheduling gates"
 
 
-def test_volumes_that_cannot_be_mounted_are_shown_with_where_to_look() -> None:
+def test_volumes_that_cannot_be_mounted_are_reported_with_where_to_look() -> None:
     pods = placed(0, prepared=False), placed(1, prepared=False), COORDINATOR
     assert shown(ConditionType.RUNNING, 29, *pods).message == "0 of 2 nodes run"
     found = shown(ConditionType.RUNNING, 30, *pods)
     assert found.reason == "PodNotPrepared"
     assert found.message == (
         "0 of 2 nodes run; pod job-0-0 on Kubernetes node n0 has waited for its volumes or its network since "
-        "2026-01-01T00:00:00Z: a Secret, a folder or a driver may be missing, which `kubectl describe pod job-0-0` "
-        "names"
+        "2026-01-01T00:00:00Z: a Secret, a folder or a driver may be missing; see `kubectl describe pod job-0-0`"
     )
     coordinator = replace(COORDINATOR, containers={}, scheduled=later(0), prepared=False, address="")
     found = shown(ConditionType.RUNNING, 30, pod(0), pod(1), coordinator)
     assert found.reason == "PodNotPrepared" and "; pod job-coordinator-0 on" in found.message
 
 
-def test_an_init_container_that_takes_long_is_named() -> None:
-    """Of those that run it is the last one: sidecars that were begun before it stay."""
+def test_an_init_container_that_takes_long_is_reported() -> None:
+    """Among running ones it is the last, because earlier sidecars stay."""
     proxy, fetch = ContainerView(started=later(1)), ContainerView(started=later(3))
     waiting = {"proxy": proxy, "fetch": fetch, "later": ContainerView(waiting_reason="PodInitializing")}
     pods = placed(0, init_containers=waiting, prepared=True), pod(1), COORDINATOR
@@ -89,8 +88,8 @@ def test_an_init_container_that_takes_long_is_named() -> None:
     )
 
 
-def test_a_sidecar_that_runs_is_nothing_that_a_pod_waits_for() -> None:
-    """As kubelets show a native sidecar while the trainer's image is pulled."""
+def test_a_running_sidecar_is_not_a_reason_to_wait() -> None:
+    """Kubelets show a native sidecar like this while the trainer's image is pulled."""
     labels = {"ddpjob.io/role": "node", "ddpjob.io/index": "0"}
     conditions = [
         {"type": "Initialized", "status": "True"},
@@ -112,12 +111,12 @@ def test_a_sidecar_that_runs_is_nothing_that_a_pod_waits_for() -> None:
 
 
 @pytest.mark.parametrize("prepared", [True, None])
-def test_an_image_that_takes_long_is_no_other_reason(prepared: bool | None) -> None:
+def test_a_slow_image_pull_is_not_reported_as_another_reason(prepared: bool | None) -> None:
     found = shown(ConditionType.RUNNING, 40, placed(0, prepared=prepared), pod(1), COORDINATOR)
     assert found.reason == "NodesMissing" and "image is being pulled" in found.message
 
 
-def test_what_a_pod_s_conditions_say_is_read() -> None:
+def test_a_pods_conditions_are_read() -> None:
     def read(*conditions: dict[str, str]) -> PodView:
         meta = {"name": "p", "uid": "u", "labels": {"ddpjob.io/role": "node"}}
         return read_pod({"metadata": meta, "status": {"conditions": list(conditions)}})
@@ -140,7 +139,7 @@ def test_what_a_pod_s_conditions_say_is_read() -> None:
         (unplaced(1), "pod job-1-0: no scheduler has reported on it since 2026-01-01T00:00:00Z"),
     ],
 )
-def test_a_smaller_group_says_what_its_missing_pod_waits_for(waiting: PodView, says: str) -> None:
+def test_a_smaller_group_reports_why_its_missing_pod_waits(waiting: PodView, says: str) -> None:
     job, pods = running(2, elastic={"minNodes": 1})
     job, _ = seen(job, 60, (pods[0], waiting, pods[-1]), report(CoordinatorState.RUNNING, MemberState.RUNNING))
     condition = job.status.condition(ConditionType.RUNNING)

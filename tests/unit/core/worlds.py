@@ -1,4 +1,4 @@
-"""Jobs, their pods and their reports as `decide` sees them: the fewest words for a job that runs."""
+"""Jobs, their pods and their reports as `decide` sees them. The defaults describe a running job."""
 
 from __future__ import annotations
 

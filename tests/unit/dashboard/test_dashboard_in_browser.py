@@ -1,4 +1,6 @@
-"""The dashboard in a real Chromium: 1,000 jobs, narrow and wide, light and dark, by keyboard, live, without errors."""
+"""The dashboard in a real Chromium: 1,000 jobs, narrow and wide, light and dark, by keyboard, with
+live updates.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ METRICS = "\n".join(
 async def page(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Page, str, Path]]:
-    """A tab with the list of `request.param` jobs, the server's address, and the folder of the runs."""
+    """Yield a tab with the list of `request.param` jobs, the server's address, and the folder of
+    the runs.
+    """
     monkeypatch.setenv(RUNS_VARIABLE, str(tmp_path))
     with runs(tmp_path, request.param), Fleet(ProcessBackend()) as fleet:
         async with served(fleet, "secret") as address, browser_page() as tab:
@@ -76,12 +80,13 @@ BARS = """(() => {
     return (a + 0.05) / (b + 0.05) < 3;
   }).map((bar) => bar.getAttribute("class"));
 })()"""
-"""Parts of the time line whose contrast with the panel is below 3:1, which WCAG asks of graphics."""
+"""Parts of the timeline whose contrast with the panel is below 3:1, the WCAG minimum for graphics.
+"""
 TALL = """[...document.querySelectorAll(".panel .scroll tr")].filter((row) => {
   const why = row.querySelector(".why");
   return why && (why.getBoundingClientRect().right > innerWidth || (!why.textContent.trim() && row.offsetHeight > 150));
 }).length"""
-"""Rows whose message is beyond the edge of a narrow screen, or that are tall although they have none."""
+"""Rows whose message is beyond the edge of a narrow screen, or that are tall without a message."""
 UNNAMED = """[...document.querySelectorAll("a, button, input, select, progress, [role=img], [role=region]")].filter(
   (node) => node.checkVisibility() && node.type !== "hidden"
   && !(node.textContent.trim() || node.getAttribute("aria-label") || node.labels?.length))
@@ -89,7 +94,7 @@ UNNAMED = """[...document.querySelectorAll("a, button, input, select, progress, 
 
 
 @pytest.mark.parametrize("page", [JOBS], indirect=True)
-async def test_pages_in_a_browser(page: tuple[Page, str, Path]) -> None:
+async def test_the_pages_work_in_a_browser(page: tuple[Page, str, Path]) -> None:
     tab, address, folder = page
     bodies = [record(number, datetime.now(UTC)) for number in range(JOBS)]
     restarted = next(b for b in bodies if b["status"]["phase"] == "Running" and b["status"]["restarts"]["total"] > 2)
@@ -98,7 +103,8 @@ async def test_pages_in_a_browser(page: tuple[Page, str, Path]) -> None:
     (place.checkpoints / "run").mkdir(parents=True)
     (place.checkpoints / "run" / "metrics.jsonl").write_text(METRICS)
 
-    # The list: all jobs counted, a hundred on a page, the filter by keyboard, without another page being opened.
+    # The list shows all jobs counted, a hundred on a page, and is filtered by keyboard without
+    # loading another page.
     assert await tab.js("document.querySelector('.figures dd').textContent") == "1\u202f000"
     assert await tab.js("document.querySelectorAll('tbody tr').length") == 100
     await tab.until("document.getElementById('live').textContent === 'live'")
@@ -110,7 +116,7 @@ async def test_pages_in_a_browser(page: tuple[Page, str, Path]) -> None:
     await tab.until("document.querySelectorAll('tbody tr').length === 1")
     assert await tab.js("document.activeElement.id") == "q" and name in await tab.js("location.search")
 
-    # Live: a change of the record appears by itself, and what has the focus keeps it.
+    # A change of the record appears by itself, and the focus stays.
     await tab.js(f"document.querySelector('a[href=\"/jobs/default/{name}\"]').focus()")
     body = json.loads(place.status.read_text())
     body["status"]["progress"] |= {"display": "epoch 77/99", "percent": 77}
@@ -124,7 +130,8 @@ async def test_pages_in_a_browser(page: tuple[Page, str, Path]) -> None:
         write_record(place, body)
         await tab.until(f"document.getElementById('changes').textContent === '{name} is {phase}'")
 
-    # A job, opened with Enter: curves that uPlot has drawn, rounds, restarts; then its log and its manifest.
+    # A job opens with Enter and shows uPlot's curves, rounds and restarts, then its log and its
+    # manifest.
     await tab.key("Enter")
     await tab.until("document.querySelectorAll('#charts canvas').length === 3")
     assert await tab.js("document.querySelectorAll('svg.timeline rect.restart').length > 2")
@@ -158,8 +165,8 @@ async def test_pages_in_a_browser(page: tuple[Page, str, Path]) -> None:
 
 
 @pytest.mark.parametrize("page", [1], indirect=True)
-async def test_the_policy_of_the_pages_is_in_force(page: tuple[Page, str, Path]) -> None:
-    """A script that got into a page would not run: what the other test calls no problem would be one."""
+async def test_the_content_security_policy_of_the_pages_is_enforced(page: tuple[Page, str, Path]) -> None:
+    """An injected script would not run, so the other test would not notice it."""
     tab, address, _ = page
     await tab.js("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.evil = 1\">')")
     await tab.js(
@@ -175,7 +182,7 @@ async def test_the_policy_of_the_pages_is_in_force(page: tuple[Page, str, Path])
 
 
 @pytest.mark.parametrize("page", [1], indirect=True)
-async def test_a_press_of_the_button_reads_the_pods_once(
+async def test_pressing_the_button_reads_the_pods_once(
     page: tuple[Page, str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tab, address, folder = page

@@ -1,4 +1,6 @@
-"""The dashboard over HTTP, with records of this machine's jobs: what pages show, who may ask, and hostile jobs."""
+"""The dashboard over HTTP with records of this machine's jobs: content of pages, authorization, and
+hostile jobs.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def names(folder: Path) -> Iterator[list[str]]:
 
 
 class Web:
-    """A browser's requests with the session's cookie."""
+    """Send a browser's requests with the session's cookie."""
 
     def __init__(self, address: str, session: aiohttp.ClientSession) -> None:
         self.address, self.session = address, session
@@ -89,12 +91,12 @@ async def opened(*, signed_in: bool = True) -> AsyncIterator[Web]:
 
 
 def text(page: str) -> str:
-    """What a reader sees, roughly."""
+    """Return roughly the text that a reader sees."""
     return " ".join(re.sub(r"<[^>]+>", " ", page).split())
 
 
 async def raw(web: Web, header: bytes, wanted: bytes) -> None:
-    """Asks with a header that no client would send."""
+    """Send a request with a header that no client would send."""
     reader, writer = await asyncio.open_connection("127.0.0.1", web.port)
     writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % header)
     assert wanted in await reader.readline()
@@ -102,7 +104,9 @@ async def raw(web: Web, header: bytes, wanted: bytes) -> None:
 
 
 async def soon(read: Any, wanted: Any) -> Any:
-    """The first answer of `read` that is wanted. A machine that stands still while it is read costs nothing."""
+    """Return the first result of `read` that is `wanted`, so that a pause of the machine does not
+    matter.
+    """
     end = time.monotonic() + 20 * slowness()
     while not wanted(answer := await read()):
         assert time.monotonic() < end, answer
@@ -144,7 +148,7 @@ async def test_filters_sorting_and_wrong_queries(names: list[str]) -> None:
             assert "<script>" not in (await web.get(f"/?{query}")).replace("<script src", "")
 
 
-async def test_a_job_has_its_restarts_pods_events_and_manifest(names: list[str]) -> None:
+async def test_a_job_page_has_its_restarts_pods_events_and_manifest(names: list[str]) -> None:
     name = next(name for name in names if record_of(name)["status"]["restarts"]["total"] >= 3)
     restarts = record_of(name)["status"]["restarts"]["recent"]
     async with opened() as web:
@@ -167,7 +171,7 @@ async def test_a_job_has_its_restarts_pods_events_and_manifest(names: list[str])
             await web.get(path, 404)
 
 
-async def test_what_a_job_has_written_is_text(folder: Path) -> None:
+async def test_texts_of_a_job_are_escaped(folder: Path) -> None:
     body = record(4, datetime.now(UTC))  # with restarts
     name = body["metadata"]["name"]
     status = body["status"]
@@ -196,7 +200,7 @@ async def test_what_a_job_has_written_is_text(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-async def test_a_restart_that_a_suspension_cut_short_is_not_awaited(before: bool, folder: Path) -> None:
+async def test_a_restart_that_a_suspension_interrupted_is_not_shown_as_pending(before: bool, folder: Path) -> None:
     now = datetime.now(UTC)
     body = next(b for n in range(60) if (b := record(n, now))["status"].get("phase") == "Running")
     begin = DDPJob.read(body).status.start_time
@@ -207,13 +211,13 @@ async def test_a_restart_that_a_suspension_cut_short_is_not_awaited(before: bool
     name = body["metadata"]["name"]
     (folder / name).mkdir()
     write_record(JobFolder(folder / name), body)
-    with held(JobFolder(folder / name)):  # As by the process that runs it.
+    with held(JobFolder(folder / name)):  # as the process that runs it would write it
         async with opened() as web:
             page = text(await web.get(f"/jobs/default/{name}"))
         assert "Evicted" in page and ("not yet" in page) is not before
 
 
-async def test_a_page_shows_steps_at_risk_and_repeated_and_never_0_for_what_is_unknown(folder: Path) -> None:
+async def test_a_page_shows_steps_at_risk_and_repeated_and_not_0_if_unknown(folder: Path) -> None:
     now = datetime.now(UTC)
     body = next(b for n in range(60) if (b := record(n, now))["status"].get("phase") == "Running")
     begin, name = format_time(now - timedelta(seconds=100)), body["metadata"]["name"]
@@ -237,8 +241,8 @@ async def test_a_page_shows_steps_at_risk_and_repeated_and_never_0_for_what_is_u
     assert "Steps repeated unknown" in unknown and "Time with new steps at most" in unknown
 
 
-async def test_a_limit_of_no_restarts_is_the_one_that_an_ended_job_had(folder: Path) -> None:
-    """kubectl's column said 1/0; the page took the limit that the manifest has since."""
+async def test_an_ended_job_shows_the_restart_limit_that_it_had(folder: Path) -> None:
+    """Regression: kubectl's column showed 1/0, and the page the limit that the manifest has now."""
     body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Failed")
     body["status"]["restarts"] = {"counted": 1, "total": 1, "max": 0, "display": "1/0"}
     body["spec"]["recovery"] = {"maxRestarts": 5}
@@ -251,7 +255,7 @@ async def test_a_limit_of_no_restarts_is_the_one_that_an_ended_job_had(folder: P
     assert restart_counts(DDPJob.read(body).status, 5) == "1 of 0 counted, 0 not counted"
 
 
-async def test_a_message_that_only_commands_a_terminal_is_empty(folder: Path) -> None:
+async def test_a_message_of_terminal_escapes_only_is_empty(folder: Path) -> None:
     body = record(0, datetime.now(UTC))
     run = JobFolder(folder / body["metadata"]["name"]).run("1")
     run.pods.mkdir(parents=True)
@@ -265,7 +269,7 @@ async def test_a_message_that_only_commands_a_terminal_is_empty(folder: Path) ->
         assert "Odd" in await web.get(f"/jobs/default/{body['metadata']['name']}")
 
 
-async def test_records_that_cannot_be_read_cost_only_themselves(names: list[str], folder: Path) -> None:
+async def test_an_unreadable_record_affects_only_its_own_job(names: list[str], folder: Path) -> None:
     body = record(1, datetime.now(UTC))
     for number, spec in enumerate(({}, {"nodes": "x" * 100_000}, {"image": 1, "nodes": []})):
         broken = {**body, "metadata": {"name": f"broken-{number}"}, "spec": spec, "status": {"phase": {"a": 1}}}
@@ -294,7 +298,7 @@ async def test_records_that_cannot_be_read_cost_only_themselves(names: list[str]
         assert "cannot be read" in text(await web.get("/jobs/default/broken-1", 502))
 
 
-async def test_only_who_has_the_token_may_ask_and_only_for_this_server(names: list[str]) -> None:
+async def test_requests_need_the_token_and_a_host_name_of_this_server(names: list[str]) -> None:
     async with opened(signed_in=False) as web:
         for path in (
             "/",
@@ -322,7 +326,7 @@ async def test_only_who_has_the_token_may_ask_and_only_for_this_server(names: li
                 assert answer.status == 405
 
 
-def test_names_of_this_server() -> None:
+def test_host_names_of_this_server_are_recognized() -> None:
     own = ("localhost:1", "127.0.0.1:8300", "[::1]:8300", "10.1.2.3")
     names = {"localhost", "gpu-1", ""}
     assert all(own_host(host, names) for host in (*own, "GPU-1:8300"))
@@ -331,7 +335,7 @@ def test_names_of_this_server() -> None:
 
 
 async def events(answer: aiohttp.ClientResponse, wanted: bytes) -> str:
-    """The stream up to a text."""
+    """Read the stream up to a text."""
     said = b""
     async with asyncio.timeout(30 * slowness()):
         while wanted not in said:
@@ -339,15 +343,15 @@ async def events(answer: aiohttp.ClientResponse, wanted: bytes) -> str:
     return said.decode()
 
 
-async def test_a_stream_has_no_head() -> None:
-    """HEAD began the stream itself, with a body and without an end."""
+async def test_a_head_request_does_not_start_a_stream() -> None:
+    """Regression: HEAD began the stream itself, with a body and without an end."""
     async with opened() as web:
         for path in ("/live", "/jobs/default/some/log"):
             async with web.session.head(web.address + path) as answer:
                 assert answer.status == 405, path
 
 
-async def test_a_change_is_announced_and_the_page_has_it(names: list[str], folder: Path) -> None:
+async def test_a_change_is_announced_and_shown_on_the_page(names: list[str], folder: Path) -> None:
     name = next(name for name in names if record_of(name)["status"]["phase"] == "Running")
     place = JobFolder(folder / name)
     async with opened() as web, web.session.get(f"{web.address}/live?job=default/{name}") as live:
@@ -400,7 +404,9 @@ async def test_the_log_of_an_ended_job_has_an_end(folder: Path) -> None:
         assert "line 1500" in said and "line 1999" in said and "line 1499" not in said
 
 
-async def test_a_fault_of_ours_ends_a_log_and_is_a_page(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_internal_error_ends_a_log_and_is_shown_as_a_page(
+    names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a fault")
 
@@ -413,7 +419,7 @@ async def test_a_fault_of_ours_ends_a_log_and_is_a_page(names: list[str], monkey
         assert "a fault" in text(await web.get(f"/jobs/default/{name}", 500))
 
 
-async def test_the_log_of_a_whole_job_is_that_of_few_slots(names: list[str], folder: Path) -> None:
+async def test_the_log_of_a_whole_job_is_limited_to_a_few_slots(names: list[str], folder: Path) -> None:
     name = next(name for name in names if record_of(name)["status"]["phase"] == "Running")
     place, body = JobFolder(folder / name), record_of(name)
     run = place.run("1")
@@ -431,7 +437,7 @@ async def test_the_log_of_a_whole_job_is_that_of_few_slots(names: list[str], fol
         assert "choose a pod" in text(await web.get(f"/jobs/default/{name}/log", 400))
 
 
-async def test_streams_are_limited(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_streams_is_limited(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web_server, "STREAMS", 1)
     async with opened() as web:
         async with web.session.get(f"{web.address}/live"):
@@ -444,7 +450,7 @@ async def test_streams_are_limited(names: list[str], monkeypatch: pytest.MonkeyP
         await soon(status, lambda code: code == 200)
 
 
-def test_the_place_is_gone_and_comes_back(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_of_the_backend_is_shown_and_ends(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from ddpjob.dashboard import fleet as module
 
     monkeypatch.setattr(module, "_RETRY_SECONDS", 0.01)
@@ -473,10 +479,12 @@ def test_the_place_is_gone_and_comes_back(names: list[str], monkeypatch: pytest.
         assert len(fleet.rows()) == 30
 
 
-def test_a_job_that_is_deleted_before_the_fleet_follows_leaves_the_list(
+def test_a_job_deleted_before_the_first_list_is_removed(
     names: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stood there for good: the list that it was missing from was the first of those that follow."""
+    """Regression: it stayed forever, because the list that lacked it was the first one that was
+    followed.
+    """
     backend = ProcessBackend()
     follow = backend.changes
 
@@ -499,10 +507,11 @@ def wait(true: Any) -> None:
     raise AssertionError("not within 20 s")
 
 
-# --- what pages show --------------------------------------------------------------------------------------------
+# --- content of pages
+# ---------------------------------------------------------------------------------------------
 
 
-def test_a_list_of_pages_counts_all_of_them() -> None:
+def test_a_list_with_several_pages_counts_all_jobs() -> None:
     rows = [fleet_row(record(number, NOW)) for number in range(250)]
     found = listed(rows, Choice(sort="name", page=9), NOW)
     assert found.pages == found.page == 3 and len(found.rows) == 50 and found.total == sum(found.states.values()) == 250
@@ -514,7 +523,7 @@ def test_a_list_of_pages_counts_all_of_them() -> None:
     assert held.gpus == held.gpus_training == 8 * held.pods > 0
 
 
-def test_the_spans_of_a_timeline_fill_the_time_in_their_order() -> None:
+def test_the_spans_of_a_timeline_fill_the_time_in_order() -> None:
     for number in range(60):
         body = record(number, NOW)
         job = DDPJob.read({**body, "metadata": {**body["metadata"]}})
@@ -534,7 +543,7 @@ def test_the_spans_of_a_timeline_fill_the_time_in_their_order() -> None:
 
 
 def test_a_lost_spare_begins_no_round_in_the_timeline() -> None:
-    """The round that continued was shown as the next one."""
+    """Regression: the continuing round was shown as the next one."""
     body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Running")
     begin = DDPJob.read(body).status.start_time
     assert begin is not None
@@ -552,13 +561,13 @@ def test_a_lost_spare_begins_no_round_in_the_timeline() -> None:
 @pytest.mark.parametrize(
     ("ends", "lost"),
     [
-        ([(100, 10, 1), (98, 1, 1)], 11),  # seen in another order than they came in
+        ([(100, 10, 1), (98, 1, 1)], 11),  # seen in a different order than they arrived in
         ([(100, 60, 1), (110, 0, 0)], 60),  # the group is down, and a spare is lost
         ([(100, None, 1), (200, 5, 2)], 105),
     ],
 )
 def test_a_timeline_counts_each_second_once(ends: list[tuple[int, float | None, int]], lost: float) -> None:
-    """A job was in rounds for 101 % of its time, and for -2 s without a group."""
+    """Regression: a job was in rounds for 101 % of its time, and for -2 s without a group."""
     body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Running")
     begin = DDPJob.read(body).status.start_time
     assert begin is not None
@@ -578,8 +587,8 @@ def test_a_timeline_counts_each_second_once(ends: list[tuple[int, float | None, 
     assert ends_at == pytest.approx(1000)
 
 
-def test_the_timeline_of_a_resumed_job_begins_with_the_round_that_it_was_in() -> None:
-    """Of its last restarts some are from before: none is missing since."""
+def test_the_timeline_of_a_resumed_job_begins_with_its_current_round() -> None:
+    """Some of its last restarts are from before the resumption, and no later one is missing."""
     body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Running")
     begin = DDPJob.read(body).status.start_time
     assert begin is not None
@@ -595,7 +604,7 @@ def test_the_timeline_of_a_resumed_job_begins_with_the_round_that_it_was_in() ->
     assert [span.title.partition(":")[0] for span in drawn.spans] == ["round 11", "Evicted", "round 12"]
 
 
-def test_curves_keep_their_peaks_and_leave_out_what_is_no_number() -> None:
+def test_curves_keep_their_peaks_and_skip_invalid_numbers() -> None:
     lines = [
         {"event": "start", "step": 0},
         *({"event": "step", "step": n, "loss": 1.0, "round": 1} for n in range(9000)),
@@ -621,7 +630,7 @@ def test_curves_keep_their_peaks_and_leave_out_what_is_no_number() -> None:
     json.dumps(drawn, allow_nan=False)
 
 
-def test_reported_samples_are_bounded() -> None:
+def test_the_number_of_reported_samples_is_bounded() -> None:
     samples = CurveSamples()
     for step in range(5000):
         samples.add(
@@ -639,7 +648,7 @@ def restart_of(body: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"total": 1, "recent": [{**known, "round": 1, "seconds": 2.0, **fields}]}
 
 
-def test_goodput_is_the_share_of_pod_time_in_which_new_steps_were_made(names: list[str]) -> None:
+def test_goodput_is_the_share_of_pod_time_spent_on_new_steps(names: list[str]) -> None:
     backend, now = ProcessBackend(), [100.0]
     fleet, body = Fleet(backend, clock=lambda: now[0]), record(0, NOW)
     assert fleet.goodput() == Goodput(None, 0.0, 0)
@@ -657,28 +666,28 @@ def test_goodput_is_the_share_of_pod_time_in_which_new_steps_were_made(names: li
     assert fleet.goodput() == Goodput(pytest.approx(0.7), 100.0, 0)
     again = restart_of(body, continuedFrom="memory", repeatedSteps=9)
     after(0, "Running", 4, 4, round=1, restarts=again)
-    now[0] += 90  # It repeats steps, which are not new.
+    now[0] += 90  # It repeats steps, which do not count as new.
     assert fleet.goodput() == Goodput(pytest.approx(0.7 / 1.9), 190.0, 0)
     over = restart_of(body, continuedFrom="memory", repeatedSteps=9, repeatedSeconds=90.0)
     after(0, "Running", 4, 4, round=1, restarts={**over, "repeatedSeconds": 90.0})
     now[0] += 10
     assert fleet.goodput().share == pytest.approx(0.8 / 2)
-    # The whole of the next repetition was between two looks: its time is taken back.
+    # The whole next repetition happened between two looks, so its time is subtracted.
     after(0, "Running", 4, 4, round=1, restarts={**over, "repeatedSeconds": 95.0, "unknownRepeats": 1})
     assert fleet.goodput() == Goodput(pytest.approx(0.75 / 2), 200.0, 1)
     fleet._drop(("default", body["metadata"]["name"]))
     now[0] += 50
-    assert fleet.goodput().share == pytest.approx(0.75 / 2), "what is gone held nothing"
+    assert fleet.goodput().share == pytest.approx(0.75 / 2), "a pod that is gone holds nothing"
 
 
-def test_a_job_s_first_step_begins_its_useful_time() -> None:
+def test_a_jobs_useful_time_begins_with_its_first_step() -> None:
     body = record(0, NOW)
     status = {"phase": "Running", "slots": [{"state": "Running", "node": "n"}] * 2, "nodes": {"ready": 2}}
     assert [fleet_row({**body, "status": {**status, "trained": t}}).pods_useful for t in (False, True)] == [0, 2]
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(30.0, "30s"), (None, "")])
-def test_steps_that_are_repeated_are_no_new_ones_in_the_timeline(seconds: float | None, shown: str) -> None:
+def test_repeated_steps_are_not_new_in_the_timeline(seconds: float | None, shown: str) -> None:
     body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Running")
     begin = NOW - timedelta(seconds=100)
     fields = {"time": format_time(begin + timedelta(seconds=40)), "seconds": 10.0, "repeatedSteps": 9}
@@ -690,7 +699,7 @@ def test_steps_that_are_repeated_are_no_new_ones_in_the_timeline(seconds: float 
     assert repeat.title == f"9 steps repeated: {shown or '50s'}"
 
 
-def test_only_pods_with_a_place_hold_gpus_and_only_those_that_make_steps_train() -> None:
+def test_only_placed_pods_hold_gpus_and_only_stepping_ones_train() -> None:
     body = record(0, NOW)
     body["spec"] |= {"nodes": 3, "gpusPerNode": 8}
     slots = [{"state": "Created"}, {"state": "Created", "node": "n1"}, {"state": "Running", "node": "n2"}]
@@ -712,7 +721,7 @@ def test_a_job_that_is_suspended_or_has_ended_has_no_time_left(phase: str, shown
     assert fleet_row({**record(0, NOW), "status": status}).eta == shown
 
 
-def test_another_job_of_the_same_name_has_curves_of_its_own(names: list[str]) -> None:
+def test_a_later_job_of_the_same_name_has_separate_curves(names: list[str]) -> None:
     backend = ProcessBackend()
     fleet, body = Fleet(backend), record(0, NOW)
     for step in (1, 2):
@@ -722,7 +731,7 @@ def test_another_job_of_the_same_name_has_curves_of_its_own(names: list[str]) ->
     assert list(fleet.samples(("default", body["metadata"]["name"])).steps) == [9]
 
 
-def test_plain_text_commands_no_terminal() -> None:
+def test_plain_text_cannot_control_a_terminal() -> None:
     assert plain("a\x1b[1;31mred\x1b[0m\tb\r\n\x1b]0;title\x07c\x00\u202ed") == "ared\tb\ncd"
 
 
@@ -740,7 +749,7 @@ def test_the_end_of_a_large_log_is_read_without_its_beginning(names: list[str], 
         assert read.splitlines(keepends=True) == (whole[-tail:] if tail else [])
 
 
-def test_a_line_without_an_end_is_cut_off() -> None:
+def test_a_line_without_an_end_is_truncated() -> None:
     class Endless(ProcessBackend):
         def job(self, name: str) -> dict[str, Any]:
             return {"metadata": {"name": name}, "spec": {}, "status": {"phase": "Interrupted"}}
@@ -761,7 +770,7 @@ def test_a_line_without_an_end_is_cut_off() -> None:
         assert follower.notes == [f"pod j-0-0: lines of more than {most:,} bytes were cut off"]
 
 
-def test_a_host_that_is_no_address_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_not_an_address_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Mistake, match=r"^--host a\.\.b: not the name of a machine; give an address of this machine$"):
         dashboard_command.serve_dashboard(ProcessBackend(), "a..b", 0)
 

@@ -1,4 +1,6 @@
-"""The dashboard of a cluster: each viewer sees what the API server lets their own token read, and nothing of others."""
+"""The dashboard of a cluster: each viewer sees only what the API server lets the viewer's own token
+read.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ ROOT = "/apis/ddpjob.io/v1alpha1"
 
 
 class Rbac:
-    """An API server that knows tokens and what each may list: namespaces, or `*`. It serves jobs, pods and events."""
+    """An API server that knows tokens and the namespaces that each may list, or `*`. It serves
+    jobs, pods and events.
+    """
 
     def __init__(self) -> None:
         self.rights: dict[str, set[str]] = {}
@@ -34,7 +38,7 @@ class Rbac:
         self.asked: list[tuple[str, str]] = []
         """(token, path) of every request."""
         self.withheld: set[str] = set()
-        """Kinds that nobody may read."""
+        """Kinds that no token may read."""
         self.news = asyncio.Event()
 
     def add(self, namespace: str, number: int, name: str) -> None:
@@ -105,7 +109,7 @@ async def cluster() -> AsyncIterator[tuple[Rbac, str]]:
 
 
 class Visitor:
-    """A browser without redirects."""
+    """A browser that follows no redirects."""
 
     def __init__(self, address: str, session: aiohttp.ClientSession) -> None:
         self.address, self.session = address, session
@@ -157,17 +161,17 @@ async def test_two_viewers_see_different_namespaces(cluster: tuple[Rbac, str]) -
     assert {token for token, _ in rbac.asked} == {"ann", "bob", "admin"}, "no request without a viewer's token"
 
 
-async def test_of_several_namespaces_each_row_names_its_own(cluster: tuple[Rbac, str]) -> None:
-    """The column was gone where a filter, or a page of many, left the jobs of one namespace."""
+async def test_each_row_names_its_namespace_if_there_are_several(cluster: tuple[Rbac, str]) -> None:
+    """Regression: the column was missing if a filter or a page left the jobs of one namespace."""
     rbac, url = cluster
     rbac.rights["ann"] = {"team-a", "team-b"}
     async with opened(url, "team-a", "team-b") as (visitor, _):
         for path in ("/", "/?q=alpha", "/?q=beta"):
             assert "<td>team-" in (await visitor.ask(path, "ann"))[1], path
-        assert "<td>team-" not in (await visitor.ask("/", "bob"))[1], "of one namespace the head of the page says it"
+        assert "<td>team-" not in (await visitor.ask("/", "bob"))[1], "a single namespace is named in the page's head"
 
 
-async def test_without_a_token_there_is_nothing(cluster: tuple[Rbac, str]) -> None:
+async def test_without_a_token_no_page_is_served(cluster: tuple[Rbac, str]) -> None:
     rbac, url = cluster
     async with opened(url, "team-a") as (visitor, _):
         await visitor.ask("/", "ann")
@@ -185,13 +189,13 @@ async def test_without_a_token_there_is_nothing(cluster: tuple[Rbac, str]) -> No
         assert status == 403 and "user-of-nobody may not list DDPJobs" in page and "alpha" not in page
 
 
-async def test_what_one_viewer_has_read_serves_no_other(cluster: tuple[Rbac, str]) -> None:
+async def test_pages_read_by_one_viewer_are_not_served_to_another(cluster: tuple[Rbac, str]) -> None:
     rbac, url = cluster
     async with opened(url, "team-a", "team-b") as (visitor, _):
         for path in ("/jobs/team-a/alpha", "/jobs/team-a/alpha/manifest", "/jobs/team-a/alpha/curves"):
             assert (await visitor.ask(path, "ann"))[0] == 200
             status, page = await visitor.ask(path, "bob")
-            assert status == 404 and "GPU" not in page, "neither the page nor what was read for it"
+            assert status == 404 and "GPU" not in page, "neither the page nor the data read for it"
         rbac.rights["carl"] = {"team-a"}
         before = len(rbac.asked)
         assert (await visitor.ask("/jobs/team-a/alpha", "carl"))[0] == 200
@@ -199,7 +203,7 @@ async def test_what_one_viewer_has_read_serves_no_other(cluster: tuple[Rbac, str
         assert any(path.endswith("/ddpjobs/alpha") for _, path in rbac.asked[before:]), "carl's own token has read it"
 
 
-async def test_rights_that_end_take_the_page_with_them(
+async def test_a_page_is_gone_when_its_viewers_rights_end(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rbac, url = cluster
@@ -228,10 +232,10 @@ async def test_a_stream_ends_with_its_token(cluster: tuple[Rbac, str], monkeypat
             await until_end(live)
 
 
-async def test_a_fault_in_judging_one_token_ends_the_judging_of_none(
+async def test_an_error_while_checking_one_token_does_not_stop_the_checks(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streams kept tokens that were taken away, for as long as their pages were open."""
+    """Regression: streams kept revoked tokens for as long as their pages were open."""
     rbac, url = cluster
     monkeypatch.setattr(viewers, "TRUST_SECONDS", 0.1)
     async with opened(url, "team-a") as (visitor, gate):
@@ -270,7 +274,7 @@ async def test_a_session_is_signed_in_and_out(cluster: tuple[Rbac, str]) -> None
 async def test_a_pasted_token_is_forgotten_after_its_time(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of somebody who did not come back stayed in the memory until the server's end."""
+    """Regression: the token of a user who did not return stayed in memory until the server ended."""
     _, url = cluster
     monkeypatch.setattr(viewers, "TRUST_SECONDS", 0.05)
     async with opened(url, "team-a") as (visitor, gate):
@@ -283,10 +287,12 @@ async def test_a_pasted_token_is_forgotten_after_its_time(
         assert not gate._sessions and not gate._views
 
 
-async def test_nothing_is_kept_of_a_token_that_is_not_used_any_more(
+async def test_nothing_is_kept_of_a_token_that_is_no_longer_used(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A proxy sends another token every few minutes: its lock stayed for each, and the memory grew."""
+    """A proxy sends a new token every few minutes. Regression: a lock stayed for each, and the
+    memory grew.
+    """
     _, url = cluster
     monkeypatch.setattr(viewers, "TRUST_SECONDS", 0.05)
     async with opened(url, "team-a") as (visitor, gate):
@@ -317,7 +323,7 @@ async def test_another_site_can_neither_sign_in_nor_read(cluster: tuple[Rbac, st
         assert (await visitor.ask("/", headers={"Host": "evil.example"}))[0] == 421
 
 
-async def test_a_token_is_only_taken_where_it_cannot_be_read_on_its_way(cluster: tuple[Rbac, str]) -> None:
+async def test_a_token_is_accepted_only_over_a_connection_that_others_cannot_read(cluster: tuple[Rbac, str]) -> None:
     rbac, url = cluster
     async with opened(url, "team-a", names=("jobs.example.com",)) as (visitor, _):
         for headers in (
@@ -339,7 +345,7 @@ async def test_a_token_is_only_taken_where_it_cannot_be_read_on_its_way(cluster:
             assert "Secure" in cookie and "HttpOnly" in cookie and "Path=/" in cookie
 
 
-async def test_one_user_s_tokens_push_out_no_other_user(
+async def test_one_users_tokens_displace_no_other_user(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, url = cluster
@@ -354,10 +360,10 @@ async def test_one_user_s_tokens_push_out_no_other_user(
 
 
 @pytest.mark.parametrize("namespaces", [1, 8])
-async def test_the_service_accounts_of_a_tenant_push_out_no_other_user(
+async def test_a_tenants_service_accounts_displace_no_other_user(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch, namespaces: int
 ) -> None:
-    """Nor do they keep anybody out, although each has a stream open: of one namespace, or of several."""
+    """They lock nobody out either, although each has a stream open, in one namespace or in several."""
     rbac, url = cluster
     monkeypatch.setattr(viewers, "MOST_VIEWS", 32)
     accounts = [f"account.evil-{number % namespaces}.a{number}" for number in range(64)]
@@ -376,7 +382,7 @@ async def test_the_service_accounts_of_a_tenant_push_out_no_other_user(
         assert {"user-of-ann", "user-of-bob", "user-of-admin"} <= set(users) and len(users) <= 32
 
 
-async def test_the_service_accounts_of_a_namespace_push_out_no_other_session(
+async def test_a_namespaces_service_accounts_displace_no_other_session(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rbac, url = cluster
@@ -390,7 +396,7 @@ async def test_the_service_accounts_of_a_namespace_push_out_no_other_session(
         assert "user-of-bob" in users and len(users) == 1 + viewers.MOST_OF_A_NAMESPACE
 
 
-async def test_what_a_viewer_may_not_read_is_not_said_to_be_missing(cluster: tuple[Rbac, str]) -> None:
+async def test_objects_that_a_viewer_may_not_read_are_not_reported_as_missing(cluster: tuple[Rbac, str]) -> None:
     rbac, url = cluster
     async with opened(url, "team-a") as (visitor, _):
         _, page = await visitor.ask("/jobs/team-a/alpha", "ann")
@@ -402,10 +408,10 @@ async def test_what_a_viewer_may_not_read_is_not_said_to_be_missing(cluster: tup
         assert "no pod" not in page and "None; a cluster" not in page and ">Not shown.<" in page
 
 
-async def test_a_page_whose_view_is_closed_meanwhile_is_to_be_opened_again(
+async def test_a_page_whose_session_was_closed_meanwhile_asks_to_sign_in_again(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Signed out in another window: it was a fault of the dashboard's own."""
+    """The user signed out in a different window. Regression: it was shown as an internal error."""
     admit = Viewers.admit
 
     async def left_at_once(gate: Viewers, request: web.Request) -> FleetView:
@@ -419,7 +425,7 @@ async def test_a_page_whose_view_is_closed_meanwhile_is_to_be_opened_again(
         assert status == 401 and "Open the page again" in page
 
 
-async def test_no_command_runs_in_a_pod(cluster: tuple[Rbac, str]) -> None:
+async def test_no_command_is_run_in_a_pod(cluster: tuple[Rbac, str]) -> None:
     rbac, url = cluster
     async with opened(url, "team-a") as (visitor, _):
         status, curves = await visitor.ask("/jobs/team-a/alpha/curves?pods=1", "ann")
@@ -427,7 +433,7 @@ async def test_no_command_runs_in_a_pod(cluster: tuple[Rbac, str]) -> None:
         assert not any("exec" in path for _, path in rbac.asked)
 
 
-async def test_a_cluster_that_does_not_answer_is_said_and_nothing_is_shown(cluster: tuple[Rbac, str]) -> None:
+async def test_a_cluster_that_does_not_respond_is_reported(cluster: tuple[Rbac, str]) -> None:
     async with opened("http://127.0.0.1:9") as (visitor, gate):
         status, page = await visitor.ask("/", "ann")
         assert status == 502 and "does not answer" in page and "alpha" not in page and not gate._views

@@ -1,4 +1,4 @@
-"""Whatever a coordinator answers is no report, or one that a decision can be made from."""
+"""Any response of a coordinator is either not a report, or one from which a decision can be made."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ANYTHING = st.recursive(
 
 
 def record(kind: Any) -> st.SearchStrategy[dict[str, Any]]:
-    """What the record's fields hold, at times anything else."""
+    """Draw content of the record's fields, sometimes of a wrong type."""
     types = typing.get_type_hints(kind)
     fields = {
         key: value(types[name]) if key != "generation" else st.just(0) for name, key, *_ in protocol._layout(kind)
@@ -47,7 +47,7 @@ def record(kind: Any) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def value(kind: Any) -> st.SearchStrategy[Any]:
-    """What a field of this type holds, with what is unlikely and allowed."""
+    """Draw a value of this type, with unlikely but valid ones."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Union:
         return st.none() | value(arguments[0])
@@ -92,7 +92,9 @@ JOB = a_job()
 
 
 def check(body: bytes) -> protocol.Report | None:
-    """The report, if it is one; a second decision follows from what the first has written."""
+    """Read the report, if it is one, and decide twice, the second time from the status that the
+    first has written.
+    """
     try:
         report = read_report(body, NOW, JOB.spec.pods)
     except ValueError:
@@ -107,13 +109,13 @@ def check(body: bytes) -> protocol.Report | None:
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(record(protocol.Report))
-def test_a_report_of_any_content(body: dict[str, Any]) -> None:
+def test_a_report_with_any_content_can_be_decided_on(body: dict[str, Any]) -> None:
     check(json.dumps(body).encode())
 
 
 @pytest.mark.parametrize("message", ["", ": : ", "\n", " "])
 @pytest.mark.parametrize("kind", ["Hang", "WorkerFailed", "PeerLost"])
-def test_an_incident_may_have_nothing_to_say(kind: str, message: str) -> None:
+def test_an_incident_may_have_no_message(kind: str, message: str) -> None:
     incident = {"id": 1, "time": "2022-10-31T14:13:20.000Z", "kind": kind, "message": message}
     body = {"generation": 0, "state": "Forming", "nodes": 2, "minNodes": 2, "backoff": [], "incidents": [incident]}
     assert check(json.dumps(body).encode()) is not None
@@ -121,11 +123,11 @@ def test_an_incident_may_have_nothing_to_say(kind: str, message: str) -> None:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(ANYTHING)
-def test_any_json(body: Any) -> None:
+def test_any_json_is_a_report_or_refused(body: Any) -> None:
     check(json.dumps(body).encode())
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200))
-def test_any_bytes(body: bytes) -> None:
+def test_any_bytes_are_a_report_or_refused(body: bytes) -> None:
     assert check(body) is None

@@ -1,4 +1,4 @@
-"""The order and the pace in which a decision is performed."""
+"""The order and the pace in which a decision is carried out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Action = Any
 
 
 class Recording:
-    """A `Cluster` that notes its calls, and how many are under way together."""
+    """A `Cluster` that records its calls, and how many run at the same time."""
 
     platform = Platform(operator_key=b"key")
 
@@ -70,12 +70,12 @@ class Recording:
 
 
 async def applied(cluster: Recording, *actions: Action, events: int = 0) -> list[str]:
-    """What was begun, in its order, and what was rejected."""
+    """Return the calls in the order of their start, and the rejected ones."""
     decision = Decision(JOB.status, actions, tuple(Event(False, "Reason", str(n)) for n in range(events)))
     return [r.object for r in (await apply(cluster, JOB, decision)).rejections]  # type: ignore[arg-type]
 
 
-async def test_deletions_make_room_for_creations() -> None:
+async def test_deletions_come_before_creations() -> None:
     cluster = Recording()
     await applied(cluster, CreateService(), CreateNode(0, 1), DeletePod("job-0-0", "uid", 0), events=1)
     assert cluster.begun == ["delete job-0-0", "create job", "create job-0-1", "record 0"]
@@ -95,18 +95,18 @@ async def test_pods_are_created_in_growing_batches_until_one_is_refused() -> Non
     assert cluster.most == CONCURRENT
 
 
-async def test_deletions_and_events_are_sent_together_but_bounded() -> None:
+async def test_deletions_and_events_are_sent_together_in_a_limited_number() -> None:
     cluster = Recording()
     await applied(cluster, *(DeletePod(f"job-{index}-0", "uid") for index in range(100)), events=100)
     assert len(cluster.begun) == 200
     assert cluster.most == CONCURRENT
 
 
-async def test_a_coordinator_that_does_not_answer_delays_a_reconcile_for_a_bounded_time(monkeypatch: Any) -> None:
+async def test_an_unresponsive_coordinator_delays_a_reconcile_for_a_bounded_time(monkeypatch: Any) -> None:
     monkeypatch.setattr(apply_module, "MESSAGES_SECONDS", 0.1)
     cluster = Recording(seconds=0.09)
     loop = asyncio.get_running_loop()
     began = loop.time()
     await applied(cluster, *(NotifyCoordinator("host:1", "gone", {"pods": [str(n)]}) for n in range(1000)), events=1)
     assert loop.time() - began < 1.0 * slowness()
-    assert cluster.begun[-1] == "record 0", "what comes after the messages is done"
+    assert cluster.begun[-1] == "record 0", "the actions after the messages are done"

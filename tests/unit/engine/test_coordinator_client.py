@@ -1,4 +1,6 @@
-"""The coordinators' HTTP client, against servers on loopback: what it sends, and that no answer is an exception."""
+"""The client for coordinators, against servers on loopback: its requests, and that no response
+raises an exception.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ Handler = Callable[[web.Request], Any]
 
 @asynccontextmanager
 async def listening(handle: Handler, host: str = "127.0.0.1") -> AsyncIterator[str]:
-    """host:port of a server that answers every request by this function."""
+    """Start a server that answers every request by this function. Yields host:port."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handle)
     runner = web.AppRunner(app)
@@ -53,14 +55,16 @@ async def listening(handle: Handler, host: str = "127.0.0.1") -> AsyncIterator[s
 
 
 def proof_of(request: web.Request, content: bytes) -> dict[str, str]:
-    """The header by which an answer is the job's coordinator's. The request knows no instance yet."""
+    """Return the header that proves a response to be the job's coordinator's. The request names no
+    instance yet.
+    """
     parts = "answer", "", request.headers[protocol.NONCE_HEADER], content
     return {protocol.PROOF_HEADER: protocol.seal(TOKEN, *parts)}
 
 
 @asynccontextmanager
 async def answering(answer: Any, status: int = 200) -> AsyncIterator[Target]:
-    """A coordinator that knows the token and gives one answer: JSON, or the text of it."""
+    """A coordinator that knows the token and gives one response: JSON, or its text."""
 
     async def handle(request: web.Request) -> web.Response:
         content = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
@@ -72,7 +76,7 @@ async def answering(answer: Any, status: int = 200) -> AsyncIterator[Target]:
 
 @asynccontextmanager
 async def coordinator(token: str = TOKEN, host: str = "127.0.0.1") -> AsyncIterator[tuple[str, Server]]:
-    """host:port of the coordinator itself."""
+    """Start the coordinator itself. Yields host:port."""
     server = Server(CoordinatorSettings(2, 2, 3), token, store_ready=True)
     listener = await asyncio.start_server(server.serve, host, 0, limit=protocol.MAX_LINE)
     port = listener.sockets[0].getsockname()[1]
@@ -84,7 +88,9 @@ async def coordinator(token: str = TOKEN, host: str = "127.0.0.1") -> AsyncItera
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Coordinator and operator are one process here: what a busy machine keeps from it is no lost request."""
+    """Do not count a request as lost on a busy machine, where coordinator and operator share this
+    process.
+    """
     for name in ("SECONDS", "CONNECT_SECONDS"):
         monkeypatch.setattr(f"ddpjob.engine.coordinator_client.{name}", 60.0)
 
@@ -96,7 +102,9 @@ async def client() -> AsyncIterator[CoordinatorClient]:
     await made.close()
 
 
-async def test_a_coordinator_and_the_operator_prove_that_they_know_the_token(client: CoordinatorClient) -> None:
+async def test_a_coordinator_and_the_operator_prove_to_each_other_that_they_know_the_token(
+    client: CoordinatorClient,
+) -> None:
     async with coordinator() as (endpoint, server):
         target = Target(endpoint, TOKEN)
         report = await client.report(target)
@@ -108,16 +116,16 @@ async def test_a_coordinator_and_the_operator_prove_that_they_know_the_token(cli
         assert await client.report(target) is not None
 
 
-async def test_a_change_between_asking_and_waiting_is_seen() -> None:
-    """Else a long poll is held until the change after it."""
+async def test_a_change_between_the_request_and_the_wait_is_seen() -> None:
+    """Otherwise a long poll would be held until the change after it."""
     server = Server(CoordinatorSettings(2, 2, 3), TOKEN, store_ready=True)
     waiting = asyncio.ensure_future(server.wait_for_change())
     server.coordinator.resize(5, 4)
     await asyncio.wait_for(waiting, 1)
 
 
-async def test_messages_at_the_same_time_arrive(client: CoordinatorClient, caplog: pytest.LogCaptureFixture) -> None:
-    """All of them meet a coordinator that is not known yet."""
+async def test_simultaneous_messages_arrive(client: CoordinatorClient, caplog: pytest.LogCaptureFixture) -> None:
+    """All of them are sent before the coordinator's instance is known."""
     async with coordinator() as (endpoint, server):
         target = Target(endpoint, TOKEN)
         sizes = client.notify(target, "size", {"nodes": 5, "minNodes": 4})
@@ -127,10 +135,12 @@ async def test_messages_at_the_same_time_arrive(client: CoordinatorClient, caplo
         assert (report.nodes, report.hang_after) == (5, 60) and caplog.messages == []
 
 
-async def test_the_report_of_another_job_is_not_believed(
+async def test_the_report_of_a_different_job_is_not_trusted(
     client: CoordinatorClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An address is given to another pod. Nor does its coordinator do what this operator says."""
+    """The address was reassigned to a different pod. Its coordinator ignores this operator's
+    messages, too.
+    """
     async with coordinator("another job's token") as (endpoint, server):
         assert await client.report(Target(endpoint, TOKEN)) is None
         await client.notify(Target(endpoint, TOKEN), "stop", {"ok": False, "why": ""})
@@ -138,7 +148,7 @@ async def test_the_report_of_another_job_is_not_believed(
     assert "does not prove" in caplog.records[0].getMessage()
 
 
-async def test_a_stranger_gets_neither_the_token_nor_what_serves_it_elsewhere(client: CoordinatorClient) -> None:
+async def test_a_stranger_gets_neither_the_token_nor_a_proof_that_is_valid_elsewhere(client: CoordinatorClient) -> None:
     heard: list[tuple[str, str, dict[str, str]]] = []
 
     async def handle(request: web.Request) -> web.Response:
@@ -174,7 +184,7 @@ async def test_a_stranger_gets_neither_the_token_nor_what_serves_it_elsewhere(cl
     ],
     ids=lambda value: str(value)[:40],
 )
-async def test_an_answer_that_breaks_the_contract_is_no_report(
+async def test_a_response_that_breaks_the_contract_is_not_a_report(
     client: CoordinatorClient, answer: Any, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with answering(answer, status) as target:
@@ -183,8 +193,8 @@ async def test_an_answer_that_breaks_the_contract_is_no_report(
     assert len(record.getMessage()) <= 200 and "\n" not in record.getMessage()
 
 
-async def test_an_answer_is_not_unpacked(client: CoordinatorClient) -> None:
-    """A few hundred kilobytes would become gigabytes."""
+async def test_a_compressed_response_is_not_decompressed(client: CoordinatorClient) -> None:
+    """A few hundred kilobytes could become gigabytes."""
     asked: list[str] = []
 
     async def handle(request: web.Request) -> web.Response:
@@ -200,7 +210,7 @@ async def test_an_answer_is_not_unpacked(client: CoordinatorClient) -> None:
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.05], ids=["flood", "drip"])
-async def test_an_answer_without_an_end_is_given_up(
+async def test_an_endless_response_is_given_up(
     client: CoordinatorClient, pause: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddpjob.engine.coordinator_client.SECONDS", 0.5)
@@ -244,14 +254,14 @@ async def test_no_redirect_is_followed(client: CoordinatorClient, status: int) -
     assert seen == []
 
 
-async def test_nobody_listens(client: CoordinatorClient) -> None:
+async def test_a_refused_connection_is_reported(client: CoordinatorClient) -> None:
     async with answering(REPORT) as target:
         pass
     assert await client.report(target) is None
     await client.notify(target, "size", {})
 
 
-async def test_an_ipv6_address_stands_in_brackets(client: CoordinatorClient) -> None:
+async def test_an_ipv6_address_is_written_in_brackets(client: CoordinatorClient) -> None:
     try:
         async with coordinator(host="::1") as (endpoint, _):
             assert await client.report(Target(endpoint, TOKEN)) is not None
@@ -259,7 +269,7 @@ async def test_an_ipv6_address_stands_in_brackets(client: CoordinatorClient) -> 
         pytest.skip("this machine has no IPv6")
 
 
-async def test_a_message_that_is_refused_is_a_short_warning(
+async def test_a_refused_message_is_a_short_warning(
     client: CoordinatorClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with answering({"error": "nodes\n" * 1000}, 400) as target:
@@ -270,7 +280,7 @@ async def test_a_message_that_is_refused_is_a_short_warning(
     assert len(text) <= 200 and "\n" not in text
 
 
-async def test_it_is_made_outside_of_an_event_loop_and_closed_unused() -> None:
+async def test_the_client_is_created_outside_of_an_event_loop_and_closed_unused() -> None:
     await CoordinatorClient().close()
 
 
@@ -281,8 +291,10 @@ def written(**changes: Any) -> bytes:
     return json.dumps(REPORT | changes).encode()
 
 
-def test_times_of_another_clock_become_ours() -> None:
-    """The coordinator's is 40 s behind; what happened 2 s ago by it happened 2 s ago by ours."""
+def test_times_of_the_coordinators_clock_are_converted() -> None:
+    """The coordinator's clock is 40 s slow, and an event 2 s ago by its clock happened 2 s ago by
+    ours.
+    """
     behind = NOW - timedelta(seconds=40)
     ago = protocol.iso(behind - timedelta(seconds=2))
     report = read_report(
@@ -300,8 +312,10 @@ def test_times_of_another_clock_become_ours() -> None:
     assert report.backoff_until == NOW + timedelta(seconds=5)
 
 
-def test_a_difference_that_may_be_the_way_of_the_answer_changes_nothing() -> None:
-    """Else the same times would differ a little with each report, and each would be a write of the status."""
+def test_a_difference_that_the_network_may_explain_changes_nothing() -> None:
+    """Otherwise the same times would differ a little in each report, and each would cause a write
+    of the status.
+    """
     since = protocol.iso(NOW - timedelta(seconds=9))
     for late in (0.0, 0.3, 0.9):
         now = protocol.iso(NOW - timedelta(seconds=late))
@@ -316,12 +330,12 @@ def test_without_the_coordinators_clock_nothing_is_in_the_future() -> None:
 
 
 def in_four_bytes(length: int) -> str:
-    """A text of which Python keeps four bytes of each character."""
+    """A text that Python stores with four bytes per character."""
     return "x" * (length - 1) + "\N{GRINNING FACE}"
 
 
 def costly_report(length: int) -> bytes:
-    """The report of a job of one pod with texts of this length wherever there may be one."""
+    """The report of a job of one pod, with a text of this length in every text field."""
     text, time = in_four_bytes(length), protocol.iso(NOW)
     name = {"pod": text, "signal": text, "message": text, "traceback": text}
     figures = {f"{n}{in_four_bytes(90)}": in_four_bytes(100) for n in range(100)}
@@ -339,7 +353,9 @@ def costly_report(length: int) -> bytes:
 
 @pytest.mark.parametrize("length", [50, 500, 1500, 3000, 30_000])
 def test_a_report_of_one_pod_keeps_less_than_half_a_megabyte(length: int) -> None:
-    """However large it is, and although one character beyond 16 bits makes Python keep four bytes of each other."""
+    """This holds for any size, although a single character beyond 16 bits makes Python store each
+    with four bytes.
+    """
     body = costly_report(length)
     gc.collect()
     tracemalloc.start()
@@ -361,7 +377,7 @@ def test_short_texts_keep_their_emoji_and_long_ones_their_length() -> None:
 
 
 @pytest.mark.parametrize(("pods", "most"), [(1, 164_864), (2000, 2**20)])
-async def test_an_answer_is_read_up_to_a_size_that_grows_with_the_pods(
+async def test_the_size_limit_of_a_response_grows_with_the_number_of_pods(
     client: CoordinatorClient, pods: int, most: int
 ) -> None:
     text = json.dumps(REPORT)
@@ -370,7 +386,7 @@ async def test_an_answer_is_read_up_to_a_size_that_grows_with_the_pods(
             assert (await client.report(replace(target, pods=pods)) is not None) is is_read
 
 
-def test_what_is_kept_of_a_report_is_bounded() -> None:
+def test_the_memory_of_a_report_is_bounded() -> None:
     incident = {"time": protocol.iso(NOW), "kind": "Hang", "message": "m" * 9999, "traceback": "t" * 99999}
     members = [{"pod": f"job-{n}-0", "state": "Ready"} for n in range(1124)]
     progress = {"step": 10**400, "loss": 1, "x" * 101: 1, "metrics": {f"m{n}": n for n in range(300)} | {"deep": [1]}}

@@ -1,4 +1,4 @@
-"""What of a spec one machine honours, and what it says about the rest."""
+"""The fields of a spec that one machine can follow, and the messages about the others."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def fitted(tmp_path: Path, options: Options | None = None, **spec: Any) -> Local
 
 @pytest.fixture(autouse=True)
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job's script, in the current folder."""
+    """Write the job's script into the current folder."""
     monkeypatch.chdir(tmp_path)
     Path("s.py").touch()
 
 
 @pytest.fixture(autouse=True)
 def torch_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs need torch, and these tests do not."""
+    """Pretend that torch is installed: jobs need it, these tests do not."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: find_spec("json" if name == "torch" else name))
 
@@ -50,7 +50,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_gpus_are_shared_out(tmp_path: Path) -> None:
+def test_gpus_are_divided_among_the_nodes(tmp_path: Path) -> None:
     found = fitted(tmp_path, nodes=2, gpusPerNode=2)
     assert [found.visible_gpus(index) for index in (0, 1)] == ["0,1", "2,3"]
     assert not any("gpusPerNode" in warning for warning in found.warnings)
@@ -65,7 +65,7 @@ def test_only_visible_gpus_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize("nothing", ["", "-1", "NoDevFiles"])
-def test_gpus_that_are_hidden_are_not_used(tmp_path: Path, nothing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_gpus_are_not_used(tmp_path: Path, nothing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
     found = fitted(tmp_path, nodes=1, gpusPerNode=1, backend="nccl")
     assert (usable_gpus(), found.visible_gpus(0), found.spec.backend) == ((), "", "auto")
@@ -83,10 +83,12 @@ def test_gpus_that_are_hidden_are_not_used(tmp_path: Path, nothing: str, monkeyp
         ("GPU-4b,MIG-7c", ("GPU-4b", "MIG-7c")),
     ],
 )
-def test_devices_that_are_none_hide_those_behind_them(
+def test_invalid_devices_hide_the_devices_behind_them(
     visible: str, usable: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a job with CUDA_VISIBLE_DEVICES=-1 was given the GPU -1, and one with a wrong number fewer than it asked."""
+    """Otherwise a job with CUDA_VISIBLE_DEVICES=-1 got the GPU -1, and one with a wrong number got
+    fewer than it requested.
+    """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert usable_gpus() == usable
 
@@ -96,7 +98,7 @@ def test_devices_that_are_none_hide_those_behind_them(
     [b"#!/bin/sh\nexec sleep 60\n", b"#!/nowhere\n", b"\x7fELF of another machine", b"#!/bin/sh\necho 0; exit 9\n"],
     ids=["hangs", "no interpreter", "no program", "fails"],
 )
-def test_without_a_working_nvidia_smi_the_cpu_trains(
+def test_without_a_working_nvidia_smi_training_uses_the_cpu(
     tool: bytes, tmp_path: Path, gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bin" / "nvidia-smi").write_bytes(tool)
@@ -106,19 +108,19 @@ def test_without_a_working_nvidia_smi_the_cpu_trains(
 
 
 @pytest.mark.usefixtures("gpus")
-def test_a_warning_of_nvidia_smi_is_no_gpu(tmp_path: Path) -> None:
+def test_a_warning_of_nvidia_smi_is_not_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "bin" / "nvidia-smi").write_bytes(b"#!/bin/sh\nprintf 'WARNING: infoROM \\377\\n0\\n1\\n'\n")
     assert usable_gpus() == ("0", "1")
 
 
 @pytest.mark.usefixtures("gpus")
-def test_too_few_gpus_train_on_the_cpu_and_say_so(tmp_path: Path) -> None:
+def test_too_few_gpus_are_reported_and_training_uses_the_cpu(tmp_path: Path) -> None:
     found = fitted(tmp_path, nodes=3, gpusPerNode=2, backend="nccl")
     assert found.visible_gpus(0) == "" and found.spec.backend == "auto"
     assert any("spec.gpusPerNode" in warning and "has 4" in warning for warning in found.warnings)
 
 
-def test_no_gpu_is_seen_where_none_is_asked_for(tmp_path: Path) -> None:
+def test_no_gpu_is_visible_unless_the_job_requests_one(tmp_path: Path) -> None:
     assert fitted(tmp_path).visible_gpus(0) == ""
 
 
@@ -128,20 +130,20 @@ def test_data_of_a_claim_is_read_from_the_jobs_folder(tmp_path: Path) -> None:
     assert any("spec.storage.data" in warning and "--data" in warning for warning in found.warnings)
 
 
-def test_data_of_a_host_path_that_is_here_is_used(tmp_path: Path) -> None:
+def test_data_of_a_host_path_that_exists_here_is_used(tmp_path: Path) -> None:
     found = fitted(tmp_path, storage={"data": {"hostPath": str(tmp_path)}})
     assert found.data == tmp_path
     assert not any("spec.storage.data" in warning for warning in found.warnings)
 
 
-def test_data_by_option_counts_most(tmp_path: Path) -> None:
+def test_the_data_option_takes_precedence(tmp_path: Path) -> None:
     found = fitted(tmp_path, Options(data=tmp_path))
     assert found.data == tmp_path
     assert found.spec.storage.data is not None and not found.problems
     assert fitted(tmp_path, Options(data=tmp_path / "no")).problems == (f"--data {tmp_path / 'no'}: no such folder",)
 
 
-def test_a_script_that_is_not_here(tmp_path: Path) -> None:
+def test_a_missing_script_is_reported(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     Path("code/there.py").touch()
     [problem] = fitted(tmp_path, script="there.py").problems
@@ -156,7 +158,7 @@ def test_a_script_that_is_not_here(tmp_path: Path) -> None:
         assert not fitted(tmp_path, **found).problems
 
 
-def test_a_working_folder_that_is_not_here(tmp_path: Path) -> None:
+def test_a_missing_working_folder_is_reported(tmp_path: Path) -> None:
     assert (
         "spec.workingDir: /no/such: no such folder on this machine"
         in fitted(tmp_path, workingDir="/no/such").problems[0]
@@ -164,7 +166,7 @@ def test_a_working_folder_that_is_not_here(tmp_path: Path) -> None:
     assert fitted(tmp_path, Options(working_dir=tmp_path), workingDir="/no/such").working_dir == tmp_path
 
 
-def test_what_only_a_cluster_has_is_named_by_its_field(tmp_path: Path) -> None:
+def test_settings_that_need_a_cluster_are_reported_by_their_field(tmp_path: Path) -> None:
     template = {
         "spec": {
             "containers": [{"name": "trainer"}, {"name": "proxy", "image": "p"}],
@@ -174,7 +176,7 @@ def test_what_only_a_cluster_has_is_named_by_its_field(tmp_path: Path) -> None:
     more = {"network": {"interface": "eth1"}, "notify": {"receiver": "team"}, "rankOrder": ["example.com/rack"]}
     found = fitted(tmp_path, envFrom=[{"secretRef": {"name": "wandb"}}], podTemplate=template, **more)
     assert found.spec.network.interface is None, "the loopback has another name"
-    assert found.spec.rank_order == (), "nobody would tell the coordinator"
+    assert found.spec.rank_order == (), "no operator would notify the coordinator"
     assert found.spec.notify is None, "there is no operator that knows the receiver"
     fields = {warning.split(":")[0] for warning in found.warnings}
     expected = {
@@ -189,8 +191,10 @@ def test_what_only_a_cluster_has_is_named_by_its_field(tmp_path: Path) -> None:
     assert fields == expected and not found.problems
 
 
-def test_a_variable_from_a_file_of_a_volume_is_this_shell_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fileKeyRef, which Kubernetes has since 1.34."""
+def test_a_variable_from_a_file_of_a_volume_is_taken_from_this_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This is fileKeyRef, which Kubernetes has since 1.34."""
     monkeypatch.delenv("TOKEN", raising=False)
     source = {"fileKeyRef": {"volumeName": "keys", "path": "keys.env", "key": "TOKEN"}}
     template = {"spec": {"containers": [{"name": "trainer", "env": [{"name": "TOKEN", "valueFrom": source}]}]}}
@@ -203,11 +207,13 @@ def test_a_variable_from_a_file_of_a_volume_is_this_shell_s(tmp_path: Path, monk
     assert not fitted(tmp_path, podTemplate=template).problems
 
 
-def test_a_time_to_live_does_not_count(tmp_path: Path) -> None:
+def test_a_time_to_live_is_ignored(tmp_path: Path) -> None:
     assert fitted(tmp_path, runPolicy={"ttlSecondsAfterFinished": 0}).spec.run_policy.ttl_seconds_after_finished is None
 
 
-def test_a_bucket_s_secret_is_this_shell_s_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variables_of_a_buckets_secret_are_taken_from_this_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     storage = {"checkpoints": {"url": "s3://models/runs", "secretName": "keys"}}
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -218,7 +224,7 @@ def test_a_bucket_s_secret_is_this_shell_s_variables(tmp_path: Path, monkeypatch
     assert not fitted(tmp_path, storage=storage).problems
 
 
-def test_data_of_a_bucket_have_a_folder_of_their_own_below_the_jobs(
+def test_data_of_a_bucket_have_a_separate_folder_below_the_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
@@ -233,7 +239,7 @@ def test_data_of_a_bucket_have_a_folder_of_their_own_below_the_jobs(
     assert given.spec.storage.data is not None and given.spec.storage.data.url is None
 
 
-def test_a_module_that_is_not_here(tmp_path: Path) -> None:
+def test_a_missing_module_is_reported(tmp_path: Path) -> None:
     (tmp_path / "there.py").touch()
     where = f"neither in {tmp_path} nor among the packages of this Python"
     assert (
@@ -244,7 +250,7 @@ def test_a_module_that_is_not_here(tmp_path: Path) -> None:
         assert not any("spec.module" in warning for warning in fitted(tmp_path, module=module).warnings)
 
 
-def test_a_python_without_torch_starts_no_job_that_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_needs_torch_is_refused_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for needs in ({}, {"script": None, "module": "train"}):
         assert [p for p in fitted(tmp_path, **needs).problems if f"{sys.executable} -m pip install torch" in p]
@@ -253,7 +259,7 @@ def test_a_python_without_torch_starts_no_job_that_needs_it(tmp_path: Path, monk
     assert fitted(tmp_path, script=None, command=["conda", "run", "torchrun", "s.py"]).problems == ()
 
 
-def test_a_command_without_the_right_to_be_executed(tmp_path: Path) -> None:
+def test_a_command_that_is_not_executable_is_refused(tmp_path: Path) -> None:
     program = tmp_path / "n.sh"
     program.touch(0o644)
     note = f"spec.command: ./n.sh cannot be executed; run chmod +x {program}"

@@ -36,7 +36,7 @@ def test_a_variable_may_use_earlier_ones_only() -> None:
     assert manifest_variables(POD, container) == {"A": "$(B)", "B": "b", "C": "bc"}
 
 
-def test_the_downward_api_and_variables_of_this_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_downward_api_and_this_shells_variables_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY", "from this shell")
     monkeypatch.delenv("MISSING", raising=False)
     container = {
@@ -53,13 +53,13 @@ def test_the_downward_api_and_variables_of_this_shell(monkeypatch: pytest.Monkey
     assert argument_vector(container, variables) == ["run", "--addr=127.0.0.1", "from this shell"]
 
 
-def test_fields_of_the_pod() -> None:
+def test_fields_of_the_pod_are_resolved() -> None:
     assert field_value(POD, "metadata.labels['a/b']") == "c"
     assert field_value(POD, "metadata.name") == "job-0-0"
     assert field_value(POD, "status.startTime") is None
 
 
-def test_another_jobs_variables_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_a_surrounding_job_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPJOB_COORDINATOR", "elsewhere:1")
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("RANKING", "kept")

@@ -8,8 +8,10 @@ import pytest
 from ddpjob.local.local_platform import NoFreePorts, free_ports
 
 
-def test_two_runs_that_start_together_have_other_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of them listens yet. The second one's coordinators ended one after the other, for ever."""
+def test_two_runs_that_start_together_use_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them listens yet. Regression: the second run's coordinators ended one after the
+    other, forever.
+    """
     first, mark = free_ports()
     monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: first)
     with pytest.raises(NoFreePorts):

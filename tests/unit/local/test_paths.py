@@ -1,4 +1,4 @@
-"""What is in a job's folder."""
+"""The contents of a job's folder."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from ddpjob.local.paths import JobFolder, runs_folder
         ("epoch-1/model.pt", True),
     ],
 )
-def test_curves_alone_are_nothing_to_resume_from(tmp_path: Path, file: str, resumable: bool) -> None:
-    """A script that reports and never saves was said to resume, and began from scratch."""
+def test_curves_alone_are_not_a_checkpoint(tmp_path: Path, file: str, resumable: bool) -> None:
+    """Regression: a script that reports and never saves was said to resume, although it began from
+    scratch.
+    """
     folder = JobFolder(tmp_path / "j")
     assert not folder.is_resumable()
     for name in (".ddpjob-rounds.jsonl", "run/metrics.jsonl", file):
@@ -29,8 +31,10 @@ def test_curves_alone_are_nothing_to_resume_from(tmp_path: Path, file: str, resu
     assert folder.is_resumable() is resumable
 
 
-def test_the_folder_of_runs_has_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job's folder in its bucket is named by it: from another folder beside it, the job missed its copies."""
+def test_the_folder_of_runs_has_one_canonical_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job's folder in its bucket is named after it. Regression: from a sibling folder the job did
+    not find its copies.
+    """
     monkeypatch.setenv("DDPJOB_RUNS", "../runs")
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

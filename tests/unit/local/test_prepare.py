@@ -9,8 +9,10 @@ from ddpjob.local.paths import JobFolder
 from ddpjob.local.runner import prepare
 
 
-def test_checkpoints_behind_a_link_start_from_scratch_behind_it(tmp_path: Path) -> None:
-    """The link itself was moved: one relative to its folder led nowhere, and new ones filled the smaller disk."""
+def test_starting_fresh_moves_checkpoints_behind_a_link_within_the_target(tmp_path: Path) -> None:
+    """Regression: the link itself was moved. A relative link then led nowhere, and new checkpoints
+    filled the smaller disk.
+    """
     large, folder = tmp_path / "large", JobFolder(tmp_path / "runs" / "j")
     large.mkdir()
     folder.path.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Processes are found by their environment, whatever they are doing."""
+"""Processes are found by their environment, even while they execute another program."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import pytest
 from ddpjob.local import processes
 
 CHANGING = 'exec sh -c "$0" "$0"'
-"""Becomes another program again and again: the kernel shows no environment in between."""
+"""A program that re-executes itself continuously, so that the kernel sometimes shows no
+environment.
+"""
 
 
-def test_a_process_that_is_just_becoming_another_program_is_found() -> None:
-    """Overlooked, it outlived its container: what is killed is what one look has found."""
+def test_a_process_that_is_executing_another_program_is_found() -> None:
+    """Otherwise it would outlive its container, because only processes found by one look are
+    killed.
+    """
     mark = {"DDPJOB_UID": f"changing-{os.getpid()}"}
     started = [subprocess.Popen(["sh", "-c", CHANGING, CHANGING], env={**os.environ, **mark}) for _ in range(4)]
     try:
@@ -27,7 +31,7 @@ def test_a_process_that_is_just_becoming_another_program_is_found() -> None:
             process.kill()
 
 
-def test_a_process_without_any_environment_is_none_of_them() -> None:
+def test_a_process_without_any_environment_is_not_found() -> None:
     with subprocess.Popen(["sleep", "60"], env={}) as process:
         try:
             assert process.pid not in processes.find({"DDPJOB_UID": "any"})
@@ -35,8 +39,10 @@ def test_a_process_without_any_environment_is_none_of_them() -> None:
             process.kill()
 
 
-def test_an_orphan_with_the_id_of_a_process_that_was_reaped_is_reaped_too() -> None:
-    """Process ids come again: the orphan was taken for the owner's, whose poll() reaps nothing any more, for ever."""
+def test_an_orphan_that_reuses_the_id_of_a_reaped_process_is_reaped_too() -> None:
+    """Process ids are reused. Regression: the orphan counted as its owner's, whose poll() reaps
+    nothing more.
+    """
     ended = subprocess.Popen(["true"])
     ended.wait()
     orphan = os.spawnvp(os.P_NOWAIT, "true", ["true"])

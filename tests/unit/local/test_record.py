@@ -14,8 +14,10 @@ from ddpjob.local.paths import JobFolder
 from ddpjob.local.runner import prepare
 
 
-def test_a_run_that_begins_is_known_by_its_process_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second run named no process, or that of an earlier run which was killed, while the first looked for pods."""
+def test_the_process_of_a_starting_run_is_known_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a second run would name no process, or a killed one, while the first run still
+    looks for pods.
+    """
     folder = JobFolder(tmp_path)
     folder.lock.write_text("4711")
 
@@ -28,8 +30,10 @@ def test_a_run_that_begins_is_known_by_its_process_at_once(tmp_path: Path, monke
     assert record.runner(folder) is None and folder.lock.read_text() == ""
 
 
-def test_a_request_that_cannot_be_read_ends_no_training(tmp_path: Path) -> None:
-    """Its command has given up and removed it, `sudo` with a strict umask has written it, or it is none of ours."""
+def test_an_unreadable_request_does_not_end_the_training(tmp_path: Path) -> None:
+    """The command has given up and removed it, `sudo` with a strict umask wrote it, or it is not a
+    request of ours.
+    """
     folder = JobFolder(tmp_path)
     folder.requests.mkdir()
     (folder.requests / "1-1.json").symlink_to("removed-while-it-was-listed")
@@ -39,8 +43,10 @@ def test_a_request_that_cannot_be_read_ends_no_training(tmp_path: Path) -> None:
     assert [(verb, subject) for _, verb, subject in record.requests(folder)] == [("scale", "3")]
 
 
-def test_a_run_makes_the_folder_of_its_requests(tmp_path: Path) -> None:
-    """Else the first command does, maybe with `sudo`: the run broke off as it removed the request from that folder."""
+def test_a_run_creates_the_folder_for_its_requests(tmp_path: Path) -> None:
+    """Otherwise the first command creates it, perhaps with `sudo`, and the run cannot remove the
+    request from it.
+    """
     folder = JobFolder(tmp_path)
     for _ in range(2):
         prepare(folder, fresh=False, now=datetime.now(UTC))
@@ -49,7 +55,7 @@ def test_a_run_makes_the_folder_of_its_requests(tmp_path: Path) -> None:
 
 
 def test_a_file_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
-    """As Python reads the script that a function was submitted as."""
+    """Python reads the script of a submitted function as UTF-8."""
     code = (
         "from pathlib import Path; from ddpjob.local.record import write_atomically; "
         "write_atomically(Path('f'), 'gr\\u00fc\\u00dfe \\u2713')"

@@ -1,4 +1,4 @@
-"""The time without training that `ddpjob run` prints is measured between steps."""
+"""`ddpjob run` prints the time without training, measured between steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The page of metrics, the alerts and the dashboards agree with what is exported, as promtool reads it."""
+"""The page of metrics, the alerts and the dashboards match the exported metrics, as promtool reads
+them.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def promtool(*words: str, given: str = "", folder: Path | None = None) -> None:
 
 
 def exported() -> str:
-    """What the operator answers to Prometheus, without what the Python client says of the process."""
+    """Return the operator's response to Prometheus, without the Python client's metrics of the
+    process.
+    """
     text = generate_latest(REGISTRY).decode()
     return "".join(line + "\n" for line in text.splitlines() if " python_" not in line and "ddpjob_" in line)
 
@@ -67,22 +71,22 @@ def a_report() -> str:
 # --- the page
 
 
-def test_the_page_of_metrics_is_the_code_s() -> None:
+def test_the_page_of_metrics_is_up_to_date() -> None:
     assert METRICS["PAGE"].read_text() == METRICS["render"](), "run: python docs/generate_metrics.py"
 
 
-def test_the_page_has_what_a_scrape_finds() -> None:
+def test_the_page_lists_all_families_of_a_scrape() -> None:
     documented = {series for family in METRICS["operators"]() for series in family.series}
     scraped = set(re.findall(r"^(ddpjob_\w+)[{ ]", exported(), flags=re.MULTILINE))
     assert scraped and scraped <= documented
     made = {f"{each.name}_total" if each.type == "counter" else each.name for each in SERIES.describe()}
-    assert made <= documented, "those of single jobs, of which there are none"
+    assert made <= documented, "the families of single jobs, because there are no jobs"
     own = {family.name for family in METRICS["coordinators"]()} - {"ddpjob_last_recovery_seconds"}
     assert set(re.findall(r"^(ddpjob_\w+){", a_report(), flags=re.MULTILINE)) >= own - {"ddpjob_members"}
 
 
-def test_the_page_has_every_family_of_the_trainer(tmp_path: Path) -> None:
-    """With its labels, as a scrape finds it: of all that the reporter hands to its sinks."""
+def test_the_page_lists_every_family_of_the_trainer(tmp_path: Path) -> None:
+    """It has the labels that a scrape finds, for everything that the reporter hands to its sinks."""
     machines = Machines([1.0, 2.0], [1.0, 2.0], [0.1, 0.1], [1.0, 1.0], {"data": 0.1, "forward": 0.2})
     status = TrainingStatus(1, 2, 3, 4, 0.5, 0.1, 100.0, 60.0, 0.1, mfu=0.4, phases=machines.phases)
     given = {name: value or 0.0 for name, value in (_values(status) | _values_of(machines)).items()}
@@ -103,8 +107,10 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
     promtool("check", "metrics", given=a_report())
 
 
-def test_one_name_means_one_thing() -> None:
-    """Who exports the same figure gives it the same name, type and job labels; the help may say more."""
+def test_a_name_has_the_same_meaning_everywhere() -> None:
+    """Programs that export the same figure use the same name, type and job labels. The help may
+    differ.
+    """
     families = [f for source in ("operators", "coordinators", "trainers") for f in METRICS[source]()]
     kinds: dict[str, set[str]] = {}
     for family in families:
@@ -114,7 +120,7 @@ def test_one_name_means_one_thing() -> None:
     assert all(len(kind) == 1 for kind in kinds.values()), kinds
 
 
-def test_only_the_operator_exports_what_the_podmonitor_drops() -> None:
+def test_the_podmonitor_drops_only_metrics_of_the_operator() -> None:
     template = (MONITORING.parent / "templates" / "metrics.yaml").read_text()
     (dropped,) = re.findall(r"regex: (ddpjob_\(.*\))", template)
     theirs = {f.name for source in ("coordinators", "trainers") for f in METRICS[source]()}
@@ -123,7 +129,7 @@ def test_only_the_operator_exports_what_the_podmonitor_drops() -> None:
     assert {name for name in mine if not re.fullmatch(dropped, name)} == set()
 
 
-def test_the_reasons_of_failures_are_those_of_the_page() -> None:
+def test_the_page_lists_the_reasons_of_failures() -> None:
     section = TROUBLESHOOTING.read_text().partition("## Condition Failed\n")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`[^|]+) \|", section, flags=re.MULTILINE)
     assert {word for cell in cells for word in re.findall(r"`(\w+)`", cell)} == FAILURES
@@ -140,7 +146,7 @@ def test_promtool_accepts_the_alerts_and_plays_their_cases(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: str(rule["alert"]))
-def test_an_alert_says_what_it_means_where_to_read_on_and_has_cases(rule: dict[str, Any]) -> None:
+def test_an_alert_has_a_meaning_a_runbook_and_cases(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
     texts = rule["annotations"]
     assert texts["summary"] and texts["description"].endswith(".")
@@ -150,9 +156,9 @@ def test_an_alert_says_what_it_means_where_to_read_on_and_has_cases(rule: dict[s
     assert f"\n### {rule['alert']}\n" in TROUBLESHOOTING.read_text()
     cases = yaml.safe_load((Path(__file__).parent / "alerts_test.yaml").read_text())["tests"]
     own = [c for case in cases for c in case["alert_rule_test"] if c["alertname"] == rule["alert"]]
-    assert any(case["exp_alerts"] for case in own), "there is no case in which it fires"
+    assert any(case["exp_alerts"] for case in own), "add a case in which the alert fires"
     if rule["alert"] != "DDPJobDefinitionOutdated":
-        assert any(not case["exp_alerts"] for case in own), "there is no case in which it does not"
+        assert any(not case["exp_alerts"] for case in own), "add a case in which the alert does not fire"
 
 
 def names(query: str) -> set[str]:
@@ -165,7 +171,7 @@ QUERIES = {rule["alert"]: rule["expr"] for rule in ALERTS} | {
 
 
 @pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES.keys())
-def test_queries_use_metrics_and_labels_that_exist(query: str) -> None:
+def test_queries_use_existing_metrics_and_labels(query: str) -> None:
     known = {series: family for family in METRICS["operators"]() for series in family.series}
     assert names(query) and names(query) <= known.keys()
     for name, labels in re.findall(r"(ddpjob_\w+)\{([^}]*)\}", query):
@@ -176,7 +182,7 @@ def test_queries_use_metrics_and_labels_that_exist(query: str) -> None:
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
-def test_a_dashboard_is_what_its_program_makes(board: Any) -> None:
+def test_a_dashboard_equals_its_programs_output(board: Any) -> None:
     text = (MONITORING / "dashboards" / f"{board.name}.json").read_text()
     assert text == DASHBOARDS["render"](board), "run: python docs/generate_dashboards.py"
     made = json.loads(text)
@@ -189,7 +195,7 @@ def test_a_dashboard_is_what_its_program_makes(board: Any) -> None:
     assert {path.stem for path in (MONITORING / "dashboards").glob("*.json")} == {b.name for b in BOARDS}
 
 
-def test_the_links_that_notifications_are_given_choose_the_job_on_its_dashboard() -> None:
+def test_links_in_notifications_select_the_job_on_its_dashboard() -> None:
     made = json.loads((MONITORING / "dashboards" / "job.json").read_text())
     chosen = {variable["name"] for variable in made["templating"]["list"]} - {"datasource"}
     chart = MONITORING.parent
@@ -206,7 +212,9 @@ _KINDS = {
     "Gauge": {"path": list, "labelsFromPath": dict, "valueFrom": list, "nilIsZero": bool},
     "StateSet": {"path": list, "labelsFromPath": dict, "valueFrom": list, "list": list, "labelName": str},
 }
-"""Fields and types of kube-state-metrics' `customresourcestate.Resource`, as far as they are used."""
+"""Fields and types of kube-state-metrics' `customresourcestate.Resource` that the configuration
+uses.
+"""
 
 
 def test_the_configuration_of_kube_state_metrics_fits_its_types_and_the_definition() -> None:
@@ -234,7 +242,9 @@ def _typed(given: dict[str, Any], types: dict[str, type]) -> None:
 
 
 def _at(path: list[str], schema: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The schema of a field of a DDPJob, or of one below `schema`; an array stands for its items."""
+    """Return the schema of a field of a DDPJob, or of a field below `schema`. An array stands for
+    its items.
+    """
     found = schema if schema is not None else {"properties": {"spec": schema_of("spec"), "status": schema_of("status")}}
     for name in path:
         found = found["properties"][name]

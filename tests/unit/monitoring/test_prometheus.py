@@ -1,4 +1,6 @@
-"""A real Prometheus scrapes the operator's metrics: every query of the dashboards has data, and every alert fires."""
+"""A real Prometheus scrapes the operator's metrics. Every query of the dashboards has data, and
+every alert fires.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def condition(kind: str, reason: str = "Reason") -> dict[str, Any]:
 def running(
     reason: str = "GroupRuns", step: int = 1, restarts: int = 0, broke: bool = False, **progress: Any
 ) -> dict[str, Any]:
-    """The status of a job of two nodes that train."""
+    """The status of a job of two training nodes."""
     one = {"time": "2026-01-01T00:10:00Z", "pod": "p", "message": "", "round": 1, "reason": "OOMKilled"}
     recent = [{**one, "counted": True, **({} if broke else {"seconds": 4.0})}] * min(restarts, 10)
     conditions = [condition("Scheduled"), condition("Running", reason)]
@@ -108,7 +110,7 @@ class Prometheus(PrometheusServer):
         return found
 
     def firing(self) -> set[tuple[str, str]]:
-        """Names of the alerts that fire, each with its job's name."""
+        """Names of the firing alerts, each with its job's name."""
         alerts = self.ask("alerts")["alerts"]
         return {(a["labels"]["alertname"], a["labels"].get("job_name", "")) for a in alerts if a["state"] == "firing"}
 
@@ -125,7 +127,7 @@ class Prometheus(PrometheusServer):
             time.sleep(0.2)
 
     def wait_for_scrapes(self, count: int) -> None:
-        """So many more scrapes that succeed."""
+        """Wait for this many more successful scrapes."""
         self.wait_for("the first scrape", self.scrapes)
         before = self.scrapes()
         self.wait_for(f"{count} scrapes", lambda: self.scrapes() >= before + count)
@@ -157,7 +159,7 @@ def prometheus(tmp_path: Path, fleet: Fleet) -> Iterator[Prometheus]:
 
 
 def play_faults(fleet: Fleet) -> None:
-    """What befalls jobs between two scrapes."""
+    """Faults of jobs between two scrapes."""
     fleet.becomes("good", running(step=30, restarts=1, broke=True))
     fleet.becomes("good", running(step=30, restarts=1))
     fleet.becomes(
@@ -179,7 +181,7 @@ def play_faults(fleet: Fleet) -> None:
     for _ in range(50):
         operator_metrics.RECONCILE_SECONDS.labels("done").observe(0.01)
         operator_metrics.API_REQUESTS.labels("PUT", "200").inc()
-    # Shown, and too few for an alert.
+    # shown, but too few for an alert
     operator_metrics.API_REQUESTS.labels("PUT", "503").inc()
     operator_metrics.WATCH_ERRORS.labels("pods").inc()
 
@@ -203,8 +205,9 @@ def copied(seconds_ago: float) -> dict[str, float]:
 
 
 def concrete(query: str) -> str:
-    """As Grafana sends it, for the job that is well."""
-    # Longer than Grafana's: past events have no series, and on a busy machine the faults are soon past.
+    """Run a query as Grafana sends it, for the healthy job."""
+    # Longer than Grafana's range: past events have no series, and on a busy machine the faults are
+    # soon past.
     values = {"__rate_interval": "1h", "__range": "1h", "job_name": "good"}
     query = re.sub(r'=~"\$namespace"', '=~".*"', query).replace("$namespace", "team")
     return re.sub(r"\$(\w+)", lambda match: values[match[1]], query)
@@ -226,13 +229,14 @@ def test_queries_have_data_and_alerts_fire_for_their_faults(
     operator_metrics.WATCH_ERRORS.labels("pods")
     for labels in (("PUT", "200"), ("PUT", "503")):
         operator_metrics.API_REQUESTS.labels(*labels)
-    # DDPJobStraggler fires for nine times as many scrapes, half a second each, as there were before the fault.
+    # DDPJobStraggler fires for nine times as many scrapes, half a second each, as there were before
+    # the fault.
     prometheus.wait_for_scrapes(max(4, math.ceil(7 * slowness())))
     assert {name for name, _ in prometheus.firing()} <= {"DDPJobPendingLong", "DDPJobQueueSlow"}
 
-    for restarts in range(1, 9):  # One after the other: those of one moment are one restart.
+    for restarts in range(1, 9):  # One after the other, because simultaneous ones count as one restart.
         fleet.becomes("loop", running(restarts=restarts))
-        prometheus.wait_for_scrapes(2)  # The first may get a text that was made before.
+        prometheus.wait_for_scrapes(2)  # The first scrape may get a text that was rendered before.
     play_faults(fleet)
     expected = {
         ("DDPJobFailed", "bad"),
@@ -248,12 +252,12 @@ def test_queries_have_data_and_alerts_fire_for_their_faults(
         ("DDPJobQueueSlow", ""),
     }
     prometheus.wait_for("the alerts of jobs", lambda: expected <= prometheus.firing())
-    assert prometheus.firing() == expected, "and no other"
+    assert prometheus.firing() == expected, "and no other alert fires"
     queries = itertools.chain.from_iterable(DASHBOARDS["queries"](board) for board in DASHBOARDS["BOARDS"])
     empty = [query for query in queries if not has_data(prometheus, concrete(query))]
     assert not empty, "\n".join(empty)
     found = prometheus.query('ddpjob_job_phase{job_name="good"}')
-    assert [sample["metric"]["namespace"] for sample in found] == ["team"], "not the operator's, which the target has"
+    assert [sample["metric"]["namespace"] for sample in found] == ["team"], "the job's namespace, not the target's"
 
     play_faults_of_the_operator()
     monkeypatch.setattr(job_metrics, "MOST_JOBS", 5)

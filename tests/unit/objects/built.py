@@ -1,4 +1,4 @@
-"""A job and its pods as the operator builds them, for the tests of this folder."""
+"""A job and its pods as the operator builds them, for the tests in this folder."""
 
 from __future__ import annotations
 

@@ -1,9 +1,14 @@
-"""What the operator gives to launcher, coordinator and torchrun, as lists that any change shows in a diff.
+"""The operator's arguments for launcher, coordinator and torchrun, as lists, so that a diff shows
+any change.
 
-Pods of one generation are made by several releases of the operator, and run the runtime that the job began with: a
-pod that gets another argument than its peers, or one that the older runtime does not know, ends a running job. So an
-addition needs a default in every runtime of its protocol's version, and anything else another version. When a change
-keeps to that, `python tests/unit/objects/test_arguments_of_pods.py` writes the lists again.
+Pods of one generation may be created by several releases of the operator, and they run the runtime
+that the job
+began with. A pod whose arguments differ from its peers', or that the older runtime does not know,
+ends a running
+job. So an addition needs a default in every runtime of its protocol's version. Any other change
+needs a new version.
+If a change keeps to that, `python tests/unit/objects/test_arguments_of_pods.py` writes the lists
+again.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ JOBS: dict[str, Json] = {
 
 
 def given(name: str) -> Json:
-    """By container: command, arguments and environment."""
+    """Command, arguments and environment of each container."""
     made = job(**JOBS[name])
     status = replace(made.status, runtime="runtime", round=3)
     pods = [build_node(made, status, PLATFORM, 0, 2)]
@@ -67,14 +72,14 @@ def written(value: Any) -> str:
         ({"gpuResource": "example.com/npu", "backend": "gloo"}, "gloo"),
     ],
 )
-def test_a_script_is_given_a_backend_that_torch_knows(spec: Json, backend: str | None) -> None:
+def test_a_script_gets_a_backend_that_torch_knows(spec: Json, backend: str | None) -> None:
     made = job(**spec)
     env = container(build_node(made, made.status, PLATFORM, 0, 0), "trainer")["env"]
     assert next((e["value"] for e in env if e["name"] == "DDPJOB_BACKEND"), None) == backend
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_pods_get_what_their_peers_of_an_earlier_release_got(name: str) -> None:
+def test_pods_get_the_same_arguments_as_peers_of_an_earlier_release(name: str) -> None:
     kept = written(yaml.safe_load(KEPT.read_text())[name]).splitlines()
     now = written(given(name)).splitlines()
     assert now == kept, "\n".join(difflib.unified_diff(kept, now, "an earlier release", "this one", lineterm=""))

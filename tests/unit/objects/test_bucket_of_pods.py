@@ -1,4 +1,6 @@
-"""storage.checkpoints.url in the pods that are built: the job's own folder, and credentials by reference."""
+"""storage.checkpoints.url in the built pods: a separate folder for each job, and credentials by
+reference.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ def variable(pod: Json, name: str) -> Json:
     return next((v for v in container(pod)["env"] if v["name"] == name), {})
 
 
-def test_each_job_has_a_folder_of_its_own() -> None:
+def test_each_job_has_a_separate_folder() -> None:
     assert environment(node(storage=bucket()))["DDPJOB_CHECKPOINT_URL"] == f"{URL}/space/job"
     assert environment(node(storage=bucket(url=f"{URL}/")))["DDPJOB_CHECKPOINT_URL"] == f"{URL}/space/job"
     assert "DDPJOB_CHECKPOINT_URL" not in environment(node())
@@ -30,7 +32,7 @@ def test_each_job_has_a_folder_of_its_own() -> None:
     assert len(set(folders)) == 4 and PLATFORM.bucket_folder(replace(mine, uid="later")) == folders[0]
 
 
-def test_each_pod_has_a_disk_of_its_own_and_no_claim_is_needed() -> None:
+def test_each_pod_has_its_own_disk_and_needs_no_claim() -> None:
     pod = node(storage=bucket(mountPath="/mnt/here"))
     [volume] = [v for v in pod["spec"]["volumes"] if v["name"] == "ddpjob-checkpoints"]
     assert volume == {"name": "ddpjob-checkpoints", "emptyDir": {}}
@@ -40,7 +42,7 @@ def test_each_pod_has_a_disk_of_its_own_and_no_claim_is_needed() -> None:
     assert job(storage=bucket()).claims == ()
 
 
-def test_credentials_are_referenced_and_the_session_s_token_may_be_absent() -> None:
+def test_credentials_are_referenced_and_the_session_token_is_optional() -> None:
     pod = node(storage=bucket(secretName="keys", region="eu-central-1", endpoint="https://minio:9000"))
     assert variable(pod, "AWS_ACCESS_KEY_ID")["valueFrom"] == {
         "secretKeyRef": {"name": "keys", "key": "AWS_ACCESS_KEY_ID"}
@@ -52,7 +54,7 @@ def test_credentials_are_referenced_and_the_session_s_token_may_be_absent() -> N
     assert variables["AWS_ENDPOINT_URL"] == "https://minio:9000"
 
 
-def test_without_a_secret_the_service_account_s_own_credentials_are_left_alone() -> None:
+def test_without_a_secret_the_service_accounts_credentials_are_used() -> None:
     assert not [name for name in environment(node(storage=bucket())) if name.startswith("AWS_")]
 
 

@@ -1,4 +1,6 @@
-"""The claim that a job makes: whose it is, with what it is removed, and what makes another one of it."""
+"""The claim that a job creates: its owner, when it is deleted, and which changes need a different
+claim.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ def test_a_claim_is_kept_unless_the_job_says_otherwise() -> None:
     assert build_claim(making(whenDeleted="Delete"))["metadata"]["ownerReferences"][0]["uid"] == "uid"
 
 
-def test_the_operators_labels_win() -> None:
-    """Also where a CRD of another release let them pass."""
+def test_the_operators_labels_take_precedence() -> None:
+    """This holds even if a CRD of a different release admitted them."""
     metadata = {"labels": {"team": "a", "ddpjob.io/job": "other"}, "annotations": {"ddpjob.io/claim-template": "x"}}
     job = making(metadata=metadata)
     made = read_claim(build_claim(job))
@@ -45,7 +47,7 @@ def test_the_operators_labels_win() -> None:
     )
 
 
-def test_the_mark_is_of_what_makes_another_claim() -> None:
+def test_the_mark_changes_with_fields_that_need_a_different_claim() -> None:
     mark = template_mark(making())
     assert mark == template_mark(making(uid="later")) == template_mark(making(metadata={"labels": {"a": "b"}}))
     larger = {**SPEC, "resources": {"requests": {"storage": "2Gi"}}}
@@ -66,8 +68,10 @@ def test_the_mark_is_of_what_makes_another_claim() -> None:
     ],
 )
 @pytest.mark.parametrize("own", [True, False])
-def test_each_job_has_a_folder_of_its_own(volume: dict[str, Any], folder: str | None, own: bool) -> None:
-    """A second job continued the first one's training in silence. Jobs of before keep the root."""
+def test_each_job_has_a_separate_folder_in_a_claim(volume: dict[str, Any], folder: str | None, own: bool) -> None:
+    """Regression: a second job silently continued the first one's training. Earlier jobs keep the
+    root.
+    """
     status = JobStatus(slots=(Slot(),), runtime="r", own_folder=own)
     spec = {"image": "image", "script": "train.py", "storage": {"checkpoints": volume}}
     job = DDPJob.read({"metadata": {"name": "job", "namespace": "space", "uid": "uid"}, "spec": spec})
@@ -77,7 +81,7 @@ def test_each_job_has_a_folder_of_its_own(volume: dict[str, Any], folder: str | 
     assert mount.get("subPath") == (folder if own or "subPath" in volume else None)
 
 
-def test_pods_mount_it() -> None:
+def test_pods_mount_the_claim() -> None:
     status = JobStatus(slots=(Slot(),), runtime="r")
     pod = build_node(making(), status, Platform(operator_key=b"k"), 0, 0)["spec"]
     volume = next(v for v in pod["volumes"] if v["name"] == "ddpjob-checkpoints")
@@ -88,7 +92,7 @@ def test_pods_mount_it() -> None:
     assert shared["value"] == "1"
 
 
-def test_a_claim_without_a_template_is_a_mistake() -> None:
+def test_a_claim_without_a_template_is_an_error() -> None:
     job = making()
     bare = replace(job, spec=replace(job.spec, storage=replace(job.spec.storage, checkpoints=None)))
     with pytest.raises(ValueError, match="does not have a claimTemplate"):

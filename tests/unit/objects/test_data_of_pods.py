@@ -1,4 +1,4 @@
-"""storage.data.url in the pods that are built: where it is fetched to, and keys by reference."""
+"""storage.data.url in the built pods: the folder of the data, and keys by reference."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def volume(pod: Json) -> Json:
     return found
 
 
-def test_without_a_cache_each_pod_has_a_disk_that_restricted_namespaces_admit() -> None:
+def test_without_a_cache_each_pod_has_a_disk_that_restricted_namespaces_allow() -> None:
     pod = node(storage=data())
     assert volume(pod) == {"name": "ddpjob-data", "emptyDir": {}}
     assert mount(pod) == {"name": "ddpjob-data", "mountPath": "/data"}
     assert environment(pod)["DDPJOB_DATA_DIR"] == "/data" and environment(pod)["DDPJOB_DATA_URL"] == URL
 
 
-def test_a_cache_s_folder_is_the_namespace_s_and_the_source_s() -> None:
+def test_a_caches_folder_is_named_after_namespace_and_source() -> None:
     pod = node(storage=data(cache="/var/cache/ddpjob", mountPath="/mnt/d"))
     assert volume(pod)["hostPath"] == {"path": "/var/cache/ddpjob", "type": "DirectoryOrCreate"}
     assert mount(pod)["mountPath"] == "/mnt/d" and "readOnly" not in mount(pod)
@@ -44,7 +44,7 @@ def test_a_cache_s_folder_is_the_namespace_s_and_the_source_s() -> None:
     assert all(folder.startswith("space/") and ".." not in folder for folder in folders)
 
 
-def test_keys_are_referenced_under_names_that_no_tool_reads() -> None:
+def test_keys_are_referenced_under_names_that_other_tools_ignore() -> None:
     pod = node(storage=data(secretName="keys", region="eu-central-1", endpoint="https://minio:9000"))
     variables = {v["name"]: v for v in container(pod)["env"]}
     assert variables["DDPJOB_DATA_AWS_ACCESS_KEY_ID"]["valueFrom"] == {
@@ -61,7 +61,7 @@ def test_the_coordinator_gets_neither_data_nor_keys() -> None:
     assert "DDPJOB_DATA" not in str(build_coordinator(made, made.status, PLATFORM))
 
 
-def test_a_volume_is_mounted_as_before() -> None:
+def test_a_volume_with_data_is_mounted_unchanged() -> None:
     pod = node(storage={"data": {"hostPath": "/d", "subPath": "s"}})
     assert volume(pod)["hostPath"] == {"path": "/d"}
     assert mount(pod) == {"name": "ddpjob-data", "mountPath": "/data", "subPath": "s", "readOnly": True}

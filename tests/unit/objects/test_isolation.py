@@ -1,4 +1,6 @@
-"""What keeps a job to itself: the Secret with its token, and its NetworkPolicy, evaluated as a network does."""
+"""What isolates a job: the Secret with its token, and its NetworkPolicy, evaluated as a network
+would.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def test_no_pod_contains_the_token(placement: str) -> None:
             assert secret["stringData"][reference["key"]] == PLATFORM.token(made)
 
 
-def test_the_token_s_secret_goes_with_its_job_and_its_name_stands_for_its_content() -> None:
+def test_the_tokens_secret_is_owned_by_its_job_and_named_after_its_content() -> None:
     made = job()
     secret = build_token(made, PLATFORM)
     assert secret["metadata"]["ownerReferences"] == [made.owner_reference] and secret["immutable"]
@@ -57,7 +59,7 @@ def test_the_token_s_secret_goes_with_its_job_and_its_name_stands_for_its_conten
         build_token(made, Platform(operator_key=b"another key of the operator"))["metadata"]["name"],
     }
     assert len(names) == 3 and all(name.startswith("job-token-") for name in names)
-    assert PLATFORM.key_mark not in secret["metadata"]["name"], "the mark is in the status, for all to read"
+    assert PLATFORM.key_mark not in secret["metadata"]["name"], "the mark is in the status, which everybody can read"
 
 
 def test_processes_of_this_machine_have_the_token_in_their_environment() -> None:
@@ -100,7 +102,9 @@ def selects(selector: Json, labels: Json) -> bool:
 
 
 def is_peer(peer: Json, source: At, namespace: str) -> bool:
-    """Both selectors of one peer must match; without one for namespaces, the policy's own is meant."""
+    """Whether both selectors of a peer match. Without a namespace selector, the policy's own
+    namespace is meant.
+    """
     assert peer and peer.keys() <= {"namespaceSelector", "podSelector"}
     there = peer.get("namespaceSelector")
     if there is None and source.namespace != namespace:
@@ -111,7 +115,9 @@ def is_peer(peer: Json, source: At, namespace: str) -> bool:
 
 
 def reaches(policies: list[Json], source: At, target: At, port: int) -> bool:
-    """Whether a TCP connection is admitted: by any rule of any policy, or since no policy selects the target."""
+    """Whether a TCP connection is admitted: by any rule of any policy, or because no policy selects
+    the target.
+    """
     applying = [
         p
         for p in policies
@@ -154,15 +160,15 @@ def check_who_reaches_whom() -> None:
         for source in (operator, monitoring):
             assert reaches(policies, source, target, COORDINATOR)
             assert not reaches(policies, source, target, STORE) and not reaches(policies, source, target, SSH)
-    assert reaches(policies, members[0], operator, 443), "a policy of a job closes nothing else"
+    assert reaches(policies, members[0], operator, 443), "a job's policy restricts no other pod"
 
 
-def test_a_job_is_reached_by_its_own_pods_and_the_operator_alone() -> None:
+def test_only_a_jobs_own_pods_and_the_operator_can_connect_to_it() -> None:
     check_who_reaches_whom()
 
 
 def _two_peers(policy: Json) -> None:
-    """The classic mistake: the selectors as two peers, either of which suffices."""
+    """The classic mistake: the selectors as two peers, so that either suffices."""
     policy["ingress"][1]["from"][:1] = [{key: value} for key, value in policy["ingress"][1]["from"][0].items()]
 
 
@@ -178,7 +184,7 @@ DEFECTS: dict[str, Callable[[Json], Any]] = {
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-def test_a_deliberate_defect_of_the_policy_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deliberate_defect_of_the_policy_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = isolation._policy
 
     def wrong(made: DDPJob, platform: Platform) -> Json:
@@ -191,19 +197,17 @@ def test_a_deliberate_defect_of_the_policy_is_seen(name: str, monkeypatch: pytes
         check_who_reaches_whom()
 
 
-def test_jobs_that_ask_for_it_stay_open() -> None:
-    """Also where a policy is left of the time before they were suspended and asked."""
+def test_jobs_that_opt_out_stay_open() -> None:
+    """This holds even if a policy is left from before they were suspended and opted out."""
     ours = job()
     policy = build_policy(ours, INSTALLED)
     for spec in ({"network": {"isolate": False}}, {"podTemplate": {"spec": {"hostNetwork": True}}}):
         assert policy_name(job(**spec), INSTALLED) == ""
         assert all(reaches([policy], At("elsewhere", {}), at(pod), STORE) for pod in pods(INSTALLED, **spec))
-    assert policy_name(ours, PLATFORM) == "", (
-        "an operator outside of the cluster has no address that a policy could name"
-    )
+    assert policy_name(ours, PLATFORM) == "", "a policy cannot name an operator outside the cluster"
 
 
-def test_another_place_of_the_operator_is_another_policy() -> None:
+def test_a_moved_operator_needs_a_different_policy() -> None:
     names = {
         policy_name(job(), INSTALLED),
         policy_name(job(), replace(INSTALLED, operator_peer={"podSelector": {}})),

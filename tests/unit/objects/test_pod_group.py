@@ -1,4 +1,4 @@
-"""The PodGroup of a gang, and which pods name it."""
+"""The PodGroup of a gang, and the pods that name it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_group_has_the_priority_of_its_nodes(spec: dict[str, Any], name: str
     assert build_gang(made, made.status)["spec"].get("priorityClassName") == name
 
 
-def test_only_pods_that_are_made_before_the_gang_is_placed_name_it() -> None:
+def test_only_pods_created_before_the_gang_is_placed_name_it() -> None:
     for placed in (False, True):
         made = with_gang(placed=placed)
         pods = (build_node(made, made.status, PLATFORM, 0, 0), build_coordinator(made, made.status, PLATFORM))
@@ -57,7 +57,7 @@ def test_only_pods_that_are_made_before_the_gang_is_placed_name_it() -> None:
 
 
 def test_the_pods_of_a_gang_have_one_scheduler() -> None:
-    """kube-scheduler schedules no group whose pods name several."""
+    """kube-scheduler does not schedule a group whose pods name several schedulers."""
     made = with_gang(podTemplate={"spec": {"schedulerName": "other"}})
     pods = (build_node(made, made.status, PLATFORM, 0, 0), build_coordinator(made, made.status, PLATFORM))
     assert [pod["spec"]["schedulerName"] for pod in pods] == ["other", "other"]

@@ -1,4 +1,6 @@
-"""The pods by the Pod Security Standards: the profile `restricted` by default, and what podTemplate may loosen."""
+"""The pods and the Pod Security Standards: the profile `restricted` by default, and what
+podTemplate may relax.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persiste
 
 
 def violations(pod: Json) -> Iterator[str]:
-    """What the profile `restricted` (v1.36) refuses, as far as fields of Linux pods can violate it."""
+    """Violations of the profile `restricted` (v1.36) that fields of Linux pods can have."""
     spec = pod["spec"]
     context = spec.get("securityContext", {})
     for field in ("hostNetwork", "hostPID", "hostIPC"):
@@ -53,8 +55,8 @@ def pods(**spec: Any) -> list[Json]:
 
 
 @pytest.mark.parametrize("placement", ["Dedicated", "Master"])
-def test_pods_are_restricted_but_for_the_user_whom_the_image_chooses(placement: str) -> None:
-    """Many images run as root. Where that is forbidden, the pod is created with runAsNonRoot."""
+def test_pods_are_restricted_except_for_the_user_that_the_image_chooses(placement: str) -> None:
+    """Many images run as root. If the namespace forbids that, the pod is created with runAsNonRoot."""
     storage = {"data": {"claimName": "data"}, "checkpoints": {"claimName": "saved"}}
     for pod in pods(rendezvous={"placement": placement}, storage=storage):
         assert {v.partition(": ")[2] for v in violations(pod)} == {"runAsNonRoot"}
@@ -62,19 +64,19 @@ def test_pods_are_restricted_but_for_the_user_whom_the_image_chooses(placement: 
         assert restricted is not None and not list(violations(restricted))
 
 
-def test_pods_are_not_given_an_account() -> None:
+def test_pods_get_no_service_account_token() -> None:
     for pod in pods():
         assert pod["spec"]["automountServiceAccountToken"] is False and "serviceAccountName" not in pod["spec"]
 
 
-def test_what_the_template_says_of_the_user_stays() -> None:
+def test_the_templates_user_is_kept() -> None:
     for context in ({"runAsNonRoot": False}, {"runAsUser": 0}, {"runAsUser": 1000, "runAsNonRoot": True}):
         for pod in pods(podTemplate={"spec": {"securityContext": context}}):
             assert pod["spec"]["securityContext"] == context | {"seccompProfile": {"type": "RuntimeDefault"}}
             assert as_non_root(pod) is None
 
 
-def test_the_template_loosens_the_defaults() -> None:
+def test_the_template_can_relax_the_defaults() -> None:
     template = {
         "spec": {
             "securityContext": {"seccompProfile": {"type": "Unconfined"}},
@@ -99,8 +101,8 @@ def test_the_template_loosens_the_defaults() -> None:
     "context",
     [{"privileged": True}, {"capabilities": {"add": ["SYS_ADMIN"]}}, {"capabilities": {"add": ["CAP_SYS_ADMIN"]}}],
 )
-def test_no_default_contradicts_a_privilege_that_the_template_gives(context: Json) -> None:
-    """The API server refuses allowPrivilegeEscalation: false beside it."""
+def test_no_default_contradicts_a_privilege_from_the_template(context: Json) -> None:
+    """The API server refuses allowPrivilegeEscalation: false next to it."""
     template = {"spec": {"containers": [{"name": "trainer", "securityContext": context}]}}
     for pod in pods(podTemplate=template):
         given = pod["spec"]["containers"][0]["securityContext"]
@@ -121,7 +123,7 @@ def test_no_default_contradicts_a_privilege_that_the_template_gives(context: Jso
     ],
 )
 def test_the_coordinator_states_requests_and_limits(given: Json, limits: Json) -> None:
-    """As a ResourceQuota may demand; a LimitRange adds nothing to it."""
+    """A ResourceQuota may require them, and a LimitRange adds nothing to them."""
     pod = pods(rendezvous={"resources": given})[2]
     resources = container(pod, "coordinator")["resources"]
     assert resources["limits"] == limits and resources["requests"].keys() >= {"cpu", "memory"}
@@ -136,14 +138,16 @@ def test_the_coordinator_states_requests_and_limits(given: Json, limits: Json) -
         ({"requests": {}}, {"cpu": "50m", "memory": "400Mi"}),
     ],
 )
-def test_a_limit_that_nobody_wrote_is_not_what_the_coordinator_requests(given: Json, requests: Json) -> None:
-    """Kubernetes requests as much as the limit where no request is written: 2 CPUs for a process that mostly waits."""
+def test_a_limit_that_nobody_wrote_is_not_the_coordinators_request(given: Json, requests: Json) -> None:
+    """Without a request Kubernetes requests the limit, which would be 2 CPUs for a process that
+    mostly waits.
+    """
     pod = pods(rendezvous={"resources": given})[2]
     assert container(pod, "coordinator")["resources"]["requests"] == requests
 
 
 def test_the_images_of_this_repository_run_as_a_numeric_user() -> None:
-    """With a name instead of a number the kubelet cannot tell that it is not root."""
+    """From a name, the kubelet cannot see that the user is not root."""
     stages = re.split(r"^FROM ", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
     for name in ("operator", "trainer"):
         [stage] = [s for s in stages if s.splitlines()[0].endswith(f" AS {name}")]

@@ -1,4 +1,6 @@
-"""spec.podTemplate: what is refused with which remedy, and what is laid over which pod."""
+"""spec.podTemplate: refused templates with their remedies, and how a template is merged into each
+pod.
+"""
 
 from __future__ import annotations
 
@@ -81,12 +83,12 @@ from ddpjob.objects.strategic_merge import merge
         ({"spec": {"containers": [None]}}, "spec.podTemplate.spec.containers[0]: must not be null; remove it"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_remedy(template: Json, message: str) -> None:
+def test_a_faulty_template_is_reported_with_its_remedy(template: Json, message: str) -> None:
     found = problems(template)
     assert len(found) == 1 and message in found[0]
 
 
-def test_a_right_template_has_no_problems() -> None:
+def test_a_valid_template_has_no_problems() -> None:
     template = {
         "metadata": {"labels": {"team": "vision"}},
         "spec": {
@@ -102,7 +104,7 @@ def test_a_right_template_has_no_problems() -> None:
     assert problems(template) == ()
 
 
-def test_the_overlay_adds_to_the_node_and_the_coordinator_takes_what_the_image_needs() -> None:
+def test_the_overlay_adds_to_the_node_and_the_coordinator_gets_what_the_image_needs() -> None:
     template = {
         "metadata": {"labels": {"team": "vision"}},
         "spec": {
@@ -146,7 +148,7 @@ def test_the_overlay_adds_to_the_node_and_the_coordinator_takes_what_the_image_n
     assert [c["name"] for c in host["spec"]["containers"]] == ["coordinator"]
 
 
-def test_gpus_shared_memory_and_the_spread() -> None:
+def test_gpus_shared_memory_and_the_spread_come_from_the_spec() -> None:
     pod = node(gpusPerNode=4, gpuResource="amd.com/gpu", storage={"sharedMemory": "8Gi"})
     assert container(pod)["resources"]["limits"] == {"amd.com/gpu": 4}
     assert environment(pod)["DDPJOB_PROCS_PER_NODE"] == "4", "a process per GPU"
@@ -157,24 +159,24 @@ def test_gpus_shared_memory_and_the_spread() -> None:
     made = job(gpusPerNode=4)
     host = build_coordinator(made, made.status, PLATFORM)
     assert "nvidia.com/gpu" not in container(host, "coordinator").get("resources", {}).get("limits", {}), (
-        "the coordinator asks no GPU"
+        "the coordinator requests no GPU"
     )
 
 
-def test_placement_master_has_the_coordinator_beside_node_0_only() -> None:
+def test_with_placement_master_only_node_0_has_the_coordinator() -> None:
     names = [[c["name"] for c in node(i, rendezvous={"placement": "Master"})["spec"]["containers"]] for i in (0, 1)]
     assert names == [["trainer", "coordinator"], ["trainer"]]
     assert environment(node(1, rendezvous={"placement": "Master"}))["DDPJOB_COORDINATOR"] == "job-0-0.job:29401"
 
 
-def test_a_command_gets_what_torchrun_reads_and_a_script_gets_arguments() -> None:
+def test_a_command_gets_torchruns_variables_and_a_script_gets_arguments() -> None:
     given = environment(node(script=None, command=["bash"], procsPerNode=2))
     assert (
         given["PET_NNODES"] == "2:2"
         and given["PET_NPROC_PER_NODE"] == "2"
         and given["PET_RDZV_ENDPOINT"] == "job-coordinator-0.job:29400"
     )
-    assert given["PET_MAX_RESTARTS"] == "0", "nothing reports what torchrun restarts by itself"
+    assert given["PET_MAX_RESTARTS"] == "0", "torchrun's own restarts are not reported"
     assert "is_host" not in given["PET_RDZV_CONF"], "--standalone could not host its store"
     assert given["PYTHON_EXEC"] == "/opt/ddpjob/ddpjob_worker.py"
     pod = node(args=["--lr", "0.1"], torchrunArgs=["--tee=3"])
@@ -193,10 +195,12 @@ def test_a_command_finds_index_0_of_its_generation_by_one_name() -> None:
     last = environment(node(script=None, command=["bash"], rendezvous={"port": 65534}))
     assert last["MASTER_PORT"] == "65533"
     beside = environment(node(script=None, command=["bash"], rendezvous={"placement": "Master"}))
-    assert beside["PET_RDZV_CONF"].startswith("is_host=false,"), "else torchrun hosts the store that the pod has"
+    assert beside["PET_RDZV_CONF"].startswith("is_host=false,"), (
+        "otherwise torchrun would host the store, which the pod already has"
+    )
 
 
-def test_torchrun_in_a_command_lets_its_workers_save_for_the_grace_of_the_pod() -> None:
+def test_torchrun_in_a_command_lets_its_workers_save_for_the_pods_grace_period() -> None:
     long = {"spec": {"terminationGracePeriodSeconds": 80}}
     assert environment(node(script=None, command=["bash"], podTemplate=long))["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "78"
     own = [{"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": "5"}]
@@ -229,10 +233,10 @@ def test_storage_says_whether_all_nodes_see_the_same_checkpoints() -> None:
         ({"persistentVolumeClaim": {"claimName": "c"}}, {"mountPath": "/checkpoints/"}, "1"),
     ],
 )
-def test_a_volume_of_the_template_in_place_of_the_checkpoints_says_so_too(
+def test_a_template_volume_in_place_of_the_checkpoints_decides_if_they_are_shared(
     volume: Json, mount: Json, shared: str
 ) -> None:
-    """Else every node writes the same files, and none resumes from them."""
+    """Otherwise every node would write the same files, and none would resume from them."""
     mounted = {"name": "own", "mountPath": "/checkpoints", **mount}
     trainer = {"name": "trainer", "volumeMounts": [mounted]}
     pod = node(podTemplate={"spec": {"volumes": [{"name": "own", **volume}], "containers": [trainer]}})
@@ -255,7 +259,7 @@ def test_merge_replaces_by_key() -> None:
 
 
 def paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every field of an object and of the first items of its lists."""
+    """Return the path of every field of an object and of the first items of its lists."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield (*path, key)
@@ -302,7 +306,7 @@ def test_a_null_in_the_trainer_changes_nothing(field: str, placement: str) -> No
     assert build_coordinator(made, made.status, PLATFORM) == build_coordinator(plain, plain.status, PLATFORM)
 
 
-def test_one_domain_for_all_pods_beside_the_template_s_affinity() -> None:
+def test_pods_share_one_domain_in_addition_to_the_templates_affinity() -> None:
     required = "requiredDuringSchedulingIgnoredDuringExecution"
     near: Json = {"topologyKey": "zone", "labelSelector": {"matchLabels": {"app": "data"}}}
     template = {"spec": {"affinity": {"podAffinity": {required: [near]}}}}
@@ -312,7 +316,7 @@ def test_one_domain_for_all_pods_beside_the_template_s_affinity() -> None:
     affinity, labels = pod["spec"]["affinity"], pod["metadata"]["labels"]
     rack, data = affinity["podAffinity"][required]
     assert rack["topologyKey"] == "example.com/rack" and data == near
-    assert rack["labelSelector"]["matchLabels"].items() <= labels.items(), "else the first pod finds no place"
+    assert rack["labelSelector"]["matchLabels"].items() <= labels.items(), "otherwise the first pod would find no place"
     assert labels["ddpjob.io/role"] in rack["labelSelector"]["matchExpressions"][0]["values"]
     assert affinity["nodeAffinity"] and affinity["podAntiAffinity"], "avoided nodes, and one pod per node"
     assert build_coordinator(made, made.status, PLATFORM)["spec"]["affinity"].keys() == {"podAffinity"}
@@ -320,7 +324,7 @@ def test_one_domain_for_all_pods_beside_the_template_s_affinity() -> None:
     assert "affinity" not in build_node(alone, alone.status, PLATFORM, 0, 0)["spec"]
 
 
-def test_affinity_of_the_template_is_added_to_the_operator_s_own() -> None:
+def test_affinity_of_the_template_is_added_to_the_operators_own() -> None:
     required, preferred = (f"{kind}DuringSchedulingIgnoredDuringExecution" for kind in ("required", "preferred"))
     away: Json = {"topologyKey": "rack", "labelSelector": {"matchLabels": {"app": "noisy"}}}
     fast: Json = {"weight": 1, "preference": {"matchExpressions": [{"key": "fast", "operator": "Exists"}]}}
@@ -406,11 +410,11 @@ def test_the_coordinator_is_not_privileged_and_has_no_device_variables() -> None
         ({"gpusPerNode": 0, "podTemplate": {"spec": {"resourceClaims": [{"name": "gpu"}]}}}, None),
     ],
 )
-def test_nodes_that_ask_for_no_device_see_none_of_their_host(spec: Json, given: str | None) -> None:
+def test_nodes_that_request_no_device_see_none_of_their_hosts_devices(spec: Json, given: str | None) -> None:
     assert environment(node(**spec)).get("NVIDIA_VISIBLE_DEVICES") == given
 
 
-def test_a_read_only_root_gets_a_temporary_folder_unless_there_is_one() -> None:
+def test_a_read_only_root_gets_a_temporary_folder_unless_it_has_one() -> None:
     closed: Json = {"name": "trainer", "securityContext": {"readOnlyRootFilesystem": True}}
     made = job(podTemplate={"spec": {"containers": [closed]}})
     for pod in (build_node(made, made.status, PLATFORM, 0, 0), build_coordinator(made, made.status, PLATFORM)):
@@ -425,8 +429,8 @@ def test_a_read_only_root_gets_a_temporary_folder_unless_there_is_one() -> None:
     assert "ddpjob-tmp" not in json.dumps(node())
 
 
-def test_the_coordinator_goes_to_the_architecture_of_the_required_affinity() -> None:
-    """Else an image for arm64 alone is pulled on any machine that has no GPU."""
+def test_the_coordinator_uses_the_architecture_of_the_required_affinity() -> None:
+    """Otherwise an image for arm64 only would be pulled on any machine without a GPU."""
     arch = {"key": "kubernetes.io/arch", "operator": "In", "values": ["arm64"]}
     gpu = {"key": "nvidia.com/gpu.product", "operator": "In", "values": ["GB200"]}
 
@@ -436,14 +440,14 @@ def test_the_coordinator_goes_to_the_architecture_of_the_required_affinity() -> 
         made = job(podTemplate={"spec": {"affinity": affinity}})
         status = replace(made.status, avoided_nodes=(AvoidedNode(node="bad", until=NOW),))
         found: Json = build_coordinator(made, status, PLATFORM)["spec"]["affinity"]["nodeAffinity"]
-        assert "preferredDuringSchedulingIgnoredDuringExecution" in found, "avoided nodes are avoided besides"
+        assert "preferredDuringSchedulingIgnoredDuringExecution" in found, "avoided nodes are avoided in addition"
         return found.get("requiredDuringSchedulingIgnoredDuringExecution", {})
 
     assert wanted([arch, gpu]) == {"nodeSelectorTerms": [{"matchExpressions": [arch]}]}
     assert wanted([gpu]) == wanted([arch], [gpu]) == {}, "any machine without a GPU will do"
 
 
-def test_the_interface_of_the_network_is_for_nccl_and_gloo_unless_they_are_set() -> None:
+def test_the_network_interface_is_set_for_nccl_and_gloo_unless_the_template_does() -> None:
     def seen(pod: Json) -> list[tuple[str, str]]:
         given = pod["spec"]["containers"][0]["env"]
         return [(e["name"], e["value"]) for e in given if e["name"].endswith("_IFNAME")]
@@ -474,7 +478,7 @@ def test_claims_of_dynamic_resources_pass_through() -> None:
     assert "only claims are allowed here" in fault
 
 
-def test_on_the_hosts_network_pods_still_find_each_other_by_name() -> None:
+def test_on_the_host_network_pods_still_find_each_other_by_name() -> None:
     assert node(podTemplate={"spec": {"hostNetwork": True}})["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
     exported = {"hostNetwork": True, "dnsPolicy": "ClusterFirst"}
     assert node(podTemplate={"spec": exported})["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
@@ -483,8 +487,8 @@ def test_on_the_hosts_network_pods_still_find_each_other_by_name() -> None:
 
 
 @pytest.mark.parametrize("example", ["roce", "gpudirect-tcpx"])
-def test_the_coordinator_asks_for_no_interface_of_a_fast_network(example: str) -> None:
-    """Its pod requests none of their devices, without which such a pod gets no network at all."""
+def test_the_coordinator_requests_no_interface_of_a_fast_network(example: str) -> None:
+    """Its pod requests no such device, and without one such a pod gets no network at all."""
     spec = yaml.safe_load((Path(__file__).parents[3] / f"examples/{example}.yaml").read_text())["spec"]
     spec["podTemplate"]["metadata"]["annotations"]["note"] = "kept"
     made = job(**spec)
@@ -507,10 +511,12 @@ def test_the_coordinator_asks_for_no_interface_of_a_fast_network(example: str) -
     ids=lambda part: json.dumps(part),
 )
 @pytest.mark.parametrize("placement", ["Dedicated", "Master"])
-def test_the_coordinator_waits_for_nothing_that_only_a_training_pod_has(
+def test_the_coordinator_waits_for_no_volume_that_only_training_pods_have(
     volume: Json, mount: Json, placement: str
 ) -> None:
-    """The kubelet starts no container before its volumes are there, and none whose subPathExpr lacks a variable."""
+    """The kubelet starts no container before its volumes exist, and none whose subPathExpr lacks a
+    variable.
+    """
     mounts = [{"name": "own", "mountPath": "/own", **mount}, {"name": "tools", "mountPath": "/opt/tools"}]
     volumes = [{"name": "own", **volume}, {"name": "tools", "hostPath": {"path": "/opt/tools", "type": "Directory"}}]
     volumes += [{"name": "daemon", "hostPath": {"path": "/var/lib/tcpx", "type": "Directory"}}]
@@ -526,7 +532,7 @@ def test_the_coordinator_waits_for_nothing_that_only_a_training_pod_has(
         assert [v["name"] for v in host["spec"]["volumes"]] == ["ddpjob-runtime", "tools"]
 
 
-def test_the_coordinator_s_pod_asks_for_no_sysctl_that_its_kubelet_may_refuse() -> None:
+def test_the_coordinators_pod_requests_no_sysctl_that_its_kubelet_may_refuse() -> None:
     context = {"runAsUser": 1000, "sysctls": [{"name": "net.core.somaxconn", "value": "4096"}]}
     made = job(podTemplate={"spec": {"securityContext": context}})
     assert build_node(made, made.status, PLATFORM, 0, 0)["spec"]["securityContext"].items() >= context.items()
@@ -534,30 +540,32 @@ def test_the_coordinator_s_pod_asks_for_no_sysctl_that_its_kubelet_may_refuse() 
     assert given["runAsUser"] == 1000 and "sysctls" not in given
 
 
-def test_the_coordinator_s_pod_has_no_annotation_of_a_container_that_is_not_in_it() -> None:
-    """The API server refuses such a pod. Kubernetes 1.29 has no other way to choose a profile of AppArmor."""
+def test_the_coordinators_pod_has_no_annotation_for_a_container_that_it_lacks() -> None:
+    """The API server refuses such a pod. Kubernetes 1.29 has no other way to choose an AppArmor
+    profile.
+    """
     profile = {"container.apparmor.security.beta.kubernetes.io/trainer": "unconfined"}
     made = job(podTemplate={"metadata": {"annotations": {**profile, "note": "kept"}}})
     assert build_node(made, made.status, PLATFORM, 0, 0)["metadata"]["annotations"].items() >= profile.items()
     assert build_coordinator(made, made.status, PLATFORM)["metadata"]["annotations"] == {"note": "kept"}
 
 
-def test_the_launcher_leaves_the_reason_of_its_end_where_the_template_says() -> None:
+def test_the_launcher_writes_its_termination_reason_where_the_template_says() -> None:
     template = {"spec": {"containers": [{"name": "trainer", "terminationMessagePath": "/tmp/end"}]}}
     assert environment(node(podTemplate=template))["DDPJOB_TERMINATION_LOG"] == "/tmp/end"
     assert "DDPJOB_TERMINATION_LOG" not in environment(node())
 
 
 @pytest.mark.parametrize(("written", "meant"), [(-1, 1), (0, 0), (600, 600)])
-def test_a_negative_grace_is_one_second_as_kubernetes_has_it(written: int, meant: int) -> None:
-    """The launcher's deadline was in the past."""
+def test_a_negative_grace_period_is_one_second_as_in_kubernetes(written: int, meant: int) -> None:
+    """Otherwise the launcher's deadline would be in the past."""
     pod = node(podTemplate={"spec": {"terminationGracePeriodSeconds": written}})
     assert environment(pod)["DDPJOB_GRACE_SECONDS"] == str(meant)
     assert pod["spec"]["terminationGracePeriodSeconds"] == meant
 
 
-def test_of_two_variables_the_template_s_counts_as_a_whole() -> None:
-    """With both a value and where it comes from, the API server refuses the pod."""
+def test_a_variable_of_the_template_replaces_the_operators_as_a_whole() -> None:
+    """The API server refuses a pod in which a variable has both a value and a source."""
     secret = {"secretKeyRef": {"name": "keys", "key": "token"}}
     own = [{"name": "TOKEN", "valueFrom": secret}, {"name": "NCCL_SOCKET_IFNAME", "valueFrom": secret}]
     template = {"spec": {"containers": [{"name": "trainer", "env": own}]}}
@@ -601,15 +609,17 @@ def test_a_merge_changes_neither_of_its_arguments() -> None:
         },
     ],
 )
-def test_what_lacks_a_name_is_left_to_the_api_server(spec: Json) -> None:
-    """It refuses the pod with the place, and the condition shows that; the operator raises nothing."""
+def test_items_without_a_name_are_left_to_the_api_server(spec: Json) -> None:
+    """It refuses the pod and names the place, which the condition shows. The operator raises no
+    error.
+    """
     assert problems({"spec": spec}) == ()
     made = job(podTemplate={"spec": spec})
     assert build_coordinator(made, made.status, PLATFORM)["spec"]["volumes"]
     assert build_node(made, made.status, PLATFORM, 0, 0)["spec"]["volumes"]
 
 
-def test_a_failing_container_of_the_template_says_why_by_its_last_log_lines() -> None:
+def test_a_failing_container_of_the_template_shows_its_last_log_lines() -> None:
     given = {"name": "fetch", "image": "i", "terminationMessagePolicy": "File"}
     template = {"spec": {"initContainers": [{"name": "wait", "image": "i"}, given], "containers": [{"name": "side"}]}}
     spec = node(podTemplate=template)["spec"]
@@ -620,7 +630,7 @@ def test_a_failing_container_of_the_template_says_why_by_its_last_log_lines() ->
     assert node(podTemplate={"spec": {"initContainers": None}})
 
 
-def test_after_twenty_faults_the_search_stops_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_twenty_faults_the_search_stops_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
 
     def compare(word: str, *_: object, **__: object) -> list[str]:
@@ -636,7 +646,7 @@ def test_after_twenty_faults_the_search_stops_and_says_so(monkeypatch: pytest.Mo
     assert len(exactly) == MOST_FAULTS and "more faults" not in exactly[-1]
 
 
-def test_long_names_and_values_are_cut_in_what_is_said_of_them() -> None:
+def test_long_names_and_values_are_shortened_in_messages() -> None:
     long = "x" * 100_000
     for template in (
         {"spec": {long: 1}},

@@ -1,4 +1,4 @@
-"""What the launcher of a pod is to check: DDPJOB_PREFLIGHT."""
+"""The launcher's checks for a pod: DDPJOB_PREFLIGHT."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_job_without_a_preflight_has_no_such_variable() -> None:
     assert "DDPJOB_PREFLIGHT" not in environment(node())
 
 
-def test_the_launcher_is_given_what_the_pod_must_have() -> None:
+def test_the_launcher_gets_the_pods_required_devices() -> None:
     assert settings(preflight={}, gpusPerNode=8) == {
         "group": True,
         "seconds": 120,
@@ -31,6 +31,6 @@ def test_the_launcher_is_given_what_the_pod_must_have() -> None:
     assert settings(preflight={"scope": "Node"})["group"] is False
 
 
-def test_a_folder_that_is_read_only_is_not_written_to() -> None:
+def test_a_read_only_folder_is_not_written_to() -> None:
     volume = {"claimName": "shared", "readOnly": True}
     assert settings(preflight={}, storage={"checkpoints": volume})["folder"] == ""

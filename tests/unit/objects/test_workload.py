@@ -1,4 +1,4 @@
-"""What a job asks Kueue for: all that its pods hold and that Kueue counts."""
+"""A job's request to Kueue: all resources of its pods that Kueue counts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from ddpjob.api.job_spec import Json
 from ddpjob.objects.workload import COORDINATOR_SET, NODE_SET, build_workload
 
 
-def test_what_podtemplate_requests_for_the_pod_as_a_whole_is_asked_for() -> None:
-    """Kueue counts resources of the pod, and devices that containers take from its claims."""
+def test_resources_that_podtemplate_requests_for_the_whole_pod_are_included() -> None:
+    """Kueue counts resources of the pod, and devices that containers get from its claims."""
     whole = {"requests": {"cpu": "64"}, "limits": {"memory": "500Gi"}}
     claims = [{"name": "gpu", "resourceClaimTemplateName": "h100"}]
     trainer = {"name": "trainer", "resources": {"claims": [{"name": "gpu"}]}}
@@ -20,4 +20,4 @@ def test_what_podtemplate_requests_for_the_pod_as_a_whole_is_asked_for() -> None
     asked = sets[NODE_SET]["spec"]
     assert asked["resources"] == whole and asked["resourceClaims"] == claims
     assert container(sets[NODE_SET])["resources"] == {"claims": [{"name": "gpu"}]}
-    assert not {"resources", "resourceClaims"} & sets[COORDINATOR_SET]["spec"].keys(), "its pod has none"
+    assert not {"resources", "resourceClaims"} & sets[COORDINATOR_SET]["spec"].keys(), "the pod requests none"

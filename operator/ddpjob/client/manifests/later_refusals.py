@@ -16,7 +16,7 @@ from typing import Any
 from ddpjob.api import near_misses
 from ddpjob.api.job_spec import Json, oversized, size_fault
 from ddpjob.api.schema import Problem, without_nulls
-from ddpjob.core.volumes import FIELD, serves_one
+from ddpjob.core.volumes import FIELD, can_serve_all
 from ddpjob.core.world import COORDINATOR_CONTAINER, TRAINER_CONTAINER
 from ddpjob.objects.pod_template import problems
 from ddpjob.objects.quantities import amount
@@ -146,7 +146,7 @@ def _claim_template(spec: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _metadata(template.get("metadata") or {}, f"{path}.metadata")
     pods = spec.get("nodes", 1) + spec.get("spares", 0)
     one_per_node = (spec.get("scheduling") or {}).get("onePodPerNode", True)
-    if serves_one(claim["accessModes"], pods, one_per_node=one_per_node):
+    if not can_serve_all(claim["accessModes"], pods, one_per_node=one_per_node):
         what = f"a claim with {', '.join(claim['accessModes'])} serves one Kubernetes node, and the job has {pods} pods"
         yield Problem(f"{path}.spec.accessModes", f"{what}; write [ReadWriteMany], or nodes: 1")
     for name in ("storageClassName", "volumeName", "volumeAttributesClassName"):

@@ -1,4 +1,24 @@
-"""Decides which Kubernetes nodes new pods avoid, from the restarts of the last hour."""
+"""Decides which Kubernetes nodes new pods avoid, from the restarts of the last hour.
+
+A broken host has free devices, so the scheduler would place the next pod there again. But most
+failures are the job's own, and each avoided host is room that the job cannot use. So a host is
+avoided for WINDOW after one of these signs:
+
+- one fault that is not the program's (FAULTS), such as a container that cannot start
+- LOSSES losses of the host itself
+- FAILURES counted failures, if they were all on this host. Failures on several hosts are the job's
+  own, and so are exceeded limits (_OF_LIMITS) and all failures before the first step.
+
+Example with pods on the Kubernetes nodes a and b:
+
+    10:00   a container on b cannot start: StartError     b is avoided until 11:00
+    10:10   rank 0 fails on a, and again at 10:20         a may be at fault, but is not avoided yet
+    10:30   rank 0 fails on a for the third time          a is avoided until 11:30
+    or      rank 1 fails on b instead                     two hosts, so the program is at fault
+
+Pods only prefer other hosts, so they still start if there is no other room. In a cluster with one
+host, this is not judged at all.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +34,19 @@ RECENT = 10
 FAILURES = 3
 LOSSES = 2
 _OF_LIMITS = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
-"""Causes that are the job's own fault on any host."""
+"""Causes that are the job's own fault, whichever host it runs on."""
 _MOVED = frozenset({Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY, Cause.SLOW_RANK})
 FAULTS = _MOVED | {Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED}
-"""Faults of a host that hit a pod before its program runs or regardless of its program. One is
-enough."""
+"""Causes that blame the host at once, because the program has not run yet or was not at fault."""
 
 
 def find_avoided_nodes(
     status: JobStatus, now: datetime, *, trained: bool, faults: tuple[Restart, ...] = ()
 ) -> tuple[AvoidedNode, ...]:
-    """Return the hosts to avoid, by name.
+    """Return the hosts to avoid, sorted by name.
 
-    These are known hosts whose time is not over, and newly suspect hosts. `trained` is true once
-    the job has made a step; before that, its failures say nothing about a host. `faults` are host
-    faults that the status's restarts do not name.
+    These are the hosts that are still avoided, and newly suspect hosts. `trained` is true once the
+    job has made a step. `faults` are host faults in addition to the restarts in the status.
     """
     fresh = {entry.node: entry for entry in _suspects((*status.restarts.recent, *faults), now, trained=trained)}
     kept = {entry.node: entry for entry in status.avoided_nodes if entry.until > now}
@@ -36,12 +54,7 @@ def find_avoided_nodes(
 
 
 def _suspects(recent: tuple[Restart, ...], now: datetime, *, trained: bool) -> list[AvoidedNode]:
-    """Return the hosts that have become suspect.
-
-    These are hosts with a fault, hosts lost LOSSES times, and a host with at least FAILURES
-    failures if no other host had any. Failures on several hosts are the job's own fault, and so are
-    memory and storage; losing a host is always the host's fault.
-    """
+    """Return the hosts that the restarts of the last hour make suspect, with reason and time."""
     recent = tuple(r for r in recent if r.node and r.time > now - WINDOW)
     own = [r for r in recent if trained and r.counted and r.reason not in _OF_LIMITS]
     lost = [r for r in recent if r.reason == Cause.NODE_LOST]

@@ -3,7 +3,7 @@
 Kubernetes reports this in many places, often several at once: a condition of the pod, its reason,
 the state of its container, the exit code, and the last output of the program. An evicted pod has an
 exit code too, and a container whose host was restarted has an arbitrary one. The sources are
-therefore read in a fixed order, and the first that knows decides (`explain_end`).
+therefore read in a fixed order, and the first source with an answer decides (`explain_end`).
 
 1. The pod as a whole (`_by_conditions`): a lost host, a disruption, an eviction, a rejection by the
    kubelet. These explain every exit code.
@@ -89,9 +89,9 @@ PLANNED = frozenset({Cause.JOINED, Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_C
 
 
 def names_pod(restart: Restart) -> bool:
-    """Whether the restart belongs to one pod.
+    """Whether the restart is due to one pod.
 
-    A hang or a change of the spec belongs to the whole group, so the job's name is shown.
+    A hang or a changed spec concerns the whole group, so the restart has the job's name instead.
     """
     return restart.index is not None or restart.reason == Cause.COORDINATOR_LOST
 
@@ -109,7 +109,7 @@ def with_traceback(summary: str, traceback: str) -> str:
 
 
 def without_wait(message: str) -> str:
-    """Return the message of a restart that will not be made, without its waiting time."""
+    """Return a restart's message without its back-off time, because the restart will not happen."""
     return _WAIT.sub("", message)
 
 
@@ -120,15 +120,12 @@ _SHARED_MEMORY_FULL = "; /dev/shm was probably full: raise storage.sharedMemory"
 _SAYS_SHARED_MEMORY = re.compile(
     r"(?:out of|insufficient|allocate) shared memory|write to file </torch_", re.IGNORECASE
 )
-"""torch's messages for a data loader worker killed by SIGBUS, and for a tensor that does not fit in
+"""torch's messages if SIGBUS killed a worker of the data loader, or if a tensor does not fit in
 /dev/shm."""
 
 
 def if_shared_memory_full(said: str, signal_name: str = "") -> str:
-    """Return the remedy for a full /dev/shm if that may have ended the program.
-
-    That is the case if SIGBUS ended the program or its error names shared memory.
-    """
+    """Return the remedy for a full /dev/shm, if SIGBUS or an error about it ended the program."""
     return _SHARED_MEMORY_FULL if signal_name == "SIGBUS" or _SAYS_SHARED_MEMORY.search(said) else ""
 
 
@@ -150,25 +147,26 @@ class End:
     traceback: str = ""
     exit_code: int | None = None
     time: datetime | None = None
-    """When the program ended, as reported by the kubelet; None if not reported."""
+    """When the program ended, according to the kubelet; None if it has not reported a time."""
     before_program: bool = False
-    """Whether the exit code is an init container's, which says nothing about the program's
-    configuration."""
+    """Whether the exit code is that of an init container, so that it says nothing about the
+    program's configuration."""
     rank: int | None = None
-    """The failed rank that ended torchrun in a `command`, or the slow rank that moves, if any."""
+    """The failed rank that ended torchrun in a `command`, or the slow rank whose pod moves."""
 
 
 _ENDED_BY_HOST = frozenset({"Evicted", "NodeShutdown", "Shutdown", "Terminated", "Preempting"})
-"""Reasons that a kubelet gives when it ends a pod that has run."""
+"""Reasons that a kubelet gives when it ends a running pod."""
 _OWN_STORAGE = re.compile(r"exceed(s|ed) .*\blimit\b")
-"""Kubelet messages for evicting a pod because of the pod's own limit
-(pkg/kubelet/eviction/helpers.go). The message for a full disk on the host is different: "The node
-was low on resource"."""
+"""The kubelet's messages when it evicts a pod for exceeding the pod's own limit
+(pkg/kubelet/eviction/helpers.go). If the host's disk is full, it writes "The node was low on
+resource" instead."""
 _REJECTIONS = re.compile(
     r"UnexpectedAdmissionError|OutOf[\w./-]+|TopologyAffinityError|Node(?:Affinity|Ports|Name|Unschedulable)"
     r"|TaintToleration|AppArmor|SysctlForbidden|PodOS\w+"
 )
-"""Reasons that a kubelet gives for not admitting a pod (pkg/kubelet/lifecycle/predicate.go)."""
+"""Reasons that a kubelet gives when it does not admit a pod
+(pkg/kubelet/lifecycle/predicate.go)."""
 _LOST_BY_HOST = frozenset({("ContainerStatusUnknown", 137), ("Unknown", 255)})
 """Reason and exit code of a container that is gone after its host was restarted, from the kubelet
 and from containerd."""
@@ -179,9 +177,9 @@ Hosts = Mapping[str, HostView] | None
 def explain_vanished(name: str, host: str, hosts: Hosts, last: PodView | None = None, *, launcher: bool = True) -> End:
     """Return the end of a pod whose object is gone, from its last known state if possible.
 
-    If that shows no reason, it was force-deleted, or deleted with its host, or it lost its
-    identifying labels. A watch shows the latter as the end of a pod whose deletion was never
-    requested.
+    If the last state shows no reason, the pod was force-deleted, was deleted with its host, or lost
+    the labels by which the operator finds it. In the last case, a watch reports the deletion of a
+    pod whose deletion was never requested.
     """
     if last is not None and (last.disruption or last.status_reason or (last.ended and not last.succeeded)):
         return explain_end(last, hosts, launcher=launcher)
@@ -194,9 +192,8 @@ def explain_vanished(name: str, host: str, hosts: Hosts, last: PodView | None = 
 def explain_end(pod: PodView, hosts: Hosts = None, *, launcher: bool = True) -> End:
     """Return the end of a pod that failed, is being deleted or was evicted.
 
-    If `hosts` is None, the state of hosts is unknown. The pod's own conditions take precedence over
-    exit codes, because a container ended by an eviction has an exit code too. `launcher` is true if
-    the program is the launcher, whose exit codes have defined meanings.
+    `hosts` is None if the state of hosts is unknown. `launcher` is true if the program is the
+    launcher, whose exit codes have defined meanings.
     """
     end = _by_conditions(pod, hosts) or _by_container(pod, launcher=launcher)
     if end.before_program:
@@ -207,7 +204,7 @@ def explain_end(pod: PodView, hosts: Hosts = None, *, launcher: bool = True) -> 
 
 
 def _by_conditions(pod: PodView, hosts: Hosts) -> End | None:
-    """Judge from what Kubernetes reports about the pod as a whole."""
+    """Return the end that Kubernetes reports for the pod as a whole; None if it reports none."""
     if is_down(pod.host, hosts) and pod.disruption == "DeletionByTaintManager":
         return End(
             Cause.NODE_LOST,
@@ -238,14 +235,13 @@ def _by_conditions(pod: PodView, hosts: Hosts) -> End | None:
 def _is_rejected(pod: PodView) -> bool:
     """Whether the kubelet did not admit the pod.
 
-    A running pod may be rejected when its kubelet is restarted. Its container's exit code is then
-    meaningless.
+    A restarted kubelet may reject even a running pod, whose exit code is then meaningless.
     """
     return bool(_REJECTIONS.fullmatch(pod.status_reason)) or pod.status_message.startswith("Pod was rejected")
 
 
 def _by_container(pod: PodView, *, launcher: bool) -> End:
-    """Judge from the program's exit code and messages."""
+    """Return the end according to the main container's state, exit code and last message."""
     main = pod.main
     if (main.reason, main.exit_code) in _LOST_BY_HOST:
         why = f"{main.reason}, exit code {main.exit_code}"
@@ -264,7 +260,7 @@ def _by_container(pod: PodView, *, launcher: bool) -> End:
 
 
 def memory_limit(pod: PodView | None) -> str:
-    """Return which limit a pod's memory exceeded: the spec's, or a default of the namespace."""
+    """Name the memory limit that a pod has exceeded: the spec's or the namespace's default."""
     role = "spec.rendezvous.resources" if pod is not None and pod.role is Role.COORDINATOR else "spec.resources"
     if pod is None or not pod.default_memory:
         return f"{role}.limits.memory allows"
@@ -272,9 +268,9 @@ def memory_limit(pod: PodView | None) -> str:
 
 
 def _by_rank(pod: PodView) -> End | None:
-    """Judge a pod of a `command` from its failed rank.
+    """Return the end of a `command`'s pod according to its failed rank; None if no rank is named.
 
-    The rank's own report is used, or torchrun's table in the log.
+    The rank is named by its own report, or by torchrun's table in the log.
     """
     if pod.deleted_at is not None or pod.main.exit_code == 0:
         return None
@@ -291,7 +287,7 @@ def _by_rank(pod: PodView) -> End | None:
 
 
 def _by_launcher(pod: PodView) -> End | None:
-    """Judge from exit codes that are the launcher's own."""
+    """Return the end that the launcher's own exit code means; None for any other exit code."""
     main = pod.main
     if main.exit_code == EXIT_INIT_FAILURE:
         written = read_termination_message(main)
@@ -330,7 +326,7 @@ def _by_program(pod: PodView) -> End:
 
 
 def _code(exit_code: int | None) -> str:
-    """Name the exit code, which is 128 plus the signal's number if a signal ended the program."""
+    """Describe the exit code, with the signal's name if it is 128 plus a signal's number."""
     try:
         name = signal.Signals((exit_code or 0) - 128).name
         return f"exit code {exit_code} (128 + {name}{if_shared_memory_full('', name)})"
@@ -343,8 +339,8 @@ def _never_began(pod: PodView) -> End:
 
     Either an init container failed or the host rejected the pod.
     """
-    # Init containers start in order, so the last one to start has failed. The kubelet then ends
-    # sidecars, which started before it.
+    # Init containers start in order, so the failed one is the last that started. Sidecars started
+    # before it, and the kubelet ends them afterwards.
     for name, container in reversed(list(pod.init_containers.items())):
         if container.ended and container.exit_code != 0:
             written = read_termination_message(container)
@@ -385,7 +381,7 @@ class TerminationMessage:
 
 
 def read_termination_message(container: ContainerView) -> TerminationMessage:
-    """Read a termination message: the launcher's JSON, or any other program's last lines."""
+    """Read a termination message: JSON from the launcher, or the last lines of another program."""
     text = container.message.strip()
     try:
         written = json.loads(text)
@@ -401,8 +397,8 @@ def read_termination_message(container: ContainerView) -> TerminationMessage:
 class FailedRank:
     """The rank that ended torchrun in a `command`.
 
-    `exit_code` is as a shell would show it. `init` means that the rank could not start, so a retry
-    would not help.
+    `exit_code` is 128 + N for signal N, as in a shell. `init` means that the rank could not start,
+    so a retry would not help.
     """
 
     rank: int
@@ -414,14 +410,14 @@ class FailedRank:
 
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):")
 _OF_TABLE = {name: re.compile(rf"^ *{name} *: (-?[0-9]{{1,6}})\b", re.MULTILINE) for name in ("rank", "exitcode")}
-"""Lines of torchrun's table of failures. Nothing else is known about a rank that was ended by a
-signal."""
+"""Lines of torchrun's table of failures. A rank that was ended by a signal cannot report anything
+else."""
 
 
 def read_failed_rank(text: str) -> FailedRank | None:
-    """Read a rank's own report of its failure (worker.py), or torchrun's table of failures.
+    """Read a rank's own report of its failure (worker.py), or torchrun's table at a log's end.
 
-    The table is at the end of a log. Return None if the text has neither.
+    Return None if the text has neither.
     """
     try:
         written = json.loads(text)
@@ -455,26 +451,23 @@ _NO_SUCH_IMAGE = re.compile(
     r"failed to resolve (?:reference|image)\b.*: not found\W*$|manifest unknown|invalid reference",
     re.IGNORECASE | re.DOTALL,
 )
-"""A registry's response that it does not have the image, which does not change by itself. Denials
-and rate limits do change, and so does a mirror that has the manifest but lacks a layer, because
-containerd ends many different errors with "not found"."""
+"""A registry's response that it does not have the image. Waiting does not help then, as it does if
+a registry denies access or limits the rate. Many other errors of containerd also end with "not
+found", for example if a mirror lacks a layer, so more than these two words must match."""
 _WRONG_PLATFORM = re.compile(
     r"no match for platform|no matching manifest for|no image found in (?:manifest list|image index)|exec format error"
     r"|cannot be used on this platform",
     re.IGNORECASE,
 )
 """Messages from containerd, docker, CRI-O and the kernel about an image that does not fit the
-host's architecture or system."""
+host's architecture or operating system."""
 PULLING = ("ErrImagePull", "ImagePullBackOff")
-"""Reasons that a kubelet alternates between."""
+"""Reasons between which a kubelet alternates while it cannot pull an image."""
 _CANNOT_START = ("RunContainerError", "StartError", "ContainerCannotRun")
 
 
 def find_wrong_platform(pod: PodView) -> End | None:
-    """Return the end of a pod whose image does not fit its host.
-
-    Return None if the image fits.
-    """
+    """Return the end of a pod whose image does not fit its host's platform; None if it fits."""
     waiting = [c.waiting_message for c in (*pod.init_containers.values(), *pod.containers.values()) if c.waiting_reason]
     found = next((message for message in waiting if _WRONG_PLATFORM.search(message)), None)
     return _of_wrong_platform(pod, found) if found is not None else None
@@ -506,16 +499,15 @@ class Stuck:
     reason: str
     message: str
     final: bool
-    """Whether waiting is pointless, so that the job fails."""
+    """Whether waiting would not help, so the job fails."""
 
 
 def find_stuck(pod: PodView, *, has_run: bool) -> Stuck | None:
-    """Return a pod's first container that waits for something that may never happen.
+    """Return a pod's first container that cannot start for now; None if there is no such container.
 
-    Return None if all is well. Only two faults are final, and only for a job that has never run a
-    pod: an invalid image name, and a registry's response that it does not have the image. The job
-    waits if a registry is unreachable, denies access or limits the rate, or if a host lacks an
-    image.
+    Only two faults are final, and only for a job that has never run a pod: an invalid image name,
+    and a registry that does not have the image. The job waits if a registry is unreachable, denies
+    access or limits the rate, or if a host lacks an image.
     """
     preparing = {} if pod.main.running or pod.main.ended else pod.init_containers
     for name, container in [*preparing.items(), *pod.containers.items()]:

@@ -13,7 +13,7 @@ wrong alone.
 
 The earlier of the two times counts (`lost_since`). The pod is given up when it has been silent for
 `recovery.nodeLostAfterSeconds` (`is_given_up`), or at once if somebody has marked its host as out
-of service. A pod that meanwhile ends or is heard from again is not lost.
+of service. A pod that ends or reconnects before then is not lost.
 
 Example with a limit of 30 s, in which a machine loses power:
 
@@ -37,10 +37,9 @@ ENDING_MARGIN = timedelta(seconds=5)
 
 
 def lost_since(pod: PodView, world: World, now: datetime) -> datetime | None:
-    """Return since when a pod that has not ended has been silent.
+    """Return since when a pod has been silent; None if it is alive or has ended.
 
-    Return None if it is alive or has ended. Return `now` if the beginning is unknown; the caller
-    remembers the first result.
+    If the beginning is unknown, return `now`. The caller remembers the first result.
     """
     if pod.ended:
         return None
@@ -60,18 +59,15 @@ def is_out_of_service(pod: PodView, world: World) -> bool:
 def is_given_up(view: View, pod: PodView, since: datetime | None) -> bool:
     """Whether a pod that has been silent since `since` is given up.
 
-    The pod has recovery.nodeLostAfterSeconds to return, unless its host is out of service. A pod
-    that is alive (`since` is None) is never given up.
+    The pod may stay silent for recovery.nodeLostAfterSeconds, unless its host is out of service. A
+    pod that is alive (`since` is None) is never given up.
     """
     patience = timedelta(seconds=view.job.spec.recovery.node_lost_after_seconds)
     return since is not None and (view.now >= since + patience or is_out_of_service(pod, view.world))
 
 
 def is_overdue(pod: PodView, now: datetime) -> bool:
-    """Whether a pod is beyond its grace period.
-
-    Only a user's finalizer or a dead host can then keep it.
-    """
+    """Whether a pod still exists after its grace period, due to a finalizer or a dead host."""
     return pod.deleted_at is not None and now >= pod.deleted_at + ENDING_MARGIN
 
 
@@ -89,16 +85,16 @@ def _host_lost(pod: PodView, world: World, now: datetime) -> datetime | None:
     if host.deleted:
         return host.since or now
     if not host.out_of_service and (host.ready or not any(other.ready for other in world.hosts.values())):
-        # If no host is ready, the control plane is partitioned from all hosts, and there is no host
-        # to move to.
+        # If no host is ready, the control plane is partitioned from all of them. There is also no
+        # host to which the pod could move.
         return None
     return now if host.ready or host.since is None else host.since
 
 
 def _member_lost(pod: PodView, world: World) -> datetime | None:
-    """Return since when the coordinator has lost its connection to a running pod.
+    """Return since when a running pod has had no connection to the coordinator.
 
-    The kubelet reports that the pod is running. Return None if the coordinator has lost most pods,
-    because its view is then meaningless.
+    Return None if it has one. Return None, too, if the coordinator has lost most pods, because it
+    is then partitioned itself.
     """
     return world.silent.get(pod.name) if world.silent and world.deaf_since is None else None

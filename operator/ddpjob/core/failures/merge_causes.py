@@ -41,8 +41,8 @@ CLEARLY_BEFORE = timedelta(seconds=2)
 
 _EVER = datetime.max.replace(tzinfo=UTC)
 _HARD = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
-"""Ends of pods that explain a failed worker rather than result from it. The same holds for all ends
-that do not count."""
+"""Counted ends of pods that cause a worker's failure, and never result from it. The same is true of
+all ends that do not count."""
 _NO_BREAKS = frozenset({Cause.JOINED, Cause.SCALED})
 
 
@@ -56,17 +56,17 @@ class Finding:
     """The round in which the pod was created; None for incidents and for the coordinator's own
     end."""
     fails: str = ""
-    """Reason of the condition Failed if the finding is a cause; empty if it does not fail the
+    """Reason of the condition Failed if the finding is a cause; empty if it would not fail the
     job."""
     why: str = ""
-    """The rule that fails the job; empty for the defaults."""
+    """The rule that fails the job; empty if it is one of the defaults."""
     exit_code: int | None = None
     idle: bool = False
-    """Whether this is the end of a spare that the group trains without, which breaks nothing."""
+    """Whether this is the end of an idle spare, which does not break the group."""
 
     @property
     def contestable(self) -> bool:
-        """Whether it matters that the finding may be a consequence.
+        """Whether the finding counts or fails the job, unless it turns out to be a consequence.
 
         A program that cannot start is never a consequence.
         """
@@ -78,24 +78,24 @@ class Attributed:
     """The outcome of `attribute`."""
 
     restarts: tuple[Restart, ...]
-    """Restarts to record, in this order: every finding as a cause or a consequence, with its
+    """Restarts to record, in this order. Each finding is a cause or a consequence, and has a
     round."""
     causes: tuple[Finding, ...]
-    """The findings that are separate breaks. Only these may fail the job."""
+    """The findings that are not consequences. Only these may fail the job."""
     seen_round: int
     """The newest round whose break an incident has explained. Later incidents are not merged into
-    it."""
+    that break."""
     idle: tuple[Restart, ...] = ()
-    """Ends of spares while the group trains. They do not restart anything and are not recorded."""
+    """Ends of idle spares. They do not restart the group and are not recorded."""
 
 
 @dataclass
 class _Break:
-    """A new break in this reconcile. The first finding is its cause."""
+    """A break that this reconcile has found. The first finding is its cause."""
 
     findings: list[Finding]
     incident: bool
-    """Whether it includes one of the coordinator's incidents; a break has at most one."""
+    """Whether an incident already belongs to this break. A break has at most one."""
 
 
 def attribute(
@@ -135,8 +135,8 @@ def attribute(
     def explain_losses(until: datetime = _EVER) -> None:
         """Treat the losses reported up to this time as the incidents of their breaks.
 
-        Later losses are left, because a failure that was reported before them, to a coordinator
-        that had just started, may belong to the same break.
+        Later losses must wait until earlier incidents have been merged. A coordinator that has just
+        started may report a failure first, and then a loss that belongs to the same break.
         """
         nonlocal seen
         while losses and losses[0][1] <= until:
@@ -149,7 +149,7 @@ def attribute(
     for incident in incidents:
         explain_losses(incident.restart.time)
         if incident.restart.reason == Cause.JOINED and _scaling(status):
-            continue  # The operator has already recorded this loss.
+            continue  # The operator has already recorded the restart for the changed spec.nodes.
         if here is not None and not here.incident and _close(incident, here):
             here.incident = True
             if not _join(incident, here):
@@ -201,9 +201,9 @@ def _close(incident: Finding, here: _Break) -> bool:
 
 
 def _join(incident: Finding, here: _Break) -> bool:
-    """Add an incident to a break opened by ends of pods, as its cause or a consequence.
+    """Add an incident to a break that pods' ends have opened, as its cause or a consequence.
 
-    Return False if the incident is an earlier break.
+    Return False if the incident is a separate, earlier break.
     """
     first = here.findings[0]
     if incident.restart.reason == Cause.JOINED:

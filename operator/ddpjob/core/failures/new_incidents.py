@@ -1,4 +1,21 @@
-"""Turns incidents of the coordinator that no reconcile has seen yet into findings."""
+"""Turns incidents of the coordinator that no reconcile has seen yet into findings.
+
+The coordinator numbers its incidents, and each report repeats the latest ones. The status remembers
+the last number that was evaluated, and the generation to which it belongs. Every incident is
+therefore evaluated only once, even if the operator is replaced in between.
+
+- An incident that names its cause, such as a failed worker or a hang, becomes a finding. The rules
+  decide whether it counts.
+- PeerLost and Left only show that a pod is gone. The pod's own end has the cause, so these are
+  passed on as pod and time, by which `merge_causes` finds that end.
+- If the lost pod comes back and the group runs again, no pod has ended. The break is then reported
+  here, uncounted, because it would appear nowhere else.
+
+Example: the status has seen incident 4 of this generation.
+
+    the report has 4 WorkerFailed, 5 PeerLost of train-1-0     lost: train-1-0; last: 5
+    the next report has 4, 5 and 6 WorkerFailed of rank 3      a finding for rank 3; last: 6
+"""
 
 from __future__ import annotations
 
@@ -26,8 +43,7 @@ _CAUSES = {
     IncidentKind.INIT_FAILURE: Cause.INIT_FAILURE,
     IncidentKind.JOINED: Cause.JOINED,
 }
-"""Causes of incidents. The other kinds, PeerLost and Left, are explained by a pod's end, unless the
-pod comes back."""
+"""Causes of incidents that name one. The other kinds are PeerLost and Left."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +51,7 @@ class NewIncidents:
     """Incidents that have not been seen before."""
 
     findings: tuple[Finding, ...] = ()
-    """Incidents that are causes themselves, in the order of their numbers."""
+    """Incidents that name their cause, in the order of their numbers."""
     lost: tuple[tuple[str, datetime], ...] = ()
     """Pod and time of incidents that a pod's end explains."""
     last: int = 0
@@ -43,7 +59,7 @@ class NewIncidents:
 
 
 def find_new_incidents(view: View) -> NewIncidents:
-    """Return incidents in the coordinator's report that are not in the status yet."""
+    """Return the incidents in the coordinator's report that no reconcile has evaluated yet."""
     restarts = view.status.restarts
     seen = restarts.seen_incident if restarts.seen_generation == view.status.rendezvous.generation else 0
     if view.report is None:
@@ -58,9 +74,9 @@ def find_new_incidents(view: View) -> NewIncidents:
 
 
 def _came_back(view: View) -> list[Finding]:
-    """Return the last break if the group lost a pod that did not end, and runs again.
+    """Return a finding if the group lost a pod that then came back, and the group runs again.
 
-    Nothing else reports such a break.
+    No pod has ended and no other incident names a cause, so this break would not be recorded.
     """
     report, recent = view.report, view.status.restarts.recent
     if report is None or report.state != CoordinatorState.RUNNING or not report.incidents:
@@ -70,12 +86,12 @@ def _came_back(view: View) -> list[Finding]:
         return []
     if any(restart.time >= last.time - SAME_BREAK for restart in recent):
         return []
-    message = f"pod {last.pod} was lost to the group and came back: {last.message}"
+    message = f"the group lost pod {last.pod}, which then came back: {last.message}"
     return [Finding(_restart(view, last, Cause.PEER_LOST, message, counted=False))]
 
 
 def with_seen(status: JobStatus, new: NewIncidents, seen_round: int) -> JobStatus:
-    """Return the status after evaluating these incidents; `seen_round` as in `Attributed`."""
+    """Return the status with these incidents marked as evaluated (`Attributed.seen_round`)."""
     generation = status.rendezvous.generation
     return replace(
         status,
@@ -96,7 +112,7 @@ def _finding(view: View, incident: Incident) -> Finding:
 
 
 def _restart(view: View, incident: Incident, cause: Cause, message: str, *, counted: bool) -> Restart:
-    slot = view.status.slot(incident.index)  # None: it concerns the whole group, as a hang does.
+    slot = view.status.slot(incident.index)  # None if it concerns the whole group, as a hang does.
     return Restart(
         time=incident.time,
         pod=incident.pod or view.job.name,
@@ -111,9 +127,9 @@ def _restart(view: View, incident: Incident, cause: Cause, message: str, *, coun
 
 
 def _is_everywhere(view: View, incident: Incident) -> bool:
-    """Return whether ranks of several pods have failed in the same way.
+    """Whether ranks of several pods have failed in the same way.
 
-    In a job with one node that has several ranks, several ranks are enough.
+    If the job has only one node, several of its ranks are enough.
     """
     spec = view.job.spec
     ranks = spec.nodes * spec.procs_per_node
@@ -128,7 +144,7 @@ def _summary(cause: Cause, incident: Incident, view: View) -> str:
     if incident.rank is None and cause is not Cause.INIT_FAILURE:
         return incident.message or f"{incident.kind} in pod {incident.pod}"
     if cause is Cause.WORKER_FAILED:
-        # The system's name for the signal, or a number without a name.
+        # The signal's name, or "signal N" if the system has no name for it.
         name = (incident.signal or "").removeprefix("signal ")
         how = f"signal {name}" if name else f"exit code {incident.exit_code}"
         said = incident.message.removeprefix(f"ended with {how}").removeprefix(f"killed by {how}")

@@ -1,25 +1,31 @@
 """Decides which pods to move: from unhealthy Kubernetes nodes, or out of failing containers.
 
-Agents may be wrong. A sign must therefore last, most nodes cannot be unhealthy at once, and a job
-leaves a node only once an hour and only if another node may take the pod. Whether that node has
-room is unknown, so without a spare the unhealthy node must be able to take the pod back.
+Here a node is a Kubernetes node. Health agents mark nodes that are about to fail, and a pod there
+should move before it fails (`judge_nodes`). But agents may be wrong, so there are limits:
 
-A failed worker is restarted in its pod, which does not help if the container or the node is broken.
-Such a pod is replaced (`judge_failing`):
+- A sign must last for LASTS, and at most SHARE of the nodes of one kind may have one.
+- A job leaves a node only once an hour, and only if a spare or another node may take the pod.
+- Whether that other node has room is unknown. Without a spare, the unhealthy node itself must
+  therefore be able to take the pod back.
+
+A failed worker is restarted in its pod. That does not help if the container or the node is broken,
+so such a pod is replaced (`judge_failing`):
 
 - at once, if the failure's message shows that the container has lost its device, as happens after a
   reload of the host's systemd. A new container has the device again, even on the same node.
-- after the second failure in a row, if no other pod failed in between. An error in the program's
-  text is in every pod, so it does not move a pod, and neither does an error that ranks of other
-  pods had in the same round. A program that fails only for its rank can move a job MAX_MOVES times
-  an hour.
-- after its third lost connection in a row, if a pod on a third node kept its connection. With only
-  two nodes it is unknown which one is partitioned: the pod's or the coordinator's. Lost connections
-  do not count, so the budget would never end them.
+- after its second failure in a row, if no other pod failed in between. An error in the program's
+  text would occur in every pod, so it does not move a pod. Neither does an error that ranks of
+  other pods had in the same round. A program that fails for only one rank causes at most MAX_MOVES
+  moves an hour.
+- after its third lost connection in a row, if there is a pod on a third node. With only two nodes
+  it is unknown whether the pod's or the coordinator's node is partitioned. Lost connections do not
+  count, so without this rule they could repeat forever.
 
-Example: rank 3's GPU begins to fail. Its worker ends with a CUDA error, restarts in its pod and
-ends again. The second failure ends the pod, and a spare or a new pod on another node takes over.
-Only the first failure counts.
+Example: rank 3's GPU begins to fail.
+
+    first CUDA error     the worker restarts in its pod; the failure counts
+    second CUDA error    the pod is replaced by a spare or by a new pod on another node; this
+                         failure does not count, because it has the same reason
 """
 
 from __future__ import annotations
@@ -42,17 +48,16 @@ from ddpjob.core.view import View
 from ddpjob.core.world import TRAINER_CONTAINER, HostView, PodView
 
 LASTS = timedelta(seconds=60)
-"""How long a node must have been unhealthy, by the operator's clock, so that a flapping signal does
-not move pods."""
+"""How long a node must have been unhealthy, by the operator's clock. A flapping sign does not move
+pods."""
 SHARE = 0.25
-"""Maximum share of unhealthy nodes among nodes of one kind. If more are unhealthy, the agent is
-broken or there is no better place."""
+"""Maximum share of unhealthy nodes among nodes of one kind. If more nodes are unhealthy, either the
+agent is broken or there is no better place."""
 MAX_MOVES = 3
-"""Maximum number of restarts for this cause within an hour. More would cost more than they could
-save."""
+"""Maximum number of moves within an hour. More moves would cost more than they could save."""
 LINK_LOSSES = 3
 """Number of consecutive lost connections after which a pod is replaced. It is one more than for
-failures, because a switch may restart."""
+failures, because two may come from a switch that restarts."""
 _BEYOND = "the required affinity, spread constraints, claims or amounts of this job's podTemplate and resources"
 
 
@@ -64,15 +69,15 @@ class NodeVerdict:
     end: End
     """The pod's end if it is moved."""
     reason: str = ""
-    """Why the pod stays, in one word; empty if it is moved."""
+    """Why the pod stays, as the reason of a condition; empty if the pod is moved."""
     why: str = ""
-    """Why the pod stays, in human-readable words."""
+    """Why the pod stays, as a text for users."""
 
 
 def judge_nodes(view: View) -> list[NodeVerdict]:
-    """Return verdicts on slots' pods that are on unhealthy nodes, by index.
+    """Return verdicts on the slots' pods on unhealthy nodes, ordered by index.
 
-    There are no verdicts while the job finishes.
+    The result is empty once a node of the job has finished, because the job is about to end.
     """
     hosts = view.world.hosts
     if not hosts or any(slot.state is SlotState.SUCCEEDED for slot in view.status.slots):
@@ -88,7 +93,7 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
         return []
     within = [r for r in view.status.restarts.recent if r.time > view.now - WINDOW]
     recent = [r for r in within if r.reason == Cause.NODE_UNHEALTHY]
-    # Other restarts may have displaced moves from the list.
+    # If the list of recent restarts is full, it may have lost earlier moves.
     often = len({r.round for r in recent}) >= MAX_MOVES or len(within) >= RECENT
     left = {r.node for r in recent}
     left |= {a.node for a in view.status.avoided_nodes if a.reason.startswith(Cause.NODE_UNHEALTHY)}
@@ -110,10 +115,10 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
                 "the job has left this Kubernetes node within the last hour, and found no better one",
             )
         elif _came_after(pod, host):
-            reason, why = "PlacedThere", "the scheduler chose this Kubernetes node when it was unhealthy already"
+            reason, why = "PlacedThere", "the scheduler chose this Kubernetes node when it was already unhealthy"
         elif often:
             reason = "MovedTooOften"
-            why = f"{MAX_MOVES} moves, or {RECENT} restarts of any kind, were within the last hour"
+            why = f"there were {MAX_MOVES} moves, or {RECENT} restarts of any kind, within the last hour"
         elif holders - moved == {pod.name}:
             reason, why = ONLY_COPY, f"only this pod holds {STATE}; set storage.checkpoints to let it move"
         elif spares:
@@ -136,8 +141,8 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
 
 
 _OF_PLACES = frozenset({Cause.WORKER_FAILED, Cause.HANG})
-"""Failures in a pod that stays alive and whose place may have caused them. Memory and storage are
-the job's own fault."""
+"""Failures that leave the pod alive and may be caused by the pod's place. Exceeded memory and
+storage limits are the job's own fault."""
 MOVE_CAUSES = (Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY, Cause.SLOW_RANK)
 
 
@@ -146,22 +151,22 @@ class Failing:
     """A pod that is replaced because of a failure of its ranks."""
 
     number: int
-    """The failure's position among the judged ones."""
+    """The failure's position among the failures that were judged."""
     index: int
     failure: Restart
-    """The failure as recorded. It counts once per job and Kubernetes node."""
+    """The failure to record. Only the first failure on a node counts (`_has_counted`)."""
     end: End
 
 
 def judge_failing(view: View, failures: Sequence[Restart]) -> list[Failing]:
-    """Return the pods to replace for these new failures.
+    """Return the pods to replace because of these new failures.
 
-    These failures are not in the view's status yet.
+    The failures are not in the view's status yet.
     """
     within = [r for r in view.status.restarts.recent if r.time > view.now - WINDOW]
     found: list[Failing] = []
     for number, failure in enumerate(failures):
-        earlier = [*within, *failures[:number]]  # An operator that was down sees several failures at once.
+        earlier = [*within, *failures[:number]]  # After an outage, an operator sees several failures at once.
         index = failure.index if view.status.slot(failure.index) is not None else None
         pod = view.pods[index] if index is not None else None
         if index is None or pod is None or pod.name != failure.pod or pod.ended or pod.deleted_at is not None:
@@ -180,7 +185,7 @@ def judge_failing(view: View, failures: Sequence[Restart]) -> list[Failing]:
 
 
 def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> str:
-    """Return why the pod is ended because of the failure; empty if it is not."""
+    """Return why the pod must be replaced after this failure; empty if it may stay."""
     if failure.reason == Cause.PEER_LOST:
         often = _link_breaks(view, failure, within) and not _has_moved_too_often(view, within)
         return f"has lost its connection {LINK_LOSSES} times in a row while other pods did not" if often else ""
@@ -188,19 +193,20 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     if said:
         return f"has lost its device ({said})"
     if failure.everywhere and view.job.spec.nodes > 1:
-        return ""  # The failure is not due to the pod's place.
+        return ""  # Ranks elsewhere failed in the same way, so the pod's place is not the reason.
     before = next((r for r in reversed(within) if r.reason in COUNTED and not r.consequence), None)
     again = before is not None and before.pod == failure.pod and before.reason in _OF_PLACES
     counts = view.status.restarts
     restored = before in counts.recent and before is not None and before.counted and not counts.counted
-    # If the budget was restored, the job has trained so long that the failures are not consecutive.
+    # If the budget was restored in between, the job has trained for long, so the failures are not
+    # consecutive.
     if not again or restored or len(view.status.slots) < 2 or names_program_error(failure.message):
         return ""
     return "" if _has_moved_too_often(view, within) else "has failed twice in a row while other pods did not"
 
 
 def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> bool:
-    """Whether the pod's node, not the coordinator's, is partitioned repeatedly."""
+    """Whether the pod's node is repeatedly partitioned, and not the coordinator's node."""
     breaks = [r for r in within if r.round and not r.consequence and r.reason not in PLANNED][1 - LINK_LOSSES :]
     again = len(breaks) == LINK_LOSSES - 1 and all((r.reason, r.pod) == (failure.reason, failure.pod) for r in breaks)
     if not again or view.coordinator is None:
@@ -211,16 +217,16 @@ def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> boo
 
 def _has_moved_too_often(view: View, within: Sequence[Restart]) -> bool:
     moves = {r.round for r in within if r.reason in MOVE_CAUSES}
-    # Later restarts may hide moves.
+    # The list of recent restarts may be full, and avoided nodes are remembered longer.
     left = [a for a in view.status.avoided_nodes if a.reason.startswith(MOVE_CAUSES)]
     return max(len(moves), len(left)) >= MAX_MOVES
 
 
 def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
-    """Whether a failure on the same node has counted.
+    """Whether an earlier failure in the same pod or on the same node has already counted.
 
-    If many recent failures did not count, this one counts anyway. A pod's node may have been
-    unknown at first.
+    After MAX_MOVES failures that did not count, every further failure counts. A pod's node may have
+    been unknown when an earlier failure was recorded, so the pod's name is compared too.
     """
     replaced = {r.round for r in within if r.reason == Cause.POD_UNHEALTHY}
     free = [r for r in within if r.round in replaced and r.reason in _OF_PLACES and not r.counted]
@@ -229,9 +235,9 @@ def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
 
 
 def _has_a_place(view: View, pod: PodView) -> bool:
-    """Whether there is a spare or the pod's node could take the replacement.
+    """Whether a spare is ready, or the pod's own node could take the replacement.
 
-    The pod's node may have to take it if no other node has room.
+    If no other node has room, the replacement must return to the pod's own node.
     """
     host, members = (view.world.hosts or {}).get(pod.host), view.report.members if view.report is not None else ()
     spares = len({m.pod for m in members} & view.current_names - {pod.name}) >= view.job.spec.nodes
@@ -239,9 +245,9 @@ def _has_a_place(view: View, pod: PodView) -> bool:
 
 
 def find_next_judgement(view: View) -> datetime | None:
-    """Return when a node of the job will have been unhealthy long enough.
+    """Return when the next node of the job will have been unhealthy for LASTS.
 
-    None if no node is about to be.
+    Return None if no node is about to reach this time.
     """
     hosts = view.world.hosts or {}
     begun = [hosts[p.host].unhealthy_since for p in view.pods if p is not None and p.host in hosts]
@@ -256,14 +262,15 @@ def _lasts(view: View, host: HostView) -> bool:
 def _came_after(pod: PodView, host: HostView) -> bool:
     """Whether the pod is newer than the sign that its node is unhealthy.
 
-    Moving the pod would only repeat the scheduler's decision. The clocks are the API server's and
-    the operator's. A difference between them prevents or adds a move, within the limits.
+    The scheduler has then chosen an unhealthy node, and would do so again. The two times are from
+    the clocks of the API server and the operator. If the clocks differ, a pod may stay or move by
+    mistake, within the limits above.
     """
     return pod.created is not None and host.unhealthy_since is not None and pod.created > host.unhealthy_since
 
 
 def ready_spares(view: View) -> list[PodView]:
-    """Return the pods of ready members outside a complete group, on healthy nodes."""
+    """Return the pods on healthy nodes that are ready to take over; empty without a full group."""
     report, hosts = view.report, view.world.hosts or {}
     if report is None or report.state != CoordinatorState.RUNNING or (report.world or 0) < view.job.spec.nodes:
         return []
@@ -273,9 +280,9 @@ def ready_spares(view: View) -> list[PodView]:
 
 
 def _places(view: View, wants: Wants) -> int:
-    """Return the number of known places for the job's pods on nodes that may take a pod.
+    """Return the number of places for the job's pods on suitable nodes.
 
-    Places that others occupy are included.
+    It is unknown whether pods of other jobs occupy these places.
     """
     spec, hosts = view.job.spec, view.world.hosts or {}
     used = Counter(p.host for p in view.world.nodes() if not p.ended)
@@ -306,22 +313,18 @@ def _places(view: View, wants: Wants) -> int:
 
 @dataclass(frozen=True)
 class Wants:
-    """What the scheduler considers when it places a job's pod."""
+    """The requirements that the scheduler considers when it places a job's pod."""
 
     labels: Mapping[str, str]
     devices: Mapping[str, int]
-    """Number of extended resources, by name."""
+    """Number of each extended resource, by name."""
     tolerations: tuple[Mapping[str, Any], ...]
     more: bool
-    """Whether there are requirements that are not judged here, so that only the scheduler can
-    decide."""
+    """Whether there are requirements that only the scheduler can judge."""
 
     @classmethod
     def of(cls, spec: JobSpec, queue: QueueStatus | None) -> Wants:
-        """Read a spec.
-
-        `queue` is the job's quota, whose flavor adds fields to its pods.
-        """
+        """Read the requirements from the spec, and from the job's quota, whose flavor adds some."""
         added = queue.node if queue is not None else PodChanges()
         pod = _dict(spec.pod_template.get("spec"))
         affinity = _dict(pod.get("affinity"))
@@ -345,15 +348,16 @@ class Wants:
     def kind(self, host: HostView) -> bool:
         """Whether a node is of the kind that the job runs on.
 
-        Such a node has the job's devices or, if the job does not request devices, the labels. This
-        holds even if none of its devices is healthy, because the resource name remains.
+        Such a node offers the requested kinds of devices or, if the job does not request any, has
+        the labels of its node selector. A node whose devices are all broken still offers the kind,
+        with the number 0.
         """
         if self.devices:
             return self.devices.keys() <= host.devices.keys()
         return self.labels.items() <= host.labels.items()
 
     def admitted_to(self, host: HostView) -> bool:
-        """Whether a node is not cordoned and its taints are tolerated."""
+        """Whether a node is not cordoned, and the job tolerates all of its taints."""
         return host.schedulable and all(any(_tolerates(t, *taint) for t in self.tolerations) for taint in host.taints)
 
 
@@ -368,7 +372,10 @@ def _tolerates(toleration: Mapping[str, Any], key: str, value: str, effect: str)
 
 
 def _extended(resources: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a container's extended resources, whose names have a domain; requests equal limits."""
+    """Return a container's extended resources, whose names have a domain.
+
+    Kubernetes requires that their requests and limits are equal, so either may be given.
+    """
     asked = {**_dict(resources.get("requests")), **_dict(resources.get("limits"))}
     return {name: amount for name, amount in asked.items() if "/" in name}
 

@@ -1,15 +1,15 @@
 """Decides whether a cause counts against the budget, and whether it fails the job.
 
-A restart helps after a lost node, but not with a program that cannot work. Which of the two a
-failure is cannot be known for certain, so the defaults consider the cause and whether the job has
-ever made a step. Users who know better write `recovery.rules`.
+A restart helps after a lost node, but not if the program itself is wrong. It cannot be known for
+certain which of the two a failure is. The defaults therefore consider the cause, and whether the
+job has ever made a step. Users who know better write `recovery.rules`.
 
 1. The first of `recovery.rules` that matches the cause and exit code decides (`evaluate_rules`)
    whether to fail the job, restart and count, or restart without counting.
 2. Before the first step, an entry point that cannot start fails the job at once, and so does an
    exit code for a wrong configuration (2, and most of 64 to 78, as in sysexits.h).
-3. Otherwise failures of the job itself count (COUNTED), but not what happens to it: disruptions,
-   lost nodes, manual deletions, and consequences of other failures.
+3. Otherwise failures of the job itself count (COUNTED). Disruptions, lost nodes, manual deletions
+   and consequences of other failures do not.
 4. Before the first step, REPEATS consecutive counted failures with the same error in the program's
    text (`find_repeated_error`) or on several ranks at once (`find_error_everywhere`) fail the job,
    because the program would be the same in the next attempt. Errors of a network, a disk or a
@@ -66,8 +66,8 @@ _CONFIGURATION = frozenset({2, *range(64, 79)} - {EXIT_STEPPED_ASIDE})
 
 PROGRAM_ERROR = "ProgramError"
 REPEATS = 3
-"""Number of consecutive times after which the same error in the program's text ends a job that has
-not made a step."""
+"""Number of consecutive failures with the same program error that end a job before its first
+step."""
 APART = timedelta(seconds=10)
 """Minimum time between failures that count as repeated, so that a temporary fault can pass."""
 _OUTSIDE = re.compile(
@@ -91,8 +91,8 @@ _NO_GPU = re.compile(
     r"|Attempting to deserialize object on a CUDA device).*)$",
     re.MULTILINE,
 )
-"""Errors that torch raises without a GPU. In a job without GPUs they are the program's fault,
-otherwise perhaps the machine's."""
+"""Errors that torch raises if it finds no GPU. In a job without GPUs they are the program's fault.
+In a job with GPUs they may be the machine's."""
 
 
 _LOST_DEVICE = re.compile(
@@ -103,18 +103,18 @@ _LOST_DEVICE = re.compile(
     r"|Device acquire failed",
     re.IGNORECASE,
 )
-"""Messages from CUDA, ROCm, oneAPI and SynapseAI in a container that has lost its device. Even a
-new process does not get it back."""
+"""Messages from CUDA, ROCm, oneAPI and SynapseAI in a container that has lost its device. A new
+process in the same container does not regain the device."""
 
 
 @dataclass(frozen=True)
 class Ruling:
-    """What the rules say about a cause."""
+    """The rules' verdict on a cause."""
 
     counted: bool
     """Whether the cause counts against recovery.maxRestarts."""
     fails: str = ""
-    """The reason of the condition Failed; empty: the job continues."""
+    """The reason of the condition Failed; empty if the job continues."""
     why: str = ""
     """The rule that fails the job."""
 
@@ -144,7 +144,7 @@ def evaluate_rules(spec: JobSpec, cause: Cause, exit_code: int | None, *, traine
 def find_repeated_error(spec: JobSpec, recent: Sequence[Restart]) -> str | None:
     """Return a message if the last REPEATS counted failures are the same program error.
 
-    Return None if a rule covers exit code 1, because its author knows better.
+    Return None if one of the user's rules covers exit code 1, because that rule takes precedence.
     """
     last = [r for r in recent if r.counted][-REPEATS:]
     if len(last) < REPEATS or _is_ruled(spec):
@@ -166,10 +166,10 @@ def _is_ruled(spec: JobSpec) -> bool:
 
 
 def find_error_everywhere(spec: JobSpec, recent: Sequence[Restart]) -> str | None:
-    """Return a message if repeated failures had the same error on several ranks.
+    """Return a message if several ranks had the same error in the last REPEATS counted failures.
 
-    That means REPEATS consecutive counted failures, at least APART from each other. The error's
-    type does not matter, except that errors of a network or a disk may pass.
+    Failures less than APART after one another are counted as one. Any type of error qualifies,
+    except errors of a network, a disk or a device, which may be temporary.
     """
     if _is_ruled(spec):
         return None
@@ -197,27 +197,22 @@ def _mark(restart: Restart) -> tuple[str, str]:
 
 
 def names_program_error(message: str) -> bool:
-    """Return whether a worker's failure comes from an error in the program's text.
-
-    Such an error occurs in every pod.
-    """
+    """Whether a worker failed due to an error in the program's text, which occurs in every pod."""
     return _PROGRAM_ERROR.search(without_wait(message)) is not None
 
 
 def find_lost_device(spec: JobSpec, message: str, *, trained: bool) -> str:
     """Return the words in a failure's message that show a lost device; empty if there are none.
 
-    A job that does not request a device and has not made a step may never have had one.
+    If the job neither requests a device nor has made a step, it may never have had a device, so the
+    message is ignored.
     """
     found = _LOST_DEVICE.search(message) if trained or spec.gpus_per_node else None
     return found[0] if found else ""
 
 
 def shell_code(exit_code: int | None, signal_name: str | None) -> int | None:
-    """Return the exit code that a shell would show for a process.
-
-    torchrun reports -N or the name of signal N.
-    """
+    """Return the exit code that a shell would show: 128 + N if torchrun reports -N or signal N."""
     if exit_code is not None:
         return exit_code if exit_code >= 0 else 128 - exit_code
     number = getattr(signal, signal_name, None) if signal_name else None

@@ -8,7 +8,7 @@ of this holds:
 - It is reported as at least SLOWDOWN times as slow as the median rank, and each step would take at
   least COST less time if it kept pace. Ranks of a script that reports no costs are only named.
 - It has been reported for LASTS by the operator's clock, in addition to the half minute after which
-  the training names it. Short loads, evaluations and checkpoints do not last so long.
+  the training names it. Short loads, evaluations and checkpoints end sooner.
 - At most a quarter of the pods are slow. If more are, they are not an exception.
 - A spare is ready on a different Kubernetes node. Otherwise the rank would only lose its work.
 - The rank was not moved within the last hour. If it is slow in its new place too, its work is the
@@ -19,8 +19,8 @@ Example with the trainer's defaults and one spare:
 
      0 s  rank 3's GPU begins to throttle, and every step takes twice as long
     30 s  rank 3 is named, in the status and by an event
-    60 s  its pod is replaced as a planned move, uncounted; the spare has rank 3's share
-    ...   rank 3 is slow again: the condition RanksKeepPace says so, and it stays
+    60 s  a spare replaces its pod in an uncounted restart, and takes rank 3's share of the work
+    later rank 3 is slow again: it stays there, and the condition RanksKeepPace reports it
 
 Why: docs/decisions/0026.
 """
@@ -43,7 +43,8 @@ from ddpjob.core.world import PodView
 
 SLOWDOWN = 1.3
 COST = 0.1
-"""Least share of each step that a move must save. A restart is paid back within a minute."""
+"""Minimum share of each step that a move must save. It then repays its restart in about a
+minute."""
 LASTS = timedelta(seconds=30)
 APART = timedelta(minutes=5)
 _MOVES = (Cause.SLOW_RANK, Cause.NODE_UNHEALTHY)
@@ -77,7 +78,7 @@ class _Slow:
 def judge_slow_ranks(view: View) -> list[PaceVerdict]:
     """Return verdicts on pods with clearly slow ranks, the slowest first.
 
-    There are no verdicts while the job finishes, nor soon after the last move.
+    The result is empty while the job finishes, and for a while after the last move (APART).
     """
     slow = [found for found in _slow_pods(view) if view.now >= found.since + LASTS]
     if not slow or _next_after_move(view) is not None:
@@ -102,7 +103,7 @@ def is_named(view: View) -> bool:
 
 
 def find_next_move(view: View) -> datetime | None:
-    """Return when a slow rank will have been reported for long enough; None if there is none."""
+    """Return when the next slow rank may be moved; None if no rank is slow or it may move now."""
     slow = list(_slow_pods(view))
     moments = [found.since + LASTS for found in slow] + [_next_after_move(view) if slow else None]
     return min((moment for moment in moments if moment is not None and moment > view.now), default=None)
@@ -142,7 +143,7 @@ def _why_it_stays(view: View, found: _Slow, slow: list[_Slow]) -> str:
     if spec.recovery.slow_ranks is SlowRanks.REPORT:
         return "recovery.slowRanks is Report"
     if found.cost is None or not spec.under_torchrun:
-        return "its script does not report what the rank costs, or runs by command, so it is only named"
+        return "the script does not report what the rank costs, or spec.command is set, so the rank is only named"
     if len(slow) > max(1, SHARE * spec.nodes):
         return "more than a quarter of the pods are slow, so none of them is an exception"
     if found.index == 0 and spec.rendezvous.placement is Placement.MASTER:
@@ -152,7 +153,7 @@ def _why_it_stays(view: View, found: _Slow, slow: list[_Slow]) -> str:
     if not view.world.one_host and found.pod.host in avoided | {restart.node for restart in moved}:
         return "the job has left this Kubernetes node within the last hour, and found no better one"
     if often:
-        return f"{MAX_MOVES} moves, or {RECENT} restarts of any kind, were within the last hour"
+        return f"there were {MAX_MOVES} moves, or {RECENT} restarts of any kind, within the last hour"
     return "" if spares else "no spare is ready on a different Kubernetes node; set spec.spares"
 
 
@@ -161,6 +162,6 @@ def _within(view: View) -> list[Restart]:
 
 
 def _next_after_move(view: View) -> datetime | None:
-    """Return when the next pod may be moved; None if it may now."""
+    """Return when the next pod may be moved; None if it may be moved now."""
     last = max((r.time for r in _within(view) if r.reason == Cause.SLOW_RANK), default=None)
     return last + APART if last is not None and last + APART > view.now else None

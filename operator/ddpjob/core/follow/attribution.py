@@ -1,7 +1,21 @@
 """Second stage: attribute ended pods and the coordinator's new incidents to breaks.
 
-Each break has one cause. Everything else in it is a consequence, which never counts. The rules are
-in `failures.merge_causes`.
+Each break has one cause. All other failures in it are consequences, which never count. The rules
+are in `failures.merge_causes`. This stage turns ends and incidents into findings for these rules.
+It also handles two cases that the findings alone cannot show:
+
+- The end of an idle spare does not break the group (`_was_idle`).
+- A `command` has no coordinator that reports which rank failed first. If one node fails, all others
+  soon fail as well, because they have lost a peer. If only such errors have been seen, the stage
+  waits for the peer's own end for up to CAUSE_WAIT (`awaits_cause`). Then a single finding is kept:
+  a disruption if there is one, otherwise the first error that is not about a lost peer.
+
+Example of a `command` with 2 nodes:
+
+    10:00:00  node 1 ends with "Connection closed by peer": wait for the cause
+    10:00:02  node 0 ends with a KeyError: the restart's cause is the KeyError in node 0
+
+Why: docs/decisions/0010.
 """
 
 from __future__ import annotations
@@ -24,17 +38,14 @@ from ddpjob.core.view import View
 from ddpjob.core.world import Role
 
 CAUSE_WAIT = timedelta(seconds=5)
-"""How long a pod's end that looks like a consequence waits for the end of a different pod, because
-torchrun needs a while to exit."""
+"""How long to wait for the cause after an end that looks like a consequence. torchrun needs some
+time to exit."""
 _LOSSES = frozenset({IncidentKind.PEER_LOST, IncidentKind.LEFT})
-"""What the coordinator reports about the end of a training pod."""
+"""Incidents by which the coordinator reports the end of a training pod."""
 
 
 def awaits_cause(ends: Ends) -> bool:
-    """Return whether a `command`'s ended pods have all lost a peer.
-
-    The peer's own end may be seen soon.
-    """
+    """Whether all ended pods of a `command` have lost a peer, whose own end may be seen soon."""
     if ends.view.job.spec.under_torchrun or not ends.slots:
         return False
     if all(slot.state is not SlotState.RUNNING for slot in ends.view.status.slots):
@@ -58,7 +69,7 @@ class Attribution:
 
     @property
     def fatal(self) -> Finding | None:
-        """The cause that fails the job."""
+        """The first cause that fails the job; None if no cause does."""
         return next((f for f in self.merged.causes if f.fails), None)
 
     def with_seen(self, view: View) -> View:
@@ -67,7 +78,7 @@ class Attribution:
 
 
 def attribute_ends(ends: Ends) -> Attribution:
-    """Attribute ended pods, and incidents that no reconcile has seen yet."""
+    """Merge ended pods and new incidents into breaks."""
     view = ends.view
     incidents = find_new_incidents(view)
     findings = [_finding_of_end(view, index, ended, incidents) for index, ended in ends.slots.items()]
@@ -94,10 +105,10 @@ def _finding_of_end(view: View, index: int, ended: Ended, new: NewIncidents) -> 
 
 
 def _was_idle(view: View, index: int, ended: Ended, new: NewIncidents) -> bool:
-    """Return whether the pod was a spare, so that the group's rendezvous does not need it.
+    """Whether the pod was an idle spare, which the group's rendezvous does not need.
 
-    A spare's label changes a second after the spare takes over, so the coordinator's report takes
-    precedence.
+    The label of a spare changes about a second after the spare takes over. The coordinator's report
+    therefore takes precedence over the label.
     """
     pod, report = ended.pod or view.world.last_of(ended.name), view.report
     if pod is None or pod.role is not Role.SPARE or report is None:
@@ -109,16 +120,16 @@ def _was_idle(view: View, index: int, ended: Ended, new: NewIncidents) -> bool:
     if any(m.pod == ended.name and (m.state == MemberState.RUNNING or m.rank is not None) for m in report.members):
         return False
     if report.state == CoordinatorState.RESTARTING and not view.status.holds(ConditionType.RESTARTING):
-        # After a worker's failure the same nodes restart, and spares do not take over.
+        # After a worker's failure, the same nodes restart, and no spare takes over.
         return not new.lost and all(finding.restart.reason != Cause.JOINED for finding in new.findings)
     return report.state == CoordinatorState.RUNNING
 
 
 def _one_for_command(job: DDPJob, findings: list[Finding]) -> list[Finding]:
-    """Return a single finding if nodes of a `command` end together.
+    """Return only the most likely cause if nodes of a `command` have ended together.
 
-    Their causes and consequences look alike. A disruption explains the failures of a pod's peers,
-    so it takes precedence. The error of a rank whose peer is gone comes last.
+    A disruption explains the failures of all peers, so it takes precedence. An error about a lost
+    peer is the least likely cause.
     """
     if job.spec.under_torchrun:
         return findings
@@ -126,9 +137,9 @@ def _one_for_command(job: DDPJob, findings: list[Finding]) -> list[Finding]:
 
 
 def _is_of_peer(message: str) -> bool:
-    """Return whether a rank's error is one that a peer's death causes.
+    """Whether a rank's error is typical of a lost peer.
 
-    Pod names may contain a backend's name, so they are ignored.
+    The pod's name is ignored, because it may contain a word such as "nccl".
     """
     said = message.partition("\n")[0].partition(": ")[2]
     return COMMUNICATION_ERROR.search(said) is not None

@@ -1,8 +1,24 @@
 """First stage: find pods that have ended since the last reconcile, and show this in the status.
 
-Each slot's pod is compared with its slot, and likewise the coordinator's. Each end gets a cause
-here from the pod and its host. `attribution` decides whether that caused a break or is a
-consequence.
+Each slot is compared with its pod, and the coordinator with its own pod. A pod has ended if it can
+no longer be used. It may have exited, vanished or been silent for too long, its image may be for a
+different platform, or it may have to leave an unhealthy or slow place. Each end gets its cause
+here. `attribution` then decides whether it is the cause of a break or a consequence.
+
+Some ends look like faults of a host, but are the job's own. They become InitFailure, which fails a
+job before its first step:
+
+- a container that cannot start because the job's program is missing, or on two hosts
+- a preflight that no pod passes (`_judge_preflights`)
+
+The reverse is a coordinator that ends before the operator has reached it. Its host is suspected
+first, and its successor starts on a different one (`_suspect_host`).
+
+Example of containers that cannot start:
+
+    exec: "python3": executable file not found      InitFailure: the image lacks the program
+    a GPU hook fails on host a                      StartError: the next pod avoids host a
+    the hook also fails on host b                   InitFailure: two hosts, so the job is at fault
 """
 
 from __future__ import annotations
@@ -41,10 +57,10 @@ from ddpjob.core.world import (
 )
 
 UNPREPARED = timedelta(seconds=60)
-"""How long a coordinator's pod may lack its volumes and network. Its only volumes are a ConfigMap
-and folders on its host."""
+"""How long a coordinator's pod may lack its volumes and network. Its volumes are only a ConfigMap
+and folders on its host, so they should be ready sooner."""
 _PASSED = frozenset({MemberState.READY, MemberState.RUNNING, MemberState.FINISHED})
-"""States of members that have passed their node's check."""
+"""States of members that have passed the preflight on their node."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +69,7 @@ class Ended:
 
     end: End
     pod: PodView | None
-    """None: it has vanished."""
+    """The pod; None if it has vanished."""
     name: str
 
 
@@ -100,9 +116,10 @@ def _follow_slots(view: View) -> tuple[View, dict[int, Ended]]:
 
 
 def _silent_since(view: View, slot: Slot, pod: PodView | None) -> datetime | None:
-    """Return since when a slot's pod has been silent; None if it is not.
+    """Return since when a slot's pod has been silent; None if it is not silent.
 
-    The slot remembers the first reconcile that noticed this, because the beginning may be unknown.
+    The exact beginning may be unknown. The slot then remembers the first reconcile that saw the
+    silence.
     """
     since = lost_since(pod, view.world, view.now) if pod is not None else None
     return min(since, slot.lost_since) if since is not None and slot.lost_since is not None else since
@@ -130,7 +147,8 @@ def _follow_slot(view: View, index: int, slot: Slot, pod: PodView | None) -> tup
         if slot.state is SlotState.PLANNED and last is None:
             return slot.state, None
         if last is not None and is_success(last, launcher=launcher):
-            return SlotState.SUCCEEDED, None  # removed between two reconciles, for instance by a cleanup tool
+            # The pod was removed between two reconciles, for example by a cleanup tool.
+            return SlotState.SUCCEEDED, None
         return SlotState.LOST, explain_vanished(name, slot.node, hosts, last, launcher=launcher)
     if is_success(pod, launcher=launcher):
         return SlotState.SUCCEEDED, None
@@ -138,8 +156,8 @@ def _follow_slot(view: View, index: int, slot: Slot, pod: PodView | None) -> tup
         return SlotState.FAILED, explain_end(pod, hosts, launcher=launcher)
     group = view.status.rendezvous.generation
     if pod.generation < group:
-        # Its coordinator is a different one, which is not being followed: the status was changed
-        # manually, or the pod was created late.
+        # The pod belongs to an earlier coordinator, which the operator no longer follows. Either
+        # somebody has changed the status manually, or the pod was created late.
         why = f"pod {pod.name} belongs to generation {pod.generation} of the group, which is at generation {group}"
         return SlotState.FAILED, End(Cause.RENDEZVOUS_LOST, why)
     elsewhere = find_wrong_platform(pod)
@@ -149,16 +167,16 @@ def _follow_slot(view: View, index: int, slot: Slot, pod: PodView | None) -> tup
 
 
 def is_success(pod: PodView, *, launcher: bool) -> bool:
-    """Return whether the program has finished its work.
+    """Whether the program has finished its work.
 
-    A user's program that saves on SIGTERM may well exit with 0. The launcher does so only once
-    every program has finished.
+    The launcher exits with 0 only once every program has finished. A user's program may also exit
+    with 0 after it has saved on SIGTERM, so its exit code is ignored if the pod is being deleted.
     """
     return pod.ended and pod.succeeded and (launcher or pod.deleted_at is None)
 
 
 def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
-    """Return the view with the coordinator's state and endpoint, and its end if any.
+    """Return the view with the coordinator's state and endpoint, and its end if it has ended.
 
     With placement Master, the coordinator is a container in slot 0's pod.
     """
@@ -174,14 +192,14 @@ def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
     if dedicated and ((container is not None and container.ended) or pod.ended or pod.deleted_at is not None):
         return view, Ended(explain_end(pod, hosts), pod, name)
     if container is not None and container.ended:
-        # Judge it as if it were the pod's only container.
+        # Judge the coordinator as if it were the only container of its pod.
         alone = replace(pod, role=Role.COORDINATOR, containers={COORDINATOR_CONTAINER: container})
         return view, Ended(explain_end(alone, hosts), pod, name)
     since = lost_since(pod, view.world, view.now) if dedicated else None
     if is_given_up(view, pod, since):
         return view, Ended(_host_lost(view, pod, since), pod, name)
     if job.spec.fast and is_given_up(view, pod, view.world.deaf_since):
-        why = f"pod {name} has not heard most of its members for {_seconds(view, view.world.deaf_since)} s"
+        why = f"pod {name} has not heard from most of its members for {_seconds(view, view.world.deaf_since)} s"
         return view, Ended(End(Cause.RENDEZVOUS_LOST, f"{why}, although their Kubernetes nodes are ready"), pod, name)
     running = container is not None and container.running
     endpoint = host_port(pod.address, job.spec.rendezvous.endpoint_port) if pod.address else ""
@@ -191,11 +209,11 @@ def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
 
 
 def _judge_start_errors(ends: Ends) -> Ends:
-    """Return the ends after deciding whether start errors are the job's or the host's fault.
+    """Return the ends, with start errors that are the job's own fault changed to InitFailure.
 
-    A container that cannot start is the job's fault if the job's own program is missing or, before
-    the first step, if this has happened on two hosts. An image for a different platform is the
-    job's fault if all hosts of the cluster have the same platform.
+    It is the job's fault if its own program is missing or, before the first step, if containers
+    could not start on two hosts. An image for a different platform is a fault of the hosts as long
+    as the cluster has a ready host of another platform.
     """
     view = ends.view
     hosts = {e.pod.host for e in ends.all if e.pod is not None and e.end.cause is Cause.START_ERROR}
@@ -217,18 +235,18 @@ def _judge_start_errors(ends: Ends) -> Ends:
 
 
 def _has_other_platform(view: View, hosts: set[str]) -> bool:
-    """Return whether a ready Kubernetes node has a different platform than `hosts`."""
+    """Whether any ready Kubernetes node has a different platform from `hosts`."""
     known = view.world.hosts or {}
     failed = {platform_of(known[name]) for name in hosts if name in known}
     return any(host.ready and platform_of(host) not in failed for host in known.values())
 
 
 def _suspect_host(view: View, ended: Ended | None) -> Ended | None:
-    """Return the coordinator's end, as the host's fault if the coordinator was never reached.
+    """Return the coordinator's end, as the host's fault if the operator never reached it.
 
-    The next coordinator then starts elsewhere, and this end does not count. If an earlier
-    coordinator has left a host within the hour, the fault is the program's or the job's. An image
-    that does not fit the host is never judged this way.
+    This end does not count, and the next coordinator starts on a different host. If the job already
+    avoids a host because of a start error, the host is not suspected again, because the fault is
+    more likely in the program. An image for a different platform is always judged by the platform.
     """
     pod, report, rendezvous = view.coordinator, view.report, view.status.rendezvous
     if pod is None or pod.role is not Role.COORDINATOR or not pod.host or pod.deleted_at is not None:
@@ -243,10 +261,10 @@ def _suspect_host(view: View, ended: Ended | None) -> Ended | None:
     where = f"the coordinator's pod {pod.name} on Kubernetes node {pod.host}"
     if ended is None and pod.prepared is False and view.now - (pod.scheduled or view.now) >= UNPREPARED:
         why = f"{where} has had no volumes or no network for {_seconds(view, pod.scheduled)} s"
-        return Ended(End(Cause.START_ERROR, f"{why}; the next one goes elsewhere"), pod, pod.name)
+        return Ended(End(Cause.START_ERROR, f"{why}; the next coordinator starts elsewhere"), pod, pod.name)
     if ended is None or ended.end.cause is not Cause.EXIT_CODE or not _ended_soon(view, pod):
         return ended
-    why = f"{where} ended before it was heard, so that the next one goes elsewhere: {ended.end.message}"
+    why = f"{where} ended before the operator reached it; the next one starts elsewhere: {ended.end.message}"
     return replace(ended, end=replace(ended.end, cause=Cause.START_ERROR, message=why))
 
 
@@ -256,11 +274,11 @@ def _ended_soon(view: View, pod: PodView) -> bool:
 
 
 def _judge_preflights(ends: Ends) -> Ends:
-    """Return the ends, blaming the job for a preflight that no pod passes.
+    """Return the ends, with a preflight that no pod passes changed to InitFailure.
 
-    The reason may be a folder that the job may not write to, or a wrong gpusPerNode. This is judged
-    only before the first step, once each slot has failed twice, or as often as the status
-    remembers.
+    The reason may be a folder that the job cannot write to, or a wrong gpusPerNode. This is judged
+    only before the first step, after more than two failed preflights per slot, or after more than
+    the status remembers.
     """
     view = ends.view
     failed = {i: e for i, e in ends.slots.items() if e.end.cause is Cause.PREFLIGHT_FAILED}

@@ -1,4 +1,24 @@
-"""Decides how the group ends: whether its work is done, and whether its failures fail the job."""
+"""Decides how the group ends: whether its work is done, and whether its failures fail the job.
+
+Done. Under torchrun, a node exits with 0 only once every node of the group has finished, because
+the launchers wait for each other. One node with exit code 0 therefore proves that the whole group
+has made its last step (`is_done`). From then on no pod is replaced, and the other pods have FINISH
+to end. A `command` has no such barrier, so all of its nodes must succeed.
+
+Failed. A restart is pointless in these cases, in this order (`find_failure`):
+
+1. A rule, or its default, says that the cause fails the job (`failures.policy`).
+2. The job has never run, and its image does not exist.
+3. The coordinator cannot start before the first step.
+4. More failures have counted than recovery.maxRestarts allows.
+5. The same error of the program repeats before the first step.
+
+Example with 2 nodes under torchrun:
+
+    node 0 exits with 0, and the host of node 1 then dies     complete
+    the host of node 1 dies, and node 0 reports a lost peer   a restart, which does not count
+    both nodes exit with code 2 before the first step         failed: ConfigurationError
+"""
 
 from __future__ import annotations
 
@@ -19,17 +39,16 @@ from ddpjob.core.view import View
 from ddpjob.core.world import Role
 
 FINISH = timedelta(seconds=60)
-"""How long the other pods may take to end after one has ended with exit code 0."""
+"""How long the other pods may take to end after the first pod has ended with exit code 0."""
 
 
 # --- the work is done -------------------------------------------------------------------------------------------
 
 
 def is_finished(ends: Ends) -> bool:
-    """Return whether the job is complete.
+    """Whether the job is complete.
 
-    Under torchrun a node exits with 0 only once every node of the group has finished (the
-    launcher's exit barrier). Spares and nodes that never joined need not finish.
+    Spares, and nodes that never joined the group, need not finish.
     """
     states = [slot.state for slot in ends.view.status.slots]
     if all(state is SlotState.SUCCEEDED for state in states):
@@ -40,21 +59,21 @@ def is_finished(ends: Ends) -> bool:
 
 
 def is_done(ends: Ends) -> bool:
-    """Return whether the group has made its last step, although some pods may not have ended."""
+    """Whether the group has made its last step. Some of its pods may not have ended yet."""
     return is_finished(ends) or is_let_go(ends)
 
 
 def _is_overdue(view: View) -> bool:
-    """Return whether pods are still running a while after one ended, and training with it."""
+    """Whether pods are still running long after the first pod has finished."""
     ends = [pod.main.finished for pod in view.pods if pod is not None and pod.ended and pod.succeeded]
     return any(end is not None and view.now >= end + FINISH for end in ends)
 
 
 def is_let_go(ends: Ends) -> bool:
-    """Return whether the launchers were released because the whole group has finished.
+    """Whether the coordinator has released the launchers because the whole group has finished.
 
-    A slot that was given up earlier also shows this. The coordinator and its report may have gone
-    since.
+    The coordinator and its report may be gone by now. A finished slot proves it too, and so does a
+    slot that an earlier reconcile has marked as lost for this reason (`give_up_lost`).
     """
     view = ends.view
     if not view.job.spec.under_torchrun:
@@ -65,7 +84,7 @@ def is_let_go(ends: Ends) -> bool:
 
 
 def settle(view: View) -> View | None:
-    """Return the view of a group that has made its last step; None if it has not."""
+    """Return the view of a group that has made its last step; None if it has not made it yet."""
     ends = find_ends(view)
     if is_finished(ends):
         return ends.view
@@ -73,7 +92,7 @@ def settle(view: View) -> View | None:
 
 
 def give_up_lost(attribution: Attribution) -> View:
-    """Return the view of a group that is done, so that ended pods are not replaced."""
+    """Return the view of a group that is done, with ended pods marked as lost for good."""
     ends = attribution.ends.slots
     slots = enumerate(attribution.ends.view.status.slots)
     view = attribution.ends.view.with_slots([replace(s, state=SlotState.LOST) if i in ends else s for i, s in slots])
@@ -81,7 +100,7 @@ def give_up_lost(attribution: Attribution) -> View:
 
 
 def has_finished_while_ending(view: View) -> bool:
-    """Return whether pods of the previous generation have finished instead of being interrupted."""
+    """Whether pods of the previous generation have finished their work while they were ending."""
     before = view.status.rendezvous.generation - 1
     pods = [*view.world.nodes(), *(p for p in view.world.departed if p.role is not Role.COORDINATOR)]
     return view.job.spec.under_torchrun and any(p.generation == before and is_success(p, launcher=True) for p in pods)
@@ -107,9 +126,9 @@ def _fatal(attribution: Attribution) -> Failure | None:
 
 
 def _program_error(view: View) -> Failure | None:
-    """Return the failure of a wrong program that restarts cannot help.
+    """Return the failure of a job whose program is wrong, so that restarts cannot help.
 
-    This is judged only before the first step, because there is progress to keep later.
+    This is judged only before the first step. Later, the job has progress that is worth keeping.
     """
     spec, recent = view.job.spec, view.status.restarts.recent
     said = None if view.trained else find_repeated_error(spec, recent) or find_error_everywhere(spec, recent)
@@ -120,7 +139,7 @@ def _program_error(view: View) -> Failure | None:
 
 
 def _cannot_start(view: View) -> Failure | None:
-    """Return the failure of a job with a wrong image, for which waiting does not help."""
+    """Return the failure of a new job whose image does not exist."""
     if view.has_run:
         return None
     for pod in [view.coordinator, *view.pods]:
@@ -140,7 +159,7 @@ def _no_coordinator(view: View, ended: Ended | None) -> Failure | None:
 
 
 def _budget_spent(view: View) -> Failure | None:
-    """Return the failure of a job with too many failures, or whose maxRestarts was lowered."""
+    """Return the failure of a job with more counted failures than recovery.maxRestarts allows."""
     restarts, limit = view.status.restarts, view.job.spec.recovery.max_restarts
     if restarts.counted <= limit:
         return None

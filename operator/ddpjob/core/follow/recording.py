@@ -1,4 +1,21 @@
-"""Third stage: record restarts in the status, count them, and remember hosts to avoid."""
+"""Third stage: record restarts in the status, count them, and remember hosts to avoid.
+
+The status is written before any pod is replaced, so a restart is counted exactly once even if the
+operator dies in between. Three kinds of entries are added to the attributed restarts:
+
+- A pod that is alive, but whose device or host is broken, is replaced (`judge_failing`). The entry
+  is a consequence of the failure that shows this.
+- The loss of the coordinator is a restart of its own. In mode Fast the group continues to train
+  without a coordinator, so the loss neither counts nor breaks the group.
+- Hosts that have become suspect are avoided from now on.
+
+Example: rank 3's worker fails for the second time in a row, in pod train-3-0.
+
+    WorkerFailed, rank 3       does not count, because the first failure on this host has counted
+    PodUnhealthy, train-3-0    a consequence; the pod is replaced, and its host is avoided
+
+Why: docs/decisions/0002.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +39,7 @@ class Recorded:
     attribution: Attribution
     view: View
     slots: dict[int, Ended]
-    """Ends of slots, including those of living pods on hosts that keep failing."""
+    """Ends of slots, including living pods that are replaced because of their failures."""
     restarts: tuple[Restart, ...]
 
     @property
@@ -34,7 +51,7 @@ class Recorded:
 def record_restarts(attribution: Attribution) -> Recorded:
     """Record and count the restarts of an attribution.
 
-    This happens before any action removes the pods in which they were seen.
+    The pods that show them still exist at this point.
     """
     ends, merged = attribution.ends, attribution.merged
     view, coordinator = ends.view, ends.coordinator
@@ -45,7 +62,7 @@ def record_restarts(attribution: Attribution) -> Recorded:
     if coordinator is not None:
         restart = _coordinator_restart(view, coordinator)
         if coordinator.pod is not None and coordinator.pod.name in {ended.name for ended in slots.values()}:
-            # Placement Master: the pod that contained both has already counted.
+            # Placement Master: the coordinator was in this pod, whose own end has already counted.
             restart = replace(restart, counted=False)
         restarts.append(restart)
         view = view.with_status(record(view.status, [restart]))
@@ -58,13 +75,13 @@ def record_restarts(attribution: Attribution) -> Recorded:
 
 
 def _replace_failing(ends: Ends, restarts: list[Restart]) -> tuple[dict[int, Ended], list[Restart]]:
-    """Return ends and restarts, including those of pods that are replaced although alive.
+    """Return ends and restarts, with pods added that are replaced although they are alive.
 
-    If these restarts use up the budget, no pods are replaced.
+    If the restarts exceed the budget, the job fails, so no such pod is added.
     """
     view = ends.view
     failing = {f.number: f for f in judge_failing(view, restarts) if f.index not in ends.slots}
-    # A pod may fail again before it is gone, or before an operator that was away sees its failure.
+    # A pod that is already leaving may fail again before it is gone. This does not count again.
     leaving = {r.pod: -1 for r in view.status.restarts.recent if r.reason in MOVE_CAUSES}
     leaving |= {f.failure.pod: number for number, f in failing.items()}
     restarts = [replace(r, counted=False) if n > leaving.get(r.pod, n) else r for n, r in enumerate(restarts)]
@@ -84,8 +101,8 @@ def _replace_failing(ends: Ends, restarts: list[Restart]) -> tuple[dict[int, End
 def _coordinator_restart(view: View, ended: Ended) -> Restart:
     """Return the restart for a lost coordinator.
 
-    In mode Fast, training continues without the coordinator, so its loss is not a break and does
-    not begin a round, unless it cannot be replaced alone.
+    In mode Fast, training continues without it, so its loss does not begin a round. The exception
+    is a coordinator that cannot be replaced alone, because the pods need a new generation.
     """
     end, fast = ended.end, view.job.spec.fast and can_replace(view)
     ruled = evaluate_rules(view.job.spec, end.cause, end.exit_code, trained=True)
@@ -102,16 +119,17 @@ def _coordinator_restart(view: View, ended: Ended) -> Restart:
 
 
 def without_restart(view: View, before: JobStatus) -> View:
-    """Return the view of a job whose newest failures ended it, so that they restarted nothing.
+    """Return the view of a job that its newest failures have ended, so no restart follows them.
 
-    They stay listed, and those that count against the budget stay counted.
+    The failures stay listed, and counted failures stay counted. Only the totals of restarts do not
+    include them.
     """
     counts, old = view.status.restarts, before.restarts
     return view.with_status(replace(view.status, restarts=replace(counts, uncounted=old.uncounted, total=old.total)))
 
 
 def record(status: JobStatus, restarts: list[Restart]) -> JobStatus:
-    """Return the status with restarts counted and remembered, and the last one's round."""
+    """Return the status with these restarts counted and listed, and with the newest round."""
     if not restarts:
         return status
     counted = [r for r in restarts if r.counted]

@@ -1,7 +1,24 @@
 """Last stage: decide what replaces ended pods, and when.
 
-The next attempt is planned for every slot that lost its pod, or a new generation if the rendezvous
-itself is lost.
+If possible, each lost pod is replaced alone: its slot gets the next attempt, and the other pods
+keep running. Otherwise a new generation replaces the whole group (`_must_regroup`). That is so:
+
+- if the coordinator is lost, except in mode Fast
+- if slot 0 is lost with placement Master, because the coordinator is in its pod
+- if any pod of a `command` is lost, because its torchruns have no coordinator to regroup them
+- if a pod lost the rendezvous, or single pods can no longer join their peers
+- if a preemption leaves a gang with too few nodes to train
+
+A pod that ends soon after its start is replaced after a back-off (`plan.slots`). Pods that fail for
+the same cause in the program share their count, because any of them may be the first to fail.
+
+Example with initialSeconds: 10, in which pod train-1-0 runs out of memory after 20 s each time:
+
+    first end      train-1-1 is created at once
+    second end     train-1-2 is created after 10 s
+    third end      train-1-3 is created after 20 s
+
+Why: docs/decisions/0008 and 0009.
 """
 
 from __future__ import annotations
@@ -44,7 +61,7 @@ def replace_ended(recorded: Recorded) -> View:
 
 
 def _must_regroup(recorded: Recorded, view: View) -> bool:
-    """Return whether the group cannot be repaired pod by pod."""
+    """Whether the group cannot be repaired pod by pod."""
     spec, ends, lost = view.job.spec, recorded.slots, recorded.coordinator is not None
     causes = {ended.end.cause for ended in ends.values()}
     return (
@@ -61,9 +78,9 @@ def _must_regroup(recorded: Recorded, view: View) -> bool:
 
 
 def _all_wait(view: View, ends: dict[int, Ended]) -> View:
-    """Return the view in which all pods wait as long as the failed one.
+    """Return the view in which all pods wait as long as the failed pod.
 
-    The others cannot train without it, and may fail as well.
+    The other pods cannot train without it, and may fail as well.
     """
     ended = [view.status.slots[i] for i in ends]
     waiting = [(slot.not_before, slot) for slot in ended if slot.failures and slot.not_before is not None]
@@ -75,10 +92,11 @@ def _all_wait(view: View, ends: dict[int, Ended]) -> View:
 
 
 def _with_backoff(recorded: Recorded) -> JobStatus:
-    """Return the status with the numbers of consecutive failures of slots and coordinator.
+    """Return the status with updated back-offs of the slots and the coordinator.
 
-    A consequence says nothing about its pod, unless the program fails in both pods, which then wait
-    equally long. Pods that were preempted together each leave their room.
+    A pod that ended as a consequence does not back off, unless the same failure of the program was
+    its cause. All such pods then wait equally long. Each preempted pod waits, so that its room
+    stays free for the pods that preempted it.
     """
     view, coordinator = recorded.view, recorded.coordinator
     causes = {finding.restart.pod for finding in recorded.attribution.merged.causes}

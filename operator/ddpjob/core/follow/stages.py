@@ -1,4 +1,25 @@
-"""Works through what has happened to the group since the last reconcile, stage by stage."""
+"""Works through what has happened to the group since the last reconcile, stage by stage.
+
+1. `ends`: which pods have ended, and for which cause
+2. `attribution`: which of these ends and new incidents are causes, and which are consequences
+3. `recording`: restarts in the status, whether they count, and hosts to avoid
+4. `outcome`: whether the job fails
+5. `replacing`: the next attempts of ended pods, or a new generation
+
+Later stages are skipped in three cases. If the group has finished, the job is complete. If the
+cause of an end is still awaited, nothing is recorded, and the next reconcile starts again. If the
+group has made its last step, ended pods are not replaced.
+
+Example: a drain evicts pod train-1-0, and rank 0 loses its connection to it.
+
+    ends           train-1-0 has ended: Evicted
+    attribution    the eviction is the cause, and rank 0's error a consequence
+    recording      both are listed, and neither counts
+    outcome        a restart helps
+    replacing      slot 1 is planned at attempt 1
+
+Why: docs/decisions/0010.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +38,22 @@ from ddpjob.core.view import View
 
 @dataclass(frozen=True)
 class Followed:
-    """The group after all stages, or after the stage that ends them early."""
+    """The result of all stages, or of the stages until one of them ended early."""
 
     ends: Ends
     view: View
     restarts: tuple[Restart, ...] = ()
-    """New restarts in the status."""
+    """Restarts that were recorded in this reconcile."""
     idle: tuple[Restart, ...] = ()
-    """Ends of spares, which do not cause restarts."""
+    """Ends of idle spares, which do not cause restarts."""
     failure: Failure | None = None
     complete: bool = False
     undecided: bool = False
-    """Whether an end looks like a consequence and its cause is still awaited."""
+    """Whether an end looks like a consequence, and its cause has not been seen yet."""
 
     @property
     def news(self) -> tuple[Restart, ...]:
-        """Ends of spares and new restarts."""
+        """Ends of idle spares, then the new restarts."""
         return (*self.idle, *self.restarts)
 
     @property
@@ -42,11 +63,7 @@ class Followed:
 
 
 def follow(view: View) -> Followed:
-    """Evaluate every pod of the current generation, and the coordinator's new incidents.
-
-    Ends are found, attributed, recorded and counted. Then they fail the job, or the pods are
-    replaced. A group whose work is done does not replace pods.
-    """
+    """Evaluate every pod of the current generation, and the coordinator's new incidents."""
     ends = find_ends(view)
     if is_finished(ends):
         return Followed(ends, ends.view, complete=True)

@@ -1,4 +1,24 @@
-"""Decides the actions that align a job's objects with its plan, and messages to the coordinator."""
+"""Decides the actions that align a job's objects with its plan, and messages to the coordinator.
+
+The plan is in the status: its slots name the pods that should exist. Each reconcile compares the
+plan with the world and returns the differences as actions. No action is remembered, so a lost or
+rejected one is simply planned again.
+
+- A missing pod is created after its back-off. Pods of a new generation also wait for the pods of
+  the old generation, which may be saving (`_held_until`).
+- A pod that no slot names is deleted. The old coordinator is deleted after its nodes. Failed pods
+  stay for their logs, up to runPolicy.failedPodsKept.
+- Role labels follow the coordinator's choice of training pods.
+- Messages send the settings until the report shows them, and the names of pods that are gone.
+
+Example: pod train-1-0 has failed, and slot 1 is planned at attempt 1 from 10:00:10.
+
+    10:00:00    no action; `held` is 10:00:10, when the next reconcile is due
+    10:00:10    create train-1-1; train-1-0 stays for its log
+    later       the coordinator takes train-1-1 into the group
+
+Why: docs/decisions/0004 and 0009.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +59,12 @@ from ddpjob.core.world import PodView, Role, coordinator_pod_name, gang_name
 
 @dataclass(frozen=True)
 class PlannedActions:
-    """The actions, and a view whose slots have the round in which their pods are created."""
+    """The actions, and the view. Its slots without a pod have the current round."""
 
     view: View
     actions: tuple[Action, ...]
     held: datetime | None
-    """When held-back actions are due; None: no actions are held back."""
+    """When the next creation that must wait is due; None if no creation waits."""
 
     @property
     def creates(self) -> bool:
@@ -53,12 +73,11 @@ class PlannedActions:
 
 
 def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
-    """Return what to create and remove.
+    """Return the objects to create and delete, and the labels to change.
 
-    `lost` names pods to delete immediately (grace period 0). If a job's claims cannot be used,
-    nothing is created, but its pods still end, because a claim that is being removed waits for
-    them. A job with a faulty podTemplate does not get pods. The same observation always gives the
-    same actions, because creations have names and deletions have uids.
+    `lost` names pods to delete immediately (grace period 0). A job with a faulty podTemplate gets
+    no pods. A job with an unusable claim gets no objects at all, but its pods may still be deleted,
+    because a claim that is being deleted waits for them.
     """
     view = view.with_status(with_rounds(view))
     job, status, world = view.job, view.status, view.world
@@ -71,8 +90,7 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
         actions.append(CreateRuntime())
     wants_budget = job.spec.pods > 1 and job.spec.scheduling.disruption_budget and not world.has_budget
     if wants_budget and any(pod is not None and pod.main.running for pod in view.pods):
-        # Not earlier, because pods that are not running yet have nothing to lose and need not wait
-        # for the budget.
+        # The budget is not needed earlier. Pods that are not running yet have nothing to lose.
         actions.append(CreateBudget())
     pods: list[Action] = []
     held = [_held_until(view)]
@@ -86,12 +104,12 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
         members = status.gang.nodes if status.gang is not None and status.gang_waits else len(status.slots)
         pods += [CreateNode(i, s.attempt) for i, s in planned if i < members and _due(view, s.not_before, held)]
     if buildable and missing and _due(view, status.rendezvous.not_before, held):
-        # Right after the first node's pod, because the coordinator prefers that kind of machine and
+        # Create it right after the first node's pod. It prefers the same kind of machine, and
         # should not wait for all pods of a large job.
         pods.insert(1, CreateCoordinator())
     isolated = view.status.condition(ConditionType.ISOLATED)
     if world.policy and not world.has_policy and (pods or isolated is None or isolated.status):
-        # A refused policy is retried with the next pod, not at every reconcile.
+        # A policy that was rejected is retried with the next pod, not at every reconcile.
         actions.append(CreatePolicy())
     if pods and status.gang_waits and gang_name(job, status.rendezvous.generation) not in world.gangs:
         actions.append(CreateGang())
@@ -108,9 +126,9 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
 
 
 def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -> bool:
-    """Whether a creation's back-off is over; if not, its end is added to `held`.
+    """Whether a creation's back-off is over. If it is not, its end is added to `held`.
 
-    A back-off longer than the maximum means that the clock was set back, so it counts as over.
+    If more than the maximum is left, the clock was set back. The back-off then counts as over.
     """
     longest = max(timedelta(seconds=view.job.spec.recovery.backoff.maximum), ROOM) + timedelta(seconds=1)
     if not_before is None or not timedelta(0) < not_before - view.now <= longest:
@@ -120,10 +138,10 @@ def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -
 
 
 def _held_until(view: View) -> datetime | None:
-    """Return until when nodes of a new generation wait for nodes of the old one.
+    """Return until when nodes of a new generation wait for nodes of the old generation.
 
-    The old nodes may be saving a checkpoint. The new nodes do not wait beyond the grace period of
-    the old pods, because the old pods' host may be dead.
+    The old nodes may be saving a checkpoint. The wait ends with their grace period, because their
+    host may be dead.
     """
     latest = None
     for pod in view.world.nodes():
@@ -150,9 +168,9 @@ def _lacks_token(view: View) -> bool:
 
 
 def _removals(view: View, lost: frozenset[str]) -> list[Action]:
-    """Delete pods that are still running but not planned, and surplus failed pods.
+    """Return deletions of running pods that are not planned, and of the oldest failed pods.
 
-    Failed pods are surplus beyond runPolicy.failedPodsKept.
+    runPolicy.failedPodsKept failed pods are kept for each index.
     """
     job, world, generation = view.job, view.world, view.status.rendezvous.generation
     actions: list[Action] = []
@@ -179,7 +197,7 @@ def _removals(view: View, lost: frozenset[str]) -> list[Action]:
     return actions
 
 
-# --- what the coordinator has decided, and what it should know --------------------------------------------------
+# --- labels and messages ----------------------------------------------------------------------------------------
 
 
 def _labels(view: View) -> list[Action]:
@@ -206,8 +224,8 @@ def _labels(view: View) -> list[Action]:
 def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str]) -> tuple[Action, ...]:
     """Return messages to the coordinator.
 
-    The messages are settings, until the report shows them, and pods that are gone. A pod on a dead
-    host cannot close its connections, so its peers would wait for it.
+    They contain settings that its report does not show yet, and names of pods that are gone. A pod
+    on a dead host cannot close its connections, so without a message its peers would wait for it.
     """
     endpoint, report, spec = view.status.rendezvous.endpoint, view.report, view.job.spec
     if not spec.under_torchrun:
@@ -234,8 +252,8 @@ def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozense
         gone += [pod for pod in known if pod not in view.current_names and pod not in present]
         waits = report.state in (CoordinatorState.FORMING, CoordinatorState.RESTARTING)
         if waits and report.attempt and report.round <= report.attempt * NUMBERS_PER_ATTEMPT:
-            # It waits for members of a round that an earlier coordinator began, and does not know
-            # which of them are lost.
+            # The coordinator has taken over and waits for the members of its predecessor's round.
+            # It does not know which of them are lost.
             status = view.status
             lately = [r for r in status.restarts.recent if r.seconds is None and not status.ended_without_recovery(r)]
             gone += [r.pod for r in lately if r.index is not None and r.pod not in present]
@@ -249,11 +267,11 @@ DEAF = timedelta(seconds=4)
 
 
 def send_away_deaf(view: View, endpoint: str) -> list[Action]:
-    """Return the message that sends away deleted pods whose launchers do not know that they are.
+    """Return the message that ends launchers that have missed the deletion of their pods.
 
-    A signal that arrives while a container's first process starts is lost. Its launcher then waits
-    for a group until the kubelet kills it at the end of the grace period. The coordinator ignores
-    the message for pods that train, because they may be saving.
+    SIGTERM is lost if it arrives while a container's first process starts. The launcher would then
+    wait for a group until the kubelet kills it at the end of the grace period. The coordinator
+    ignores the message for training pods, because they may be saving.
     """
     deaf = [pod.name for pod in view.world.nodes() if pod.main.running and _has_been_deleted_for(pod, DEAF, view.now)]
     body = {"pods": deaf, "why": "the pod was deleted, and its launcher has not noticed"}
@@ -266,15 +284,15 @@ def _has_been_deleted_for(pod: PodView, time: timedelta, now: datetime) -> bool:
 
 
 LONGEST_DEAF = timedelta(seconds=20)
-"""Time after which the message has been sent often enough."""
+"""How long after a pod's deletion the message is sent."""
 
 
 def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
-    """Return the message that ends a coordinator that was given up but may still run.
+    """Return the message that ends a replaced coordinator, which may still run on a lost host.
 
-    It may run on a host with a dead kubelet. If the generation continues, its members then look for
-    the next coordinator; otherwise they end. A coordinator that still serves pods that are saving
-    is not ended: the pods are asked to end, and the coordinator ends last.
+    If the generation continues, its members look for the next coordinator. Otherwise they end. A
+    coordinator of an old generation whose host is not lost gets no message, because its pods may be
+    saving. It is deleted after them.
     """
     before, after = view.job.status.rendezvous, view.status.rendezvous
     name = coordinator_pod_name(view.job, before.generation, before.attempt)

@@ -56,18 +56,18 @@ def plan_gang(view: View) -> GangStatus | None:
 
 
 def is_unserved(view: View) -> bool:
-    """Whether the job is waiting for a gang although this cluster does not support gangs.
+    """Whether the job waits for a gang although the cluster does not serve PodGroups.
 
-    The user insists on a gang.
+    This is so if the user has set scheduling.gang to true.
     """
     return view.status.gang_waits and not view.world.serves_gangs
 
 
 def is_outdated(view: View) -> bool:
-    """Whether the waiting gang must be replaced by a different one.
+    """Whether the current settings require a different gang, and the job can still change it.
 
-    A PodGroup does not follow changes in size. A suspended job has no pods, so the current settings
-    determine how it resumes.
+    A PodGroup's size cannot change, so a waiting gang is replaced. A suspended job has no pods, so
+    it resumes with the current settings.
     """
     status = view.status
     if not status.gang_waits and not status.holds(ConditionType.SUSPENDED):
@@ -76,10 +76,7 @@ def is_outdated(view: View) -> bool:
 
 
 def with_placed(view: View) -> JobStatus:
-    """Return the status, with the gang marked as placed if it is complete.
-
-    The gang is complete once all its pods have been seen on hosts at the same time.
-    """
+    """Return the status, with the gang marked as placed once all its pods are on hosts at once."""
     status = view.status
     if status.gang is None or status.gang.placed:
         return status
@@ -92,11 +89,11 @@ def with_placed(view: View) -> JobStatus:
 
 
 def is_broken_up(view: View, kept: list[Slot]) -> bool:
-    """Whether a preempted group should become a gang again at once.
+    """Whether a preempted group has too few pods left, and should become a gang again at once.
 
-    Its remaining pods cannot train. The scheduler took the group's room because there was no other,
-    so waiting for a single pod would be pointless. `kept` are the slots that have not lost their
-    pod. If only their pods hold the newest state and no other job waits, they stay for now.
+    The scheduler has preempted the group because there was no other room, so there is no room for a
+    single replacement either. `kept` are the slots that still have their pods. If only these pods
+    hold the newest state and no other job waits, they stay for now.
     """
     if find_holders(view) and not view.world.others_wait:
         return False
@@ -107,8 +104,9 @@ def is_broken_up(view: View, kept: list[Slot]) -> bool:
 def explain_yield(view: View) -> str:
     """Return why the job gives up its nodes and waits as a gang again; empty if it does not.
 
-    It has held nodes without training for YIELD, while the scheduler finds no room for a pod that
-    it needs. This is not judged while its own pods are ending, because they may occupy the room.
+    A job does so if it has held nodes for YIELD without training, and the scheduler finds no room
+    for a pod that it needs. While its own pods are ending, they may occupy that room, so the job
+    waits.
     """
     status, spec, now = view.status, view.job.spec, view.now
     running, scheduled = (status.condition(kind) for kind in (ConditionType.RUNNING, ConditionType.SCHEDULED))
@@ -129,7 +127,7 @@ def explain_yield(view: View) -> str:
         return ""
     cost = ""
     if holders:
-        cost = f"; another job waits for room, and with pod {min(holders)} goes the only copy of the newest state"
+        cost = f"; another job waits for room, so the only copy of the newest state, in pod {min(holders)}, is lost"
     return (
         f"{count(len(held), 'pod')} {'has' if len(held) == 1 else 'have'} held a Kubernetes node for {YIELD.seconds} s "
         f"without training, and there is no room for pod {first.name}, so the job releases its pods and waits for "

@@ -1,7 +1,21 @@
 """Decides what a job takes from its class, and when it must wait for the class.
 
-A class is taken when a job starts or is resumed, and kept in the status, so later changes by the
-platform team do not reach a running job. Why: docs/decisions/0018.
+The platform team writes classes, and users name one in spec.className. A job takes its class when
+it starts or is resumed, and keeps it in the status. A change of the class must not restart running
+jobs, so it reaches a job only at its next start or resume.
+
+- If the namespace has no such class, the job waits (ClassMissing).
+- If a job sets a field that the class fixes, or exceeds a limit, a new job fails and a resumed job
+  waits (ClassRefused).
+- If a running job is changed in such a way, it keeps the class's values (ClassExceeded).
+
+Example with the class h100, which allows 8 nodes:
+
+    created with nodes=16               the job fails: ClassRefused
+    created with nodes=4, later 16      the job trains with 8 nodes; ClassApplied becomes false
+    the class gets a new image          running jobs keep the old image until their next resume
+
+Why: docs/decisions/0018.
 """
 
 from __future__ import annotations
@@ -17,10 +31,7 @@ CLASS_MISSING, CLASS_REFUSED, CLASS_EXCEEDED = "ClassMissing", "ClassRefused", "
 
 
 def find_class_fault(view: View) -> tuple[str, str] | None:
-    """Return reason and message if a job cannot have its class when it begins.
-
-    Return None if it can, or if it is not about to begin.
-    """
+    """Return reason and message if a job that begins cannot have its class; otherwise None."""
     job, offer = view.job, view.world.offer
     if not begins(job):
         return None
@@ -28,17 +39,17 @@ def find_class_fault(view: View) -> tuple[str, str] | None:
         known = ", ".join(offer.known[:10]) or "none"
         message = (
             f'spec.className: "{job.spec.class_name}" is not one of the classes that namespace {job.namespace} may use '
-            f"({known}); the job waits until the platform team has added it to the chart's jobClasses, or suspend the "
-            "job and name another one"
+            f"({known}); suspend the job and name one of these, or ask the platform team to add the class to the "
+            "chart's jobClasses"
         )
         return CLASS_MISSING, message
     return (CLASS_REFUSED, "; ".join(offer.problems)) if offer.problems else None
 
 
 def take_class(view: View) -> JobStatus | None:
-    """Return the status with the current class for a job that begins without it.
+    """Return the status with the current class, for a job that begins.
 
-    Return None if the job already has the class or does not name one.
+    Return None if the job does not begin, does not name a class, or already has the current class.
     """
     given, taken = view.world.offer.job_class, view.status.job_class
     if not begins(view.job) or given is None:
@@ -49,9 +60,9 @@ def take_class(view: View) -> JobStatus | None:
 
 
 def with_class_applied(view: View) -> JobStatus:
-    """Return the status with the condition ClassApplied for a running job.
+    """Return the status with the condition ClassApplied for a job that may run.
 
-    A job that does not name a class gets neither the class nor the condition.
+    If the job does not name a class, the class and the condition are removed.
     """
     job, status = view.job, view.status
     if not job.spec.class_name:

@@ -6,9 +6,9 @@ it is admitted, stops when it is evicted, and releases the quota. The operator i
 - A Workload requests the pods of all slots and the coordinator's pod. Its name is a hash of the
   request, so that creating it twice is harmless.
 - The job runs while one of its Workloads is admitted and holds quota for pods of this shape
-  (`_holding`). `status.queue` is the grant, from which pods are built: the granted size counts, not
-  that of the spec.
-- A different size is a different Workload, which names the first as the one that it replaces. Kueue
+  (`_holding`). `status.queue` is the grant. Pods are built from the grant, so its size applies
+  instead of the spec's.
+- A different size needs a new Workload, which names the current Workload as its predecessor. Kueue
   admits it without stopping the job (Kueue calls this a "slice").
 - An evicted job loses its pods first, like a suspended job. Its quota is released only after the
   pods are gone; otherwise two jobs would use it.
@@ -20,8 +20,8 @@ Example of a job that is scaled from 4 nodes to 6:
     Kueue admits 7c and finishes 1a: the job is resized to 6 nodes, 1a is deleted
     Kueue evicts 7c: the pods end gracefully, then 7c is released and waits in its place
 
-The label that names the queue counts when a job begins or is suspended. On a running job, a new
-label has no effect, and removing the label does not release the quota.
+The label that names the queue is read when a job begins, and while it is suspended. On a running
+job, a new label has no effect, and removing the label does not release the quota.
 
 Why: docs/decisions/0017.
 """
@@ -42,17 +42,17 @@ from ddpjob.core.view import View
 from ddpjob.core.world import WorkloadView
 
 REPLACED = "WorkloadSliceReplaced"
-"""Kueue's reason for a finished Workload whose quota another Workload of the job takes over. The
-first one ends a moment before."""
+"""Kueue's reason for a finished Workload whose quota goes to its successor. It finishes a moment
+before the successor is admitted."""
 _NOT_SERVED = (
     "the job's label names queue {}, and the operator finds no Workloads in this cluster (kueue.x-k8s.io/v1beta2, of "
     "Kueue 0.15 or later); install Kueue, or remove the label kueue.x-k8s.io/queue-name to run the job without a queue"
 )
-_NO_LABEL = "the job's label kueue.x-k8s.io/queue-name was removed: the job does not ask for a different quota"
+_NO_LABEL = "the job's label kueue.x-k8s.io/queue-name was removed, so the job does not request a different quota"
 
 
 def shape_of(job: DDPJob) -> str:
-    """Return a hash of what each pod of a job needs, whatever the number of pods."""
+    """Return a hash of what each pod of a job needs. It does not depend on the number of pods."""
     spec = job.spec
     needs = [spec.resources, spec.gpus_per_node, spec.gpu_resource, spec.pod_template]
     needs += [spec.rendezvous.resources, spec.rendezvous.placement]
@@ -68,9 +68,9 @@ def workload_name(job: DDPJob) -> str:
 def is_queued(view: View) -> bool:
     """Whether a queue decides when the job runs.
 
-    A label that is added to a job running without a queue takes effect once the job is suspended,
-    so that it does not end training. The same is true of a removed label: training keeps its quota,
-    which would otherwise be granted to others.
+    If the label is added to a job that runs without a queue, it takes effect once the job is
+    suspended, so that training does not end. If the label is removed, training keeps its quota,
+    because Kueue would otherwise grant it to other jobs.
     """
     status = view.status
     if view.world.serves_queues is None:
@@ -80,10 +80,7 @@ def is_queued(view: View) -> bool:
 
 
 def _holding(view: View) -> WorkloadView | None:
-    """Return the Workload whose quota the job has.
-
-    If there are two, return the one that fits the job's spec.
-    """
+    """Return the Workload whose quota the job holds, preferably one of the spec's size."""
     job, shape, name = view.job, shape_of(view.job), workload_name(view.job)
     least = job.spec.elastic.min_nodes if job.spec.elastic else 1
     pending = any(not (w.finished or w.leaving) for w in view.world.workloads)
@@ -99,15 +96,12 @@ def _holding(view: View) -> WorkloadView | None:
 
 
 def with_grant(view: View) -> View:
-    """Return the view with Kueue's current `status.queue`.
-
-    It is None for a job that is not in a queue or is waiting.
-    """
+    """Return the view with Kueue's current grant in `status.queue`; None without a grant."""
     status = view.status
     if not is_queued(view):
         return view.with_status(without_condition(replace(status, queue=None), ConditionType.ADMITTED))
     if not view.world.serves_queues:
-        # Kueue was removed or currently may not be read. Running jobs are left alone.
+        # Kueue was removed, or the operator may not read it now. Running jobs are left alone.
         return view
     held = _holding(view)
     return view.with_status(replace(status, queue=held.grant if held is not None else None))
@@ -122,7 +116,7 @@ def explain_waiting(view: View) -> tuple[str, str]:
         return QUEUE_NOT_SERVED, _NOT_SERVED.format(job.queue)
     if world.problems:
         faults = "; ".join(world.problems)
-        return QUEUE_WAITS, f"asks queue {job.queue} for nothing until spec.podTemplate is corrected: {faults}"
+        return QUEUE_WAITS, f"requests no quota from queue {job.queue} until spec.podTemplate is corrected: {faults}"
     asked = next((w for w in world.workloads if w.name == workload_name(job)), None)
     said = asked.message if asked is not None else ""
     refused = _refusal(view)
@@ -154,14 +148,15 @@ def with_admitted(view: View) -> JobStatus:
 
 
 def plan_queue_actions(view: View) -> list[Action]:
-    """Return what to request and release for a job that has no pods or runs with quota.
+    """Return the quota requests to create, release and delete.
 
-    Nothing is returned while pods of a job without quota are still ending, because their quota is
-    released only afterwards.
+    The quota of ending pods must not be released. A job that has left its queue therefore keeps its
+    Workloads until its old pods have ended. For a job in a queue, the caller ensures that it either
+    has quota or has no pods left.
     """
     job, world, queue = view.job, view.world, view.status.queue
     if not is_queued(view):
-        # They are from the time when the job was in a queue.
+        # The remaining Workloads are from the time when the job was in a queue.
         old = [pod for pod in world.pods if pod.name not in view.current_names]
         return [] if any(may_run(pod, view.now) for pod in old) else drop_workloads(view)
     if not world.serves_queues:
@@ -171,7 +166,7 @@ def plan_queue_actions(view: View) -> list[Action]:
     for workload in world.workloads:
         held = queue is not None and workload.uid == queue.uid
         if workload.leaving or held or (replaced and not workload.finished):
-            continue  # The successor is judged once it has taken over.
+            continue  # A successor that is about to take over is judged afterwards.
         if workload.name != name or workload.finished or (queue is None and workload.asks != _asks(job)):
             actions.append(DeleteWorkload(workload.name, workload.uid))
         elif workload.evicted and workload.reserved:
@@ -193,14 +188,14 @@ def _asks(job: DDPJob) -> tuple[str, str]:
 
 
 def drop_workloads(view: View) -> list[Action]:
-    """Return the end of all quota requests of a job that should not run or is not in a queue."""
+    """Return deletions of all quota requests of the job."""
     return [DeleteWorkload(w.name, w.uid) for w in view.world.workloads if not w.leaving]
 
 
 def finish_workloads(view: View) -> list[Action]:
-    """Release the quota of a job that has ended.
+    """Return actions that release the quota of a job that has ended.
 
-    The Workload stays as a record, as for other kinds of jobs.
+    The Workloads stay as a record, as they do for other kinds of jobs.
     """
     failed = view.status.condition(ConditionType.FAILED)
     complete = view.status.condition(ConditionType.COMPLETE)

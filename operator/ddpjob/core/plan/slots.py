@@ -1,13 +1,13 @@
 """Decides which attempt each slot has in a new generation, after a loss and at a different size.
 
-A slot is one place in the group, with an index. `status.slots` says which attempt of it is wanted;
-the pod of slot 2 in attempt 5 is called `JOB-2-5`. The operator plans nothing else: pods follow
-from the slots, and a running pod that no slot names is ended.
+A slot is one place in the group, with an index. `status.slots` has the current attempt of each
+slot, and the pod of slot 2 in attempt 5 is called `JOB-2-5`. The slots are the whole plan: a
+missing pod is created, and a running pod that no slot names is deleted.
 
-No pod name is ever used twice. A replacement therefore need not wait for a deletion, and an address
-found under a name belongs to that pod or to none. So attempts only grow. They also skip pods that
-exist although no status shows them, because an operator may have died right after creating them,
-and the highest attempt of dropped slots.
+No pod name is ever used twice. A replacement therefore need not wait for a deletion, and a name
+never leads to the address of a different pod. So attempts only grow, and a new slot begins above
+the highest attempt of any dropped slot. An operator may also have died right after creating a pod,
+before the status shows it, so the attempts of all existing pods are skipped.
 
 Example with 2 nodes:
 
@@ -19,9 +19,10 @@ Example with 2 nodes:
 A generation is a group that restarts around a new coordinator, because the spec, the token or the
 runtime has changed, or because the group cannot be repaired pod by pod (`begin_generation`).
 
-If a pod ends within QUICK of its creation for a cause that waiting may help, the next pod waits
-(`count_repetition`): not after the first time, then `recovery.backoff.initialSeconds`, doubled each
-time. A pod that lasts longer resets the count.
+If a pod ends within QUICK of its creation, and waiting may help against the cause, the next pod
+backs off (`count_repetition`). The first time there is no wait, the second time it is
+`recovery.backoff.initialSeconds`, and then it doubles each time. A pod that lasts longer resets the
+count.
 
 Why: docs/decisions/0009.
 """
@@ -42,31 +43,29 @@ from ddpjob.core.view import View
 from ddpjob.core.world import PodView
 
 QUICK = timedelta(seconds=60)
-"""A pod that ended within this time of its creation has achieved nothing."""
+"""A pod that ends within this time after its creation is assumed to have made no progress."""
 ROOM = timedelta(seconds=8)
 """Time from a preempted pod's end until the next pod. kube-scheduler 1.36 does not reserve room for
-a gang that preempts. It retries the gang within 10 s (podMaxBackoffSeconds) of the attempt that
-preempted, and the pods take some of that time to end. A pod that is created sooner takes the room
-and is preempted next."""
+a gang that preempts other pods. It retries the gang within 10 s (podMaxBackoffSeconds) of the
+attempt that preempted them, and they take some of that time to end. A pod that is created sooner
+would take the room and be preempted again."""
 _REPEATING = frozenset(
     {
         *(Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.EVICTED),
         *(Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED, Cause.NODE_LOST, Cause.WORKER_FAILED),
     }
 )
-"""Causes for which waiting may help; other causes say nothing about the next pod. A pod that
-tolerates every taint may be placed on a dead host again and again, and be lost as soon as it is
-there."""
+"""Causes against which waiting may help. Other causes say nothing about the next pod. NodeLost is
+one of them because a pod that tolerates every taint may be placed on a dead host repeatedly."""
 _PROGRAM = frozenset(
     {Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.WORKER_FAILED}
 )
-"""Causes in the program, which is the same in every pod. Any of the pods may be the first to
-end."""
+"""Causes in the program, which is the same in every pod. Any pod may be the first to end."""
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """A cause, its number of consecutive occurrences, and the end of the next pod's wait."""
+    """A cause, how many times in a row it has occurred, and the end of the next pod's back-off."""
 
     reason: str = ""
     failures: int = 0
@@ -74,15 +73,14 @@ class Repeated:
 
 
 SUPPORTED_PROTOCOLS = frozenset({protocol.VERSION})
-"""Protocol versions for which this operator can build pods with the runtime that the job is pinned
-to."""
+"""Protocol versions of other releases' runtimes for which this operator can build pods."""
 
 
 def template_mark(view: View) -> str:
-    """Return a mark of what all pods of a generation share.
+    """Return a mark of what all pods of a generation have in common.
 
-    They share the spec that they are made from, the key of their token, and the protocol of the
-    runtime that the job is pinned to.
+    It contains the spec that they are made from, the key of their token, and the protocol version
+    of their runtime.
     """
     version = protocol_of(view.status) if view.status.runtime else protocol.VERSION
     return f"{_spec_and_key(view)}-{version}"
@@ -93,7 +91,7 @@ def _spec_and_key(view: View) -> str:
 
 
 def protocol_of(status: JobStatus) -> int:
-    """Return the protocol version that pods of the job's generation speak."""
+    """Return the protocol version of the pods of the job's generation."""
     version = status.template_hash.rpartition("-")[2]
     return int(version) if version.isdecimal() else protocol.VERSION
 
@@ -101,8 +99,8 @@ def protocol_of(status: JobStatus) -> int:
 def fits(view: View) -> bool:
     """Whether the current generation still fits the job.
 
-    Pods with a different release's runtime stay until one of them must be replaced. An upgrade or
-    rollback of the operator is not a reason to end training.
+    An upgrade or rollback of the operator must not end training, so pods with the runtime of a
+    different release stay until one of them must be replaced.
     """
     made_from = "-".join(view.status.template_hash.split("-")[:2])
     return made_from == _spec_and_key(view) and (can_replace(view) or not _lacks_pods(view))
@@ -111,8 +109,8 @@ def fits(view: View) -> bool:
 def can_replace(view: View) -> bool:
     """Whether single pods of the current generation can be replaced.
 
-    A pod needs the same runtime as its peers. If that is gone, a pod with a different runtime
-    cannot join them.
+    A pod needs the same runtime as its peers. If its ConfigMap is gone and this operator has a
+    different runtime, a new pod could not join them.
     """
     version, runtime = protocol_of(view.status), view.status.runtime
     if runtime and runtime == view.world.runtime:
@@ -121,7 +119,7 @@ def can_replace(view: View) -> bool:
 
 
 def _lacks_pods(view: View) -> bool:
-    """Whether pods of the current generation have yet to be created."""
+    """Whether any pod of the current generation still has to be created."""
     rendezvous, placement = view.status.rendezvous, view.job.spec.rendezvous.placement
     planned = rendezvous.state is SlotState.PLANNED and placement is Placement.DEDICATED
     slots = zip(view.status.slots, view.pods, strict=True)
@@ -137,14 +135,12 @@ def with_slots(status: JobStatus, slots: list[Slot]) -> JobStatus:
 
 
 def begin_generation(view: View) -> JobStatus:
-    """Return the status of a new generation: all slots planned again, and a new coordinator.
+    """Return the status of a new generation, with all slots planned again and a new coordinator.
 
     A slot keeps its attempt if no pod has been created for it yet. Otherwise its next attempt is
-    higher than that of every pod with its index, in the status or in the world. The generation's
-    number rises by one (the first is 0), and the coordinator's attempts begin at 0. Back-off
-    (reason, failures, not_before) is kept. A second call without new pods in between changes only
-    the generation. If pods cannot be made with the runtime that the job is pinned to, the job gets
-    the offered one.
+    higher than that of every pod with its index, in the status or in the world. Back-offs are kept.
+    The first generation is 0, and the coordinator's attempts begin at 0. If pods can no longer be
+    made with the job's current runtime, the job gets the operator's own.
     """
     if not can_replace(view):
         view = view.with_status(replace(view.status, runtime=""))
@@ -173,18 +169,12 @@ def begin_generation(view: View) -> JobStatus:
 
 
 def _unused(status: JobStatus) -> int:
-    """Return an attempt number that no pod with any index has had.
-
-    This includes slots that were dropped long ago.
-    """
+    """Return an attempt number that no pod of any slot has had, not even of a dropped slot."""
     return status.highest_attempt + 1 if status.slots or status.highest_attempt else 0
 
 
 def resize(view: View) -> JobStatus:
-    """Return the status with the number of slots that spec.nodes and spec.spares request.
-
-    Slots are added or removed at the end.
-    """
+    """Return the status with slots added or dropped at the end, as the spec's size requires."""
     job, status = view.job, view.status
     slots = list(status.slots[: job.spec.pods])
     slots += [Slot(attempt=_unused(status)) for _ in range(job.spec.pods - len(slots))]
@@ -192,13 +182,14 @@ def resize(view: View) -> JobStatus:
 
 
 def keep_training(view: View) -> list[Slot] | None:
-    """Return the slots after fewer spares, if pods beyond spec.nodes and spec.spares train.
+    """Return the slots for a lower spec.spares, if the last slots' pods train and can be kept.
 
-    They stay, and as many idle slots before them get no pod until a later loss drops the last
-    slots. None: no such pod trains, or too few slots are idle, so the last slots go.
+    Lower spares normally drop the last slots. If their pods train, idle slots lose their pods
+    instead, and get no new ones until a later loss frees the last slots. Return None if no such pod
+    trains, or if there are too few idle slots.
 
-    Example: nodes 2, spares 1, pod 0 was lost and the spare, pod 2, trains. With spares 0, pod 0's
-    idle replacement goes, and pods 1 and 2 train on.
+    Example: the job has 2 nodes and 1 spare. Pod 0 was lost, and the spare, pod 2, trains. If
+    spares becomes 0, the idle replacement of pod 0 is deleted, and pods 1 and 2 continue to train.
     """
     spec, status, report = view.job.spec, view.status, view.report
     dedicated = spec.rendezvous.placement is Placement.DEDICATED  # Otherwise slot 0 has the coordinator.
@@ -206,7 +197,7 @@ def keep_training(view: View) -> list[Slot] | None:
         return None
     last = zip(status.slots[spec.pods :], view.pods[spec.pods :], strict=True)
     if any(slot.state is SlotState.RUNNING and (pod is None or pod.ended) for slot, pod in last):
-        return list(status.slots)  # Its loss is attributed first.
+        return list(status.slots)  # First, `follow` must record this pod's end.
     if report.state != protocol.CoordinatorState.RUNNING:
         return None
     members = {member.pod for member in report.members if member.state is protocol.MemberState.RUNNING}
@@ -217,7 +208,7 @@ def keep_training(view: View) -> list[Slot] | None:
     if surplus <= 0 or len(idle) < surplus or sum(trains) < spec.nodes:
         return None
     slots = list(status.slots[:length])
-    idle.sort(key=lambda index: (view.pods[index] is not None, -index))  # First those without a pod.
+    idle.sort(key=lambda index: (view.pods[index] is not None, -index))  # Slots without a pod come first.
     for index in idle[:surplus]:
         if view.pods[index] is not None:
             slots[index] = Slot(attempt=slots[index].attempt + 1)
@@ -232,19 +223,16 @@ def plan_next_attempt(slot: Slot, repeated: Repeated) -> Slot:
 
 
 def plan_next_coordinator(status: JobStatus) -> JobStatus:
-    """Return the status with a new coordinator planned for the same generation.
-
-    The group continues.
-    """
+    """Return the status with the coordinator's next attempt planned in the same generation."""
     rendezvous = replace(status.rendezvous, attempt=status.rendezvous.attempt + 1, state=SlotState.PLANNED, endpoint="")
     return replace(status, rendezvous=rendezvous)
 
 
 def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None) -> Repeated:
-    """Return `before` with `end` counted in.
+    """Return the back-off after another end.
 
-    The count rises by one if the cause is the same, the end was quick and waiting may help;
-    otherwise it is reset. A preempted pod's successor leaves its room to the preempting gang.
+    The count rises if the pod ended quickly for the same cause, and waiting may help against this
+    cause. Otherwise it is reset. After a preemption, the next pod waits for ROOM instead.
     """
     if end.cause is Cause.PREEMPTED and view.world.serves_gangs:
         return Repeated(end.cause, 0, _whole(view.now + ROOM))
@@ -258,9 +246,9 @@ def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None
 
 
 def count_in_a_row(view: View, cause: Cause) -> int:
-    """Return how many times in a row the job's pods have ended for a shared cause.
+    """Return how many times in a row pods of the job have ended quickly for the same cause.
 
-    The pods have achieved nothing since.
+    The result is 0 for causes outside the program, because each pod has its own.
     """
     if cause not in _PROGRAM:
         return 0
@@ -275,7 +263,7 @@ def _whole(until: datetime) -> datetime:
 
 
 def with_rounds(view: View) -> JobStatus:
-    """Return the status in which pods about to be created belong to the current round."""
+    """Return the status with the current round in the slots whose pods are about to be created."""
     status = view.status
     if all(s.state is not SlotState.PLANNED for s in status.slots):
         return status

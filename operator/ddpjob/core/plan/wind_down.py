@@ -1,7 +1,25 @@
 """Decides how a job ends: what to write, how training stops, and what to delete when.
 
-None of this runs if a user deletes the job, because jobs have no finalizer. Why:
-docs/decisions/0003.
+The end is written once, by `fail` or `complete`. Later reconciles only perform the actions that are
+due (`wind_down`), and no longer change the conditions:
+
+1. Running nodes of a failed job are stopped by a message through the coordinator, because a pod
+   that ends by itself keeps its log. After STOP_SECONDS, or if no message can reach them, they are
+   deleted.
+2. The coordinator's pod is deleted, and the other pods as runPolicy.cleanPodPolicy says. Sidecars
+   that are still running are ended.
+3. The quota and the PodGroup are released once no pod of the job can be running.
+4. After runPolicy.ttlSecondsAfterFinished, the job itself is deleted.
+
+Example of a failed job with a time to live of one hour:
+
+    10:00:00  Failed is written, and the coordinator is asked to stop its nodes
+    10:00:03  the nodes have ended; the coordinator's pod is deleted, and the quota is released
+    11:00:00  the job is deleted, and Kubernetes deletes everything that belongs to it
+
+None of this runs if a user deletes the job, because jobs have no finalizer.
+
+Why: docs/decisions/0003.
 """
 
 from __future__ import annotations
@@ -38,11 +56,10 @@ from ddpjob.core.view import View
 from ddpjob.core.world import COORDINATOR_CONTAINER, PodView, Role, host_port
 
 STOP_SECONDS = 15
-"""How long running nodes may take to stop by themselves, which keeps their logs, before they are
-deleted."""
+"""How long running nodes may take to stop by themselves before they are deleted."""
 EXIT_SECONDS = 15
-"""How long the coordinator in a node's pod may take to exit before the pod and its log are
-deleted."""
+"""How long the coordinator in a node's pod may take to exit before the pod is deleted with its
+log."""
 
 
 # --- the end ----------------------------------------------------------------------------------------------------
@@ -51,10 +68,10 @@ deleted."""
 def fail(view: View, failure: Failure, events: list[Event] | None = None) -> Decision:
     """Return the decision for a job that has failed for good.
 
-    `events` come before the event of the failure.
+    The failure's own event comes after `events`.
     """
     recent = view.status.restarts.recent
-    if recent:  # Do not wait for a restart that will not be made.
+    if recent:  # The last restart will not happen, so its message must not name a back-off.
         recent = (*recent[:-1], replace(recent[-1], message=without_wait(recent[-1].message)))
     status = replace(view.status, restarts=replace(view.status.restarts, recent=recent))
     status = with_condition(status, ConditionType.FAILED, True, failure.reason, failure.message, view.now)
@@ -63,14 +80,11 @@ def fail(view: View, failure: Failure, events: list[Event] | None = None) -> Dec
 
 
 def complete(view: View, events: list[Event]) -> Decision:
-    """Return the decision for a job whose group has finished.
-
-    Every node has exited with 0.
-    """
+    """Return the decision for a job whose group has finished its work."""
     nodes, least = view.job.spec.nodes, view.job.spec.min_nodes
     if least == nodes:
-        # A finished pod may be removed before it has been observed. If one node has finished, all
-        # have.
+        # A finished pod may have been removed before the operator saw it. Without elastic nodes,
+        # one finished node proves that all nodes have finished.
         view = view.with_slots(
             [
                 replace(slot, state=SlotState.SUCCEEDED) if slot.state is SlotState.LOST else slot
@@ -81,7 +95,7 @@ def complete(view: View, events: list[Event]) -> Decision:
     done = view.status.rendezvous.nodes or nodes if least == nodes else min(finished, nodes) or nodes
     message = f"all {done} nodes have finished" if done > 1 else "the node has finished"
     if not finished and least < nodes:
-        # The group may have been smaller, or a suspension may have removed it.
+        # The number is unknown: the group may have been smaller, or a suspension has removed it.
         message = "all nodes have finished"
     if _trained_apart(view):
         message += (
@@ -96,7 +110,7 @@ def complete(view: View, events: list[Event]) -> Decision:
 
 
 def _trained_apart(view: View) -> bool:
-    """Return whether the ranks did not form a group, according to their last report."""
+    """Whether the ranks did not form a group, according to their last report."""
     running = view.status.condition(ConditionType.RUNNING)
     if running is not None and running.reason == NO_GROUP:
         return True
@@ -111,7 +125,7 @@ def _end(view: View, events: list[Event], reason: str) -> Decision:
             status = with_condition(status, kind, False, reason, ended, now)
     scheduled = status.condition(ConditionType.SCHEDULED)
     if reason == "Complete" and scheduled is not None and not scheduled.status:
-        # A spare may never have had a place, and the job needed none.
+        # A spare may never have been scheduled, but the job did not need it.
         status = with_condition(status, ConditionType.SCHEDULED, True, "Finished", ended, now)
     for kind in (
         *(ConditionType.NODES_HEALTHY, ConditionType.RANKS_ORDERED),
@@ -142,29 +156,30 @@ def wind_down(view: View) -> Decision:
     training = [p for p in world.nodes() if not p.ended and p.deleted_at is None]
     overdue = now >= ended_at + timedelta(seconds=STOP_SECONDS)
     actions = _stop(view, training, overdue=overdue) if training else _clean(view)
-    # Quota must not be granted to others while its resources are still in use.
+    # Kueue must not grant the quota to other jobs while the resources are still in use.
     quota, in_use = finish_workloads(view), any(may_run(p, now) for p in world.nodes())
     if not in_use:
         actions += quota
         actions += [DeleteGang(name, uid) for name, uid in world.gangs.items() if uid]
-    # Reports to Kueue and deletions of pods may be refused for a long time.
+    # The API server may reject reports to Kueue and deletions for a long time, so retry less often.
     soon = training or (in_use and quota) or any(not isinstance(a, MarkWorkload | DeleteGang) for a in actions)
     wake = [POLL] if soon and not world.deletion_refused else [BLOCKED_POLL] if actions or soon else []
     ttl = job.spec.run_policy.ttl_seconds_after_finished
     if ttl is not None:
         left = (ended_at + timedelta(seconds=ttl) - now).total_seconds()
         if left <= 0:
-            # Together with all other due actions, since the deletion may be refused or wait for the
-            # job's receiver.
+            # All other due actions are still performed, because the job's deletion may be rejected,
+            # or wait for a notification.
             actions, left = [*actions, DeleteJob()], BLOCKED_POLL
         wake.append(left)
     return Decision(view.status, tuple(actions), wake=min(wake, default=None))
 
 
 def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]:
-    """Stop nodes with a message, which keeps their logs.
+    """Return the message that stops running nodes, or deletions if no message can reach them.
 
-    Nodes that cannot receive a message (`command`, not started) are deleted.
+    Nodes of a `command`, and nodes whose program has not started, cannot receive a message. Nodes
+    of a complete job end by themselves.
     """
     reachable = view.job.spec.under_torchrun and view.coordinator is not None
     if overdue or not reachable:
@@ -180,7 +195,7 @@ def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]
 
 
 def _clean(view: View) -> list[Action]:
-    """Delete pods as runPolicy.cleanPodPolicy says, and end leftover containers in the others."""
+    """Return deletions of pods as runPolicy.cleanPodPolicy says, and end leftover containers."""
     policy = view.job.spec.run_policy.clean_pod_policy
     actions: list[Action] = []
     for pod in view.world.pods:
@@ -198,19 +213,19 @@ def _clean(view: View) -> list[Action]:
 
 
 def has_leftovers(pod: PodView) -> bool:
-    """Return whether the pod's main container has ended while another one is still running.
+    """Whether the pod's main container has ended while another container is still running.
 
-    A pod that the kubelet has ended as a whole has none: after a failed init container, its other
-    containers never start.
+    A pod in phase Succeeded or Failed has no leftovers. Its containers without an end never
+    started, for example after a failed init container.
     """
     return pod.ended and pod.phase not in ("Succeeded", "Failed") and not all(c.ended for c in pod.containers.values())
 
 
 def end_leftovers(job: DDPJob, pod: PodView, now: datetime) -> list[Action]:
-    """End the other containers of a pod.
+    """Return actions that end the other containers of a pod whose trainer has ended.
 
-    A coordinator (placement Master) is asked to exit; a sidecar is deleted together with its pod. A
-    coordinator that exits by itself leaves the pod and the trainer's log in place.
+    A coordinator (placement Master) is asked to exit, so that the pod and its log remain. A sidecar
+    can only be ended by deleting its pod.
     """
     coordinator = pod.containers.get(COORDINATOR_CONTAINER)
     patient = pod.main.finished is None or now < pod.main.finished + timedelta(seconds=EXIT_SECONDS)

@@ -1,6 +1,6 @@
 """Sets status conditions and derives the phase.
 
-A condition's transition time changes only when its status does.
+A condition's transition time changes only if its status changes, as Kubernetes requires.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ QUEUED = QUEUE_WAITS, QUEUE_NOT_SERVED = "Queued", "QueueNotServed"
 GROUP_RESTARTS = "GroupRestarts"
 """Reason of the condition Running from a group's break until its cause is known."""
 MESSAGE_LIMIT = 8192
-"""Maximum number of characters in a condition's message. The API server allows 32768; a terminal
-shows fewer."""
+"""Maximum number of characters in a condition's message. The API server allows 32768, but a
+terminal cannot show as many."""
 
 
 def with_condition(
     status: JobStatus, kind: ConditionType, holds: bool, reason: str, message: str, now: datetime
 ) -> JobStatus:
-    """Return the status with one condition set and the others unchanged.
-
-    The middle of an overlong message is cut out.
-    """
+    """Return the status with one condition set. The middle of an overlong message is removed."""
     old = status.condition(kind)
     since = old.since if old is not None and old.status == holds else now.replace(microsecond=0)
     new = Condition(

@@ -1,8 +1,23 @@
-"""Describes a job's present state in the status, from its pods and report."""
+"""Describes a job's present state in the status, from its pods and report.
+
+Each condition has one function (`CONDITIONS`), which sees the conditions that were judged before
+it. Two rules apply to all of them:
+
+- Texts are stable. A text that changed at each reconcile would be written each time, and each write
+  causes the next reconcile. So texts name times, not durations, and omit figures that flicker.
+- Conditions about rare trouble, such as NodesHealthy, are absent until the trouble first occurs.
+  Afterwards they stay and become true, so that users see that the trouble is over.
+
+Example of a pod on an unhealthy Kubernetes node, with no place to go:
+
+    before the fault     no condition NodesHealthy
+    after 60 s           NodesHealthy is false: NoOtherNode, with the node and the reason
+    after the repair     NodesHealthy is true: AllHealthy
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -31,7 +46,7 @@ SURELY_TRAINED = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Present:
-    """The job at present, with the conditions that have been judged so far in its status."""
+    """The job at present. The view's status has the conditions that have been judged so far."""
 
     view: View
     restarts: tuple[Restart, ...]
@@ -41,7 +56,7 @@ class Present:
     alive: list[PodView]
     running_pods: int
     training: int | None
-    """Number of nodes that train according to the report; None without a report."""
+    """Number of nodes that train as one group, according to the report; None if unknown."""
 
 
 CONDITIONS: tuple[Callable[[Present], JobStatus], ...] = (
@@ -60,12 +75,12 @@ CONDITIONS: tuple[Callable[[Present], JobStatus], ...] = (
     lambda present: judge_snapshots(present.view),
     lambda present: _ranks_ordered(present.view, present.training),
 )
-"""The conditions in the order in which they are judged. Each one sees the previous ones; Restarting
-and all later ones depend on Running."""
+"""Functions that judge the conditions, in order. Restarting and all later conditions depend on
+Running."""
 
 
 def describe(view: View, restarts: tuple[Restart, ...], *, creating: bool) -> JobStatus:
-    """Return the view's status with conditions, counts and progress as of now."""
+    """Return the view's status with its current conditions, counts and progress."""
     present = _count(view, restarts, creating=creating)
     for judge in CONDITIONS:
         present = replace(present, view=present.view.with_status(judge(present)))
@@ -107,13 +122,13 @@ def _restarting(present: Present) -> JobStatus:
 
 
 def _has_run_long(status: JobStatus, now: datetime) -> bool:
-    """Whether the group has run so long that it must have made steps, even if not reported."""
+    """Whether the group has run for so long that it must have made steps, reported or not."""
     running = status.condition(ConditionType.RUNNING)
     return running is not None and running.status and now - running.since >= SURELY_TRAINED
 
 
 def _isolated(view: View) -> JobStatus:
-    """Report what prevents the isolation that spec.network asks for, if anything does."""
+    """Set Isolated: whether pods of other jobs are kept out, as spec.network requests."""
     status, spec, world = view.status, view.job.spec, view.world
     condition = partial(with_condition, status, ConditionType.ISOLATED, now=view.now)
 
@@ -131,36 +146,41 @@ def _isolated(view: View) -> JobStatus:
 
 
 def _nodes_healthy(view: View) -> JobStatus:
-    """Report which pods stay on unhealthy Kubernetes nodes and why, once any pod has."""
+    """Set NodesHealthy: why a pod stays on an unhealthy Kubernetes node. Absent until one stays."""
     status = view.status
     staying = [verdict for verdict in judge_nodes(view) if verdict.reason]
     condition = partial(with_condition, status, ConditionType.NODES_HEALTHY, now=view.now)
     if staying:
-        first, more = staying[0], len(staying) - 1
-        others = f" (and {count(more, 'more pod')})" if more else ""
-        return condition(False, first.reason, f"{first.end.message}; the pod stays: {first.why}{others}")
+        first = staying[0]
+        message = f"{first.end.message}; the pod stays: {first.why}{_and_more(staying, 'pod')}"
+        return condition(False, first.reason, message)
     if status.holds(ConditionType.NODES_HEALTHY) or status.condition(ConditionType.NODES_HEALTHY) is None:
         return status
     return condition(True, "AllHealthy", "no pod runs on a Kubernetes node that is known to be unhealthy")
 
 
 def _ranks_keep_pace(view: View) -> JobStatus:
-    """Report which clearly slow rank stays in its place and why, once any has."""
+    """Set RanksKeepPace: why a clearly slow rank stays in its place. Absent until one stays."""
     status = view.status
     staying = [verdict for verdict in judge_slow_ranks(view) if verdict.why]
     condition = partial(with_condition, status, ConditionType.RANKS_KEEP_PACE, now=view.now)
     if staying:
-        first, more = staying[0], len(staying) - 1
-        others = f" (and {count(more, 'more rank')})" if more else ""
-        return condition(False, Cause.SLOW_RANK, f"{first.what}; its pod stays: {first.why}{others}")
+        first = staying[0]
+        message = f"{first.what}; its pod stays: {first.why}{_and_more(staying, 'rank')}"
+        return condition(False, Cause.SLOW_RANK, message)
     known = status.condition(ConditionType.RANKS_KEEP_PACE)
     if known is None or known.status or is_named(view):
         return status
     return condition(True, "AllKeepPace", "no rank is known to be clearly slower than the others")
 
 
+def _and_more(verdicts: Sequence[object], noun: str) -> str:
+    """Return ` (and 2 more pods)` for the verdicts after the first one; empty if there are none."""
+    return f" (and {count(len(verdicts) - 1, f'more {noun}')})" if len(verdicts) > 1 else ""
+
+
 def _ranks_ordered(view: View, training: int | None) -> JobStatus:
-    """Record a training group's rank order, and report whether it follows spec.rankOrder."""
+    """Set RanksOrdered: whether ranks follow spec.rankOrder. Also record the group's rank order."""
     status, report, wanted = view.status, view.report, view.job.spec.rank_order
     if not wanted:
         status = without_condition(status, ConditionType.RANKS_ORDERED)
@@ -179,11 +199,11 @@ def _ranks_ordered(view: View, training: int | None) -> JobStatus:
 COPIES_BEHIND, NO_COPIES = "CopiesBehind", "NoCopies"
 BEHIND_SECONDS = 600
 FIRST_COPY = timedelta(minutes=30)
-"""Time without a restart after which a job that copies checkpoints must have saved one."""
+"""Time without a restart within which a job with a bucket must have copied a checkpoint."""
 
 
 def _checkpoints_copied(view: View) -> JobStatus:
-    """Report whether checkpoints reach the bucket, once there is a sign that they do not."""
+    """Set CheckpointsCopied: whether checkpoints reach the bucket. Absent until one does not."""
     status, url = view.status, view.job.spec.storage.url
     condition = partial(with_condition, status, ConditionType.CHECKPOINTS_COPIED, now=view.now)
     before = status.condition(ConditionType.CHECKPOINTS_COPIED)

@@ -1,4 +1,20 @@
-"""Decides which events a reconcile records: what happened, whether it counts, and what follows."""
+"""Decides which events a reconcile records: what happened, whether it counts, and what follows.
+
+Events are for people who watch a job. The status is the record, and events are derived from the
+difference between the old and the new status, so none has to be remembered. There must be few of
+them, because Kubernetes drops events of a noisy object:
+
+- Each new restart has one event. If more than SINGLE_EVENTS restarts are alike, they share one.
+- A condition that becomes false, or changes its reason, has an event (_WARNED). Reasons that occur
+  in every start, restart or end do not (_QUIET).
+- Running, a newly avoided host, and newly lagging ranks have one event each.
+
+Example: pod train-1-0 runs out of memory.
+
+    Warning  OOMKilled  pod train-1-0 used more memory than spec.resources.limits.memory allows
+                        (counts against recovery.maxRestarts; train-1-1 replaces it)
+    Normal   Running    2 nodes train again, 8.2 s after train-1-0 broke the group
+"""
 
 from __future__ import annotations
 
@@ -20,18 +36,15 @@ _WARNED = (
     *(ConditionType.SCHEDULED, ConditionType.RUNNING, ConditionType.FAST_RECOVERY, ConditionType.ISOLATED),
     *(ConditionType.CHECKPOINTS_COPIED, ConditionType.SNAPSHOTS_HELD, ConditionType.RANKS_KEEP_PACE),
 )
-"""Conditions that cause an event when they become false."""
+"""Conditions that cause an event when they become false or change their reason."""
 _QUIET = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable", GROUP_RESTARTS, "GroupFinished")
-"""Reasons of false conditions that occur in every start, restart or end."""
+"""Reasons that do not cause an event, because they occur in every start, restart or end."""
 
 
 def restart_events(
     view: View, restarts: tuple[Restart, ...], idle: tuple[Restart, ...] = (), *, failed: bool
 ) -> list[Event]:
-    """Return events for new restarts and for the ends of spares (`idle`).
-
-    The restarts are new in the view's status. Many pods that ended alike share one event.
-    """
+    """Return events for the restarts that this reconcile recorded, and for ends of idle spares."""
     broken = any(restart.round and not restart.consequence for restart in restarts)
     alike: dict[tuple[str, str], list[Restart]] = {}
     for restart in (*idle, *restarts):
@@ -56,10 +69,10 @@ def _summary(several: list[Restart], meaning: str) -> Event:
 
 
 def _restart_event(view: View, restart: Restart, meaning: str, *, failed: bool, broken: bool) -> Event:
-    """Return the event for a new restart or for a spare's end, with its meaning.
+    """Return the event for a new restart or a spare's end.
 
-    `failed` means that the job fails, so nothing follows. `broken` means that one of the new
-    restarts broke the group.
+    `meaning` says whether it counts. If the job has `failed`, no restart follows. `broken` means
+    that one of the new restarts broke the group.
     """
     if restart.reason == Cause.JOINED:
         return Event(False, restart.reason, event_text(restart.message))
@@ -83,14 +96,14 @@ def _what_follows(view: View, restart: Restart, *, broken: bool) -> str:
 
 
 SINGLE_EVENTS = 3
-"""Maximum number of restarts of one kind with separate events; if there are more, they share
-one."""
+"""Maximum number of restarts of one kind with separate events. If there are more, they all share
+one event."""
 MOST_EVENTS = 20
 """Maximum number of restart events in one reconcile."""
 
 
 def change_events(old: JobStatus, new: JobStatus) -> list[Event]:
-    """Return events for changes from one status to the next, except restarts."""
+    """Return events for all differences between two statuses except restarts."""
     events = []
     if new.holds(ConditionType.RUNNING) and not old.holds(ConditionType.RUNNING):
         events.append(Event(False, "Running", _begun(old, new)))
@@ -144,7 +157,7 @@ def _where(entry: Json) -> str:
 
 
 def _begun(old: JobStatus, new: JobStatus) -> str:
-    """Return what is training now, and how long after which event."""
+    """Return the message of the event Running, with the last break and its duration."""
     running = new.condition(ConditionType.RUNNING)
     verb = "run" if running is not None and running.reason == NODES_RUN else "train"
     text = f"{count(new.ready, 'node')} {verb}{'s' if new.ready == 1 else ''}"

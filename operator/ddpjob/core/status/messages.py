@@ -13,9 +13,10 @@ _FIRST_LINE_BYTES = 600
 
 
 def event_text(message: str, facts: str = "") -> str:
-    """Return a failure's message shortened to fit into an event.
+    """Return a failure's message, shortened to fit into an event.
 
-    It consists of the first line, facts in brackets, and as much of the traceback's end as fits.
+    The result has the first line, the facts in parentheses, and as much of the traceback's end as
+    fits.
     """
     line, _, traceback = message.partition("\n")
     first, who = _cause_and_place(line)
@@ -29,10 +30,9 @@ def event_text(message: str, facts: str = "") -> str:
 
 
 def put_cause_first(message: str, facts: str = "") -> str:
-    """Return the message with an error's own words first.
+    """Return the message with the error itself first, because lists show only the beginning.
 
-    The rank or pod with the error and the facts follow in brackets, because a list shows only the
-    beginning of the first line.
+    The rank or pod and the facts follow in parentheses.
     """
     line, newline, rest = message.partition("\n")
     first, who = _cause_and_place(line)
@@ -41,7 +41,10 @@ def put_cause_first(message: str, facts: str = "") -> str:
 
 
 def _cause_and_place(line: str) -> tuple[str, str]:
-    """Return the error and the rank or pod that ended with it, if the line names both."""
+    """Split a failure's first line into the error, and the rank or pod that ended with it.
+
+    If the line has a different form, return it whole, and an empty place.
+    """
     found = _ENDED_WITH.fullmatch(line)
     return (found[2], found[1] + (found[3] or "")) if found is not None else (line, "")
 
@@ -50,7 +53,7 @@ _ENDED_WITH = re.compile(
     r"((?:rank [0-9]+ in )?pod \S+ ended with (?:exit code -?[0-9]+(?: \(128 \+ \w+\))?|signal \w+)): "
     r"(.+?)(; waits [0-9.e+]+ s)?"
 )
-"""The first line of a recorded failure (classify.py, new_incidents.py)."""
+"""The form of a recorded failure's first line (classify.py, new_incidents.py)."""
 
 
 def _cut(text: str, size: int) -> str:
@@ -59,7 +62,7 @@ def _cut(text: str, size: int) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return `1 node`, `2 nodes`."""
+    """Return the number with its noun, such as `1 node` or `2 nodes`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 

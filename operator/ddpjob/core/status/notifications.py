@@ -1,8 +1,21 @@
 """Decides what a job's receiver is notified of, the text, and when a notification is settled.
 
-The status records notifications to send. An entry is written together with its subject, and stays
-Pending until its outcome is known. If an operator dies in between, the next one sends it again with
-the same id.
+A notification must survive an operator that dies while it is being sent. The status therefore lists
+the notifications. An entry is written together with the event that it reports, and is Pending until
+its outcome is known. Each reconcile sends pending notifications again with the same id, by which
+the receiver can drop duplicates.
+
+- Events are a complete or failed job, and a budget that is nearly spent.
+- If the receiver cannot be used, the condition Notifies shows this at the job's start. The entry is
+  given up.
+- A job is not deleted after its time to live while a notification is pending.
+
+Example of a job that fails:
+
+    10:00:00   Failed and the entry (Failed, Pending) are written together, and the entry is sent
+               the operator dies
+    10:00:20   the next operator sends it again with the same id
+    10:00:21   the receiver accepts it: Delivered
 """
 
 from __future__ import annotations
@@ -59,7 +72,7 @@ def with_notifications(job: DDPJob, world: World, now: datetime, decision: Decis
 
 
 def _happened(job: DDPJob, status: JobStatus) -> Iterator[NotifyEvent]:
-    """Yield events that this status shows but the previous one did not."""
+    """Yield the events that have happened between the job's last status and this status."""
     if status.terminal:
         if not job.status.terminal:
             yield NotifyEvent.FAILED if status.holds(ConditionType.FAILED) else NotifyEvent.COMPLETE
@@ -95,16 +108,16 @@ def _unusable(job: DDPJob, world: World) -> str:
         return ""
     known = ", ".join(sorted(world.receivers)[:10]) or "none"
     return (
-        f'spec.notify.receiver: "{job.spec.notify.receiver}" is none of the receivers that namespace '
+        f'spec.notify.receiver: "{job.spec.notify.receiver}" is not one of the receivers that namespace '
         f"{job.namespace} may use ({known}); name one of them, or have the platform team add it to the chart's "
         "notify.receivers"
     )
 
 
 def _usable(status: JobStatus, unusable: str, now: datetime) -> tuple[JobStatus, list[Event]]:
-    """Return the status with the condition Notifies.
+    """Return the status with the condition Notifies, and an event when it first appears.
 
-    The condition shows at the job's start what would otherwise be noticed only at its end.
+    Without the condition, users would notice an unusable receiver only at the job's end.
     """
     if status.terminal:
         return status, []
@@ -167,11 +180,12 @@ def _text(body: Json) -> str:
 
 
 def _inert(text: str) -> str:
-    """Return text that a chat shows literally.
+    """Return the text in a form that chats show literally.
 
-    The job's author chooses the text, but must not be able to mention a whole channel or hide a
-    link. & < > are escaped as Slack requires, a word joiner after @ prevents mentions in other
-    chats, and ` is replaced so that the text cannot end the block.
+    The author of a job controls parts of the text, and must not be able to mention a whole channel
+    or hide a link. The characters & < > are escaped as Slack requires. A word joiner after @
+    prevents mentions in other chats. Backquotes are replaced, so that the text cannot end its code
+    block.
     """
     escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     shown = escaped.replace("`", "'").replace("@", "@\u2060")

@@ -1,9 +1,20 @@
-"""Counts the steps that a restart made twice, which is its main cost where checkpoints are rare.
+"""Counts the steps that each restart repeats, which is its main cost if checkpoints are rare.
 
-The worker of rank 0 reports at its start after which step it continues, where that state came
-from, and which step was the last one before the restart (`protocol.START`). The difference is
-repeated work. It is exact where a node's memory has survived (`ddpjob_pod.snapshot_store` notes
-each step there), and unknown otherwise: an account that is not known is never shown as 0.
+When rank 0's worker starts, it reports three things (`protocol.START`): the step after which it
+continues, where that state came from, and the last step before the restart. The difference between
+the two steps is repeated work. The last step is known if a node's memory has survived, because
+`ddpjob_pod.snapshot_store` notes each step there. Otherwise the number of repeated steps is
+unknown. An unknown number is never shown as 0.
+
+A restart gets its number when the report of its own round arrives. If the group makes its first
+step without such a report, the number is unknown until one arrives. The time that the repetition
+takes is reported later, once it is over.
+
+Example: the group has made step 903 when a node is lost.
+
+    memory of another node holds step 903        0 steps repeated (from memory)
+    memory is lost, and a checkpoint has 900     an unknown number of steps repeated
+    the script does not report its start         the restart says nothing about repeated steps
 """
 
 from __future__ import annotations
@@ -21,15 +32,11 @@ from ddpjob.core.status.messages import count
 from ddpjob.core.view import View, is_number
 
 UNKNOWN = "unknown"
-"""Where training continued from, if the script has not said."""
+"""Where training continued from, if the script has not reported it."""
 
 
 def count_repeats(view: View) -> JobStatus:
-    """Return the status with what the coordinator's current round has repeated.
-
-    Workers report it at their start. What they repeat is unknown if they have made their first step
-    without a report.
-    """
+    """Return the status with the repeated steps of the round in the coordinator's report."""
     status, report = view.status, view.report
     if report is None:
         return status
@@ -47,16 +54,17 @@ def count_repeats(view: View) -> JobStatus:
 def current_restart(status: JobStatus) -> Restart | None:
     """Return the restart that began the job's current round.
 
-    None if the job's start or a resumption began it, or if the status no longer lists it.
+    Return None if the round began with the job or with a resume, or if its restart is no longer in
+    the list of recent restarts.
     """
     recent, since = status.restarts.recent, status.start_time
     began = [r for r in recent if status.round and r.round == status.round and (since is None or r.time >= since)]
-    # Of many pods that were lost at once, the first one may no longer be listed.
+    # If many pods were lost at once, the cause may no longer be listed, but some consequences are.
     return next((r for r in reversed(began) if not r.consequence), began[-1] if began else None)
 
 
 def makes_new_steps(status: JobStatus) -> bool:
-    """Whether a group that runs makes steps for the first time, as far as is known.
+    """Whether a running group makes steps that no earlier round has made, as far as is known.
 
     It does not before its first step, nor while it repeats steps.
     """
@@ -68,7 +76,7 @@ def makes_new_steps(status: JobStatus) -> bool:
 
 def _with_repeats(counts: Restarts, restart: Restart | None, start: dict[str, Any]) -> Restarts:
     if restart is None:
-        return counts  # Nothing was repeated: the job has begun, or was resumed.
+        return counts  # The round began with the job or a resume, so no restart repeats steps.
     repeated = count_steps(start)
     again = replace(restart, repeated_steps=repeated, continued_from=start["source"])
     unknown = (repeated is None) - (restart.continued_from == UNKNOWN)
@@ -81,7 +89,7 @@ def _with_repeats(counts: Restarts, restart: Restart | None, start: dict[str, An
 
 
 def count_steps(start: Mapping[str, Any]) -> int | None:
-    """Return how many steps a start has repeated, as reported; None if that is not known."""
+    """Return how many steps a start repeats, according to its report; None if unknown."""
     return start["made"] - start["step"] if "made" in start else None
 
 
@@ -98,15 +106,15 @@ def _with_seconds(counts: Restarts, restart: Restart | None, seconds: float) -> 
 
 
 def judge_snapshots(view: View) -> JobStatus:
-    """Return the status with the condition SnapshotsHeld, if two states do not fit or did not."""
+    """Return the status with the condition SnapshotsHeld. It is absent until states do not fit."""
     status, figures = view.status, view.reported_progress
     condition = partial(with_condition, status, ConditionType.SNAPSHOTS_HELD, now=view.now)
     needed, risk = figures.get(protocol.SNAPSHOT_BYTES), figures.get(protocol.AT_RISK)
     if is_number(needed) and needed > 0:
         why = f"two states of the training need {needed / 2**30:.1f} GiB of each pod's memory"
         remedy = "raise storage.snapshotMemory and resources.limits.memory, or set recovery.snapshots: none"
-        cost = "a loss repeats the work since the last checkpoint"
-        return condition(False, "NoRoom", f"{why}, and there is less: {cost}; {remedy}")
+        cost = "so a loss repeats the work since the last checkpoint"
+        return condition(False, "NoRoom", f"{why}, which is more than is available, {cost}; {remedy}")
     before = status.condition(ConditionType.SNAPSHOTS_HELD)
     if before is None or before.status or not is_number(risk):
         return status
@@ -121,15 +129,12 @@ _SOURCES = {
 
 
 def repeats(restart: Restart | None) -> str:
-    """Return how many steps were made twice after a restart, in words.
-
-    Empty if the script has not reported it.
-    """
+    """Describe how many steps a restart has repeated; empty if the script has not reported it."""
     return "" if restart is None else describe_repeats(restart.continued_from, restart.repeated_steps)
 
 
 def describe_repeats(source: str, steps: int | None) -> str:
-    """Return how many steps were made twice, and where they continued from (protocol.SOURCES)."""
+    """Describe how many steps were repeated, and from which source (protocol.SOURCES)."""
     if source not in _SOURCES:
         return ""
     number = "an unknown number of steps" if steps is None else count(steps, "step")

@@ -1,4 +1,20 @@
-"""The conditions of recovery: Restarting, FastRecovery and PreflightPassed."""
+"""The conditions of recovery: Restarting, FastRecovery and PreflightPassed.
+
+Restarting is true from a break until the group runs again. Both moments are seen late, so three
+cases need care (`judge_restarting`):
+
+- The operator may first see a break when the group already runs again. Restarting then never
+  becomes true. But if the operator itself caused the break, for example by scaling, a report of a
+  running group is older than the break.
+- For a `command`, no report shows when the group forms. If the program reported steps before, the
+  next reported step shows that training has resumed. Otherwise only the pods are known to run.
+- A suspension may end a restart. Such a restart never gets a duration.
+
+Example of a drained node:
+
+    10:00:00  the pod is evicted       Restarting is true: Evicted
+    10:00:09  the group runs again     Restarting is false: Recovered; the restart took 9 s
+"""
 
 from __future__ import annotations
 
@@ -22,13 +38,14 @@ from ddpjob.core.view import View, is_number
 _BEFORE_THE_REPORT = frozenset(
     {Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_CHANGED, Cause.RUNTIME_CHANGED, Cause.COORDINATOR_LOST}
 )
-"""Causes that the operator itself decides, which an earlier report cannot know."""
+"""Causes that the operator itself decides. A report that predates them may still show a running
+group."""
 
 
 def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStatus:
-    """Report Restarting: true from a break until the group runs again.
+    """Return the status with the condition Restarting, and with the durations of past restarts.
 
-    It is never true for a break that is already over when it is first seen.
+    `broke` has the new breaks, and `running` is true if the group runs according to its report.
     """
     status, now = view.status, view.now
     if not broke and status.round > view.job.status.round and status.restarts.recent:
@@ -47,7 +64,7 @@ def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStat
         known = view.job.spec.under_torchrun or _steps(reported_figures(view))
         known = known or (not broke and before is not None and before.reason == RECOVERED)
         reason, message = (RECOVERED, "the group runs again") if known else (PODS_RUN, _PODS_RUN)
-        again = repeats(current_restart(status))  # Known some moments later.
+        again = repeats(current_restart(status))  # This is known only a little later, so it is added then.
         message += f"; {again}" if again else ""
         return with_condition(status, ConditionType.RESTARTING, False, reason, message, now)
     return status
@@ -58,10 +75,9 @@ _PODS_RUN = "the pods run again; no step is reported, so it is unknown whether t
 
 
 def _has_resumed(view: View) -> bool:
-    """Whether the running group trains again, as far as can be known.
+    """Whether the running group trains again, as far as the operator can know.
 
-    With `command`, nothing shows when the group forms. A program that has reported steps before
-    reports the next one to the new generation's coordinator, which does not know of any steps yet.
+    The new generation's report of a `command` has no steps until the program reports the next one.
     """
     return view.job.spec.under_torchrun or not _steps(view.status.progress) or _steps(reported_figures(view))
 
@@ -71,11 +87,11 @@ def _steps(progress: Mapping[str, Any]) -> bool:
 
 
 def _timed(view: View) -> tuple[Restart, ...]:
-    """Return recent restarts, with durations in seconds for those that have ended.
+    """Return the recent restarts, with the duration in seconds of each restart that is over.
 
-    A restart ends with the next step, if steps are reported to the coordinator. The coordinator's
-    measurement of the last restart is finer than the time between two reconciles. Restarts that a
-    suspension cut short have no duration, because there was no recovery.
+    If steps are reported to the coordinator, a restart is over with the next step. The coordinator
+    measures the last restart more precisely than the operator, which sees it only at reconciles. A
+    restart that a suspension has ended gets no duration, because there was no recovery.
     """
     report = view.report
     if report is not None and report.recovery.down_since is not None and view.job.spec.under_torchrun:
@@ -96,10 +112,10 @@ def _timed(view: View) -> tuple[Restart, ...]:
 
 
 def judge_fast_recovery(view: View) -> JobStatus:
-    """Report whether every pod of a group in mode Fast can do what the mode promises.
+    """Return the status with FastRecovery: whether every pod can recover as mode Fast promises.
 
-    There is no condition until the group runs or a pod falls short. A coordinator that takes over
-    hears from the pods one by one.
+    The condition is not set until the group runs, or until a pod reports that it cannot. When a
+    coordinator takes over, its pods report to it one after another.
     """
     status, report = view.status, view.report
     if not view.job.spec.fast:
@@ -119,10 +135,10 @@ def judge_fast_recovery(view: View) -> JobStatus:
 
 
 def judge_preflight(view: View, restarts: tuple[Restart, ...], *, formed: bool) -> JobStatus:
-    """Report which pod has not passed spec.preflight or, once the group is `formed`, link speeds.
+    """Return the status with PreflightPassed: a failed pod, or the result once the group `formed`.
 
-    `restarts` are new. A coordinator that took over has no notes until the pods are back; until
-    then its predecessor's are valid.
+    `restarts` are those of this reconcile. A coordinator that has just taken over has no notes from
+    its pods yet. Until they reconnect, the condition stays as it is.
     """
     status, report, preflight = view.status, view.report, view.job.spec.preflight
     if preflight is None:

@@ -1,4 +1,24 @@
-"""The condition Running: whether the group trains, and what is missing or wrong."""
+"""The condition Running: whether the group trains, and what is missing or wrong.
+
+Only the coordinator's report proves that a group trains. If it does not, the most useful
+explanation is shown (`judge_running`), in this order:
+
+1. a container that cannot start, with the kubelet's reason
+2. pods that are missing or not started
+3. a `command` with enough running pods: true, because it has no report about its group
+4. a coordinator that cannot be reached: the condition keeps its status, because training may
+   continue
+5. the state of the rendezvous: backing off, finished, restarting, or forming
+
+Messages are stable while the state is. A time that must survive an operator, such as that of the
+last step, is part of the message and is read back from there.
+
+Example of a start with 2 nodes:
+
+    NodesMissing         1 of 2 nodes runs
+    GroupForming         2 of 2 nodes run and are joining the rendezvous
+    GroupRuns (true)     2 nodes train as one group
+"""
 
 from __future__ import annotations
 
@@ -32,8 +52,8 @@ NO_GROUP = "NoGroup"
 NODES_RUN = "NodesRun"
 FINISHED_EARLY = "NodeFinishedEarly"
 LEFT_ALONE = timedelta(minutes=3)
-"""How long a pod may run without progress after another has exited with 0 before this is reported.
-"""
+"""How long a pod may run without progress after another pod has exited with 0. Then it is
+reported."""
 
 
 def judge_running(view: View, training: int | None, running_pods: int) -> tuple[bool, str, str]:
@@ -67,7 +87,7 @@ def judge_running(view: View, training: int | None, running_pods: int) -> tuple[
         return False, waits[0], f"{present}; {waits[1]}"
     placed = coordinator is not None and coordinator.host
     if report is None and not placed and not status.holds(ConditionType.RUNNING):
-        return False, NODES_MISSING, f"{present}; the coordinator's pod has no Kubernetes node yet"
+        return False, NODES_MISSING, f"{present}; the coordinator's pod has not been scheduled yet"
     if report is None:
         return status.holds(ConditionType.RUNNING), "CoordinatorUnreachable", f"{present}; {_unreachable(view)}"
     if report.attempt and report.state == CoordinatorState.FORMING and status.holds(ConditionType.RUNNING):
@@ -93,7 +113,7 @@ def judge_running(view: View, training: int | None, running_pods: int) -> tuple[
 
 
 def _waits_for_finished(view: View) -> tuple[str, str] | None:
-    """Return reason and message if a pod of a `command` stalls after another exited with 0."""
+    """Return reason and message if a pod of a `command` stalls after another pod has finished."""
     over = [(p.main.finished, p.name) for p in view.pods if p is not None and p.ended and p.succeeded]
     at, name = min(((at, name) for at, name in over if at is not None), default=(None, ""))
     reported = known_time(reported_figures(view).get("updatedAt"))
@@ -117,7 +137,7 @@ def _has_just_broken(view: View) -> bool:
 
 
 def _fetching(report: Report) -> str:
-    """Return the progress of the first pod that is fetching storage.data.url."""
+    """Describe the progress of the first pod that is fetching storage.data.url."""
     notes = [note for note in report.notes if note.kind == DATA and note.why]
     notes.sort(key=lambda note: note.why == DATA_WAITS)
     others = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
@@ -125,7 +145,7 @@ def _fetching(report: Report) -> str:
 
 
 def _secret_hint(view: View, held: Stuck) -> str:
-    """Return what the bucket's Secret must contain, if a container waits for it."""
+    """Describe the missing Secret of a bucket, if a container waits for it."""
     storage = view.job.spec.storage
     for name, volume in (("checkpoints", storage.checkpoints), ("data", storage.data)):
         secret = volume.secret_name if volume is not None else None
@@ -138,14 +158,12 @@ def _secret_hint(view: View, held: Stuck) -> str:
 
 
 UNREACHABLE = timedelta(minutes=1)
-"""Time after which an unreachable coordinator causes an event. Until then, restarts of workers are
-neither counted nor shown.
-"""
+"""Time after which an unreachable coordinator causes an event."""
 UNREACHABLE_LONG = "until then, failures of workers are neither counted nor shown"
 
 
 def _unreachable(view: View) -> str:
-    """Return since when the coordinator has not responded, which the message itself remembers."""
+    """Describe an unreachable coordinator, with the time that an earlier message has remembered."""
     status = view.status
     where = f" at {status.rendezvous.endpoint}" if status.rendezvous.endpoint else ", whose pod has no address yet,"
     known = status.condition(ConditionType.RUNNING)
@@ -185,7 +203,10 @@ def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
 
 
 def _without_steps(view: View, overdue: Overdue, training: int) -> str:
-    """Describe a group whose next step is overdue, with its ranks' stacks, in a stable text."""
+    """Describe a group whose next step is overdue, with the stacks of its ranks.
+
+    The text stays the same from report to report.
+    """
     known = last_step(view.status.condition(ConditionType.RUNNING))
     since = known if known is not None and abs(known - overdue.since) < _SAME_STEP else overdue.since
     said = f", while the script reports: {overdue.activity}" if overdue.activity else ""
@@ -199,15 +220,14 @@ def _without_steps(view: View, overdue: Overdue, training: int) -> str:
 
 
 _SAME_STEP = timedelta(minutes=1)
-"""Maximum difference in a step's time from one report to the next, because each report compares the
-clocks again.
-"""
+"""Maximum difference between two reported times of the same step. They differ slightly, because
+each report compares the clocks again."""
 _NO_STEP = "made no step since"
 _LAST_STEP = re.compile(rf"{_NO_STEP} (\S+Z)")
 
 
 def last_step(running: Condition | None) -> datetime | None:
-    """Return the last step's time, which the condition's message has if a step is overdue."""
+    """Return the last step's time from the condition's message; None if no step is overdue."""
     said = _LAST_STEP.search(running.message) if running is not None else None
     return known_time(said[1]) if said else None
 
@@ -217,7 +237,7 @@ def _train(view: View, nodes: int) -> str:
 
 
 def _verb(view: View, nodes: int) -> str:
-    """Return what nodes do. Ranks are known to train one model once they have exchanged data."""
+    """Return the verb for running nodes. Only ranks that exchange data train as one group."""
     if nodes == 1:
         return "trains"
     exchange = view.report is not None and view.report.progress.get(EXCHANGING)
@@ -225,7 +245,10 @@ def _verb(view: View, nodes: int) -> str:
 
 
 def _finished_early(view: View) -> str:
-    """Name a node that has exited with 0 while others still train and wait for it in vain."""
+    """Name the first node that has exited with 0 while others still train; empty if there is none.
+
+    The other nodes may wait for it forever.
+    """
     report = view.report
     members = () if report is None or report.state is not CoordinatorState.RUNNING else report.members
     finished = [m for m in members if m.state is MemberState.FINISHED]
@@ -238,7 +261,7 @@ def _finished_early(view: View) -> str:
 
 
 def _without_count(view: View) -> str:
-    """Explain what recovery.hangAfterSeconds does for a script whose steps cannot be counted."""
+    """Explain the effect of recovery.hangAfterSeconds if the script's steps cannot be counted."""
     uncountable = view.report is not None and view.report.progress.get(UNCOUNTABLE)
     if not uncountable or view.job.spec.recovery.hang_after_seconds is None:
         return ""
@@ -258,7 +281,7 @@ def _missing(view: View) -> str:
         if pod is None or pod.ended or pod.name in present:
             continue
         if pod.main.running and pod.name in silent:
-            return f"pod {pod.name} runs, but has no contact with the coordinator"
+            return f"pod {pod.name} is running but has lost its connection to the coordinator"
         held = find_stuck(pod, has_run=True)
         if held is not None:
             return held.message
@@ -276,5 +299,5 @@ def _missing(view: View) -> str:
 
 
 def reported_figures(view: View) -> Mapping[str, Any]:
-    """Return the progress of the current generation only."""
+    """Return the progress that the current generation's coordinator reports; empty without one."""
     return view.report.progress if view.report is not None else {}

@@ -1,4 +1,23 @@
-"""The condition Scheduled: whether all pods have a place, and what they are waiting for."""
+"""The condition Scheduled: whether all pods have a place, and what they are waiting for.
+
+Several obstacles may exist at once. The condition shows the first one, in the order in which users
+have to remove them (`judge_scheduled`):
+
+1. a faulty podTemplate, an unusable claim, or a gang that the cluster does not serve
+2. an object that the API server rejects, with the field that it comes from
+3. a pod for which the scheduler finds no room, or that no scheduler has considered
+4. an old pod whose deletion the API server rejects
+5. otherwise pods that are being placed, or that back off
+
+Example of a job with 2 nodes in a full cluster:
+
+    Placing         0 of 2 pods are scheduled
+    Unschedulable   pod train-1-0: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu
+    AllPlaced       2 of 2 pods are scheduled
+
+While the next attempt is being made, the condition keeps its text. A different text would be
+written, each write wakes the job, and the job would try again in an endless loop without pauses.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +43,16 @@ DELETION_REFUSED = "DeletionRefused"
 
 
 def judge_scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus:
-    """Return the status with its condition Scheduled. `alive`: slots' pods that run or will."""
+    """Return the status with the condition Scheduled.
+
+    `alive` has the slots' pods that have not ended. `creating` is true if objects are about to be
+    created.
+    """
     status, spec, world = view.status, view.job.spec, view.world
     condition = partial(with_condition, status, ConditionType.SCHEDULED, now=view.now)
 
     if world.problems:
-        remedy = "the pods stay as they are, and none is created until spec.podTemplate is corrected"
+        remedy = "existing pods stay as they are, and no pod is created until spec.podTemplate is corrected"
         return condition(False, "InvalidPodTemplate", f"{'; '.join(world.problems)} ({remedy})")
     if view.claim_problem is not None:
         return condition(False, view.claim_problem.reason, view.claim_problem.message)
@@ -40,9 +63,7 @@ def judge_scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobS
         return condition(False, *_refused(view, alive, blocking[0]))
     before = status.condition(ConditionType.SCHEDULED)
     if creating and not world.rejections and before is not None and before.reason in (CREATION_REFUSED, NAME_IS_TAKEN):
-        # The outcome of the next attempt is not known yet. A different reason meanwhile would cause
-        # a write, which wakes the job, which tries again, in an endless loop without pauses.
-        return status
+        return status  # The outcome of the next attempt is not known yet.
     coordinator = view.coordinator
     dedicated = [coordinator] if coordinator is not None and coordinator.role is Role.COORDINATOR else []
     waiting = next((p for p in [*alive, *dedicated] if p.unschedulable and not p.host), None)
@@ -86,7 +107,7 @@ def _are_scheduled(placed: int, pods: int) -> str:
 
 
 def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str, str]:
-    """Return reason and message for an object that the API server refuses, naming the field."""
+    """Return reason and message for a rejected object, with the field of the spec to correct."""
     what = f"{rejected.object}{f' ({FIELD})' if rejected.is_claim else ''}: {rejected.message}"
     if rejected.name_taken:
         return NAME_IS_TAKEN, f"{what}; retried within {BLOCKED_POLL:.0f} s"
@@ -100,26 +121,26 @@ def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str
     if "violates PodSecurity" in rejected.message:
         where = "spec.podTemplate.spec.securityContext, or that of the container that it names"
         instead = "replace hostPath and nfs by claims, and remove hostNetwork and hostPort"
-        what += f"; set what is missing in {where}; {instead}"
+        what += f"; set the missing fields in {where}; {instead}"
     return CREATION_REFUSED, f"{what}; retried within a minute{_idle(view, alive)}"
 
 
 _OF_A_CONTAINER = re.compile(r"usage per (Container|Pod) is|request ratio per (Container|Pod) is")
-"""Refusals by a LimitRange, which do not name a container."""
+"""Rejections by a LimitRange. They do not name the container."""
 _NO_CLASS = re.compile(r"no PriorityClass with name \S+ was found")
-"""Pods cannot be created without the PriorityClass, neither one by one nor as a gang."""
+"""The rejection if the PriorityClass is missing. Turning gangs off would not help."""
 _NO_BUDGET = (
     "is refused, so a drain may end several pods at once (to do without it, set scheduling.disruptionBudget to false)"
 )
 
 
 def deletion_refused(world: World) -> str:
-    """Return a text that a pod remains, and that this is not the job's fault."""
+    """Describe the pod that the API server does not let the operator delete."""
     return f"the API server refuses the deletion of {world.deletion_refused}; retried within a minute"
 
 
 def _gang_waits(view: View, alive: list[PodView]) -> str:
-    """Return what a gang waits for, and how much of it had room in the scheduler's last attempt."""
+    """Describe what a gang waits for, and how many of its pods had room in the last attempt."""
     spec, gang = view.job.spec, view.status.gang
     nodes = gang.nodes if gang is not None else spec.nodes
     gpus = f" with {count(spec.gpus_per_node, 'GPU')} each" if spec.gpus_per_node else ""
@@ -127,7 +148,7 @@ def _gang_waits(view: View, alive: list[PodView]) -> str:
     judged = [pod for pod in alive if pod.unschedulable and not pod.host]
     fitting = [pod for pod in judged if _FITS in pod.unschedulable]
     short = next((pod for pod in judged if pod not in fitting), None)
-    if len(judged) == nodes and not spec.scheduling.by_volcano:  # Volcano does not say this.
+    if len(judged) == nodes and not spec.scheduling.by_volcano:  # Volcano does not report which pods fit.
         text += f"; {len(fitting)} of them would fit now"
     if short is None:
         return text + _backing_off(view.status, view.now)
@@ -135,18 +156,17 @@ def _gang_waits(view: View, alive: list[PodView]) -> str:
 
 
 _FITS = "waiting for minCount pods from a gang"
-"""kube-scheduler's (1.36) message for a pod that has room while others of its group do not.
-"""
+"""kube-scheduler's message (1.36) for a pod that has room while other pods of its group do not."""
 GANG_NOT_SERVED = "GangNotServed"
 
 
 def _gang_not_served(*, volcano: bool) -> str:
-    """Return which scheduler's PodGroups are missing."""
+    """Describe the PodGroups that are missing, and how to run without them."""
     kubernetes = (
         "PodGroups in this cluster (scheduling.k8s.io/v1alpha2, of Kubernetes 1.36 with the feature gates "
         "GenericWorkload and GangScheduling)"
     )
-    missing = "PodGroups of Volcano in this cluster (scheduling.volcano.sh/v1beta1)" if volcano else kubernetes
+    missing = "Volcano PodGroups in this cluster (scheduling.volcano.sh/v1beta1)" if volcano else kubernetes
     return (
         f"scheduling.gang is true, and the operator finds no {missing}; leave scheduling.gang out, or set it to false, "
         f"to schedule the pods one by one"
@@ -154,7 +174,7 @@ def _gang_not_served(*, volcano: bool) -> str:
 
 
 def _idle(view: View, alive: list[PodView]) -> str:
-    """Return what existing pods hold while others are refused, and how to release it."""
+    """Describe what existing pods hold while others are rejected, and how to release it."""
     spec, unknown = view.job.spec, view.report is None and view.status.holds(ConditionType.RUNNING)
     if not alive or unknown or count_training_nodes(view) is not None:
         return ""
@@ -185,7 +205,7 @@ def _spread_hint(view: View, pod: PodView) -> str:
         return f" (pod {leaving.name} is still terminating and keeps its Kubernetes node until {until} at the latest)"
     if scheduling.same_topology and "pod affinity" in pod.unschedulable:
         return (
-            f" (all pods share one {scheduling.same_topology}: if the placed pods' one has no room, set "
+            f" (all pods must be in one {scheduling.same_topology}; if that of the placed pods has no room, set "
             f"runPolicy.suspend to true and back to false, so that the job chooses again)"
         )
     if scheduling.one_pod_per_node and "anti-affinity" in pod.unschedulable:

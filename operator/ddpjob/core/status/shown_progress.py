@@ -1,4 +1,19 @@
-"""Decides what `status.progress` shows from the training script's reports to the coordinator."""
+"""Decides what `status.progress` shows from the training script's reports to the coordinator.
+
+A script may report at every step, and may report anything. The status must stay small and valid,
+and each write is a request to the API server. So:
+
+- Progress alone is written at most once per REFRESH. The first loss and the first speed are written
+  at once, and so is progress that is written together with a new phase.
+- Only known fields and a limited number of metrics are shown, and only finite numbers.
+- If the steps begin again at 0 after a restart, `stepsBefore` keeps the last step.
+- A rank that lags is shown for at least SHOWN, because each change causes an event.
+
+Example:
+
+    reported   {"step": 900, "steps": 1200, "loss": 0.25, "eta": 750, "mine": "x"}
+    shown      step 900, steps 1200, percent 75, loss 0.25, eta 12m30s, display "75 %"
+"""
 
 from __future__ import annotations
 
@@ -31,9 +46,8 @@ def show_progress(
 ) -> Json:
     """Return the progress to write.
 
-    It is `reported` in displayable form, or `shown` while that is unchanged or newer than REFRESH.
-    `at_once` writes a change without waiting for REFRESH, as does the first loss or speed. Values
-    that are not finite numbers are omitted. `stragglers` is the result of `show_stragglers`.
+    It is `reported` in the form of the status. It is `shown` if nothing has changed, or if `shown`
+    is newer than REFRESH and `at_once` is false. `stragglers` comes from `show_stragglers`.
     """
     if not reported:
         return {key: value for key, value in shown.items() if key != "stragglers"} if "stragglers" in shown else shown
@@ -55,8 +69,8 @@ def show_progress(
     if eta is not None:
         fresh["eta"] = duration(eta) if is_number(eta) else protocol.escaped(str(eta))
     if isinstance(reported.get("metrics"), dict):
-        # The API server replaces half a character with a different one, so the next report would
-        # always differ.
+        # The API server would replace half a surrogate pair, so the next report would always differ
+        # from the stored one.
         numbers = [(protocol.escaped(str(k)), v) for k, v in reported["metrics"].items() if is_number(v)]
         fresh["metrics"] = dict(numbers[:_METRICS])
         if "speedDisplay" not in fresh and protocol.COUNTED_SPEED in fresh["metrics"]:
@@ -74,15 +88,15 @@ def show_progress(
 
 
 def _begins_at_zero(shown: Json, reported: Json) -> bool:
-    """Whether the step counter was reset by a new start of the script."""
+    """Whether a new start of the script has reset the step counter."""
     step, before = reported.get("step"), shown.get("step")
     return protocol.RESUMED in reported and is_number(step) and is_number(before) and step < before
 
 
 def _start(shown: Json, reported: Json, fresh: Json) -> Json:
-    """Return what is known about the script's last start, if it was a restart.
+    """Return whether the script continued after its last restart, and the last step before it.
 
-    Only automatically counted steps show this.
+    This is known only for steps that are counted automatically.
     """
     if protocol.RESUMED not in reported or "step" not in fresh:
         return {}
@@ -93,10 +107,7 @@ def _start(shown: Json, reported: Json, fresh: Json) -> Json:
 
 
 def began_again(progress: Json) -> str:
-    """Return a note if the script does not seem to have continued from a checkpoint.
-
-    The note is empty otherwise.
-    """
+    """Return a note if the script may not have continued from a checkpoint; otherwise empty."""
     known, before = progress.get("resumed"), progress.get("stepsBefore")
     if before is None or known == protocol.YES:
         return ""
@@ -112,7 +123,7 @@ def began_again(progress: Json) -> str:
 
 
 def without_speed(progress: Json) -> Json:
-    """Return the progress without speed and remaining time, because nothing is training."""
+    """Return the progress of a job that does not train, without speed and remaining time."""
     kept = {name: value for name, value in progress.items() if name not in _OF_A_GROUP}
     if isinstance(kept.get("metrics"), dict):
         kept["metrics"] = {name: value for name, value in kept["metrics"].items() if name != protocol.COUNTED_SPEED}
@@ -120,16 +131,16 @@ def without_speed(progress: Json) -> Json:
 
 
 def without_future(progress: Json) -> Json:
-    """Return the progress of a job that has ended: no time is left, and no loss can cost steps."""
+    """Return the progress of a job that has ended, without forecasts of time and of lost steps."""
     return {name: value for name, value in progress.items() if name not in ("eta", *_OF_MEMORY)}
 
 
 def show_stragglers(view: View) -> list[Json]:
     """Return the lagging ranks as status.progress shows them, with their pods.
 
-    The script names ranks; pods and times come from the operator. A rank is shown for at least a
-    minute, so that a script that changes its mind causes few events. It is not shown while nothing
-    trains, nor if the next round has given the rank to a different pod.
+    The script names ranks. Pods and times come from the operator. A rank is shown for at least
+    SHOWN, so that a rank around the limit causes few events. It is removed if the group stops
+    training, or if the next round gives the rank to a different pod.
     """
     report, now, procs = view.report, view.now, view.job.spec.procs_per_node
     if report is None or report.state is not protocol.CoordinatorState.RUNNING:
@@ -164,7 +175,7 @@ def _is_fresh(entry: Json, now: datetime) -> bool:
 
 
 def _summary(fresh: Json) -> Json:
-    """Return `percent` and the column `display` if they follow from the counts."""
+    """Return `percent` and the column `display`, as far as the counts determine them."""
     step, steps, epoch, epochs = (fresh.get(name) for name in ("step", "steps", "epoch", "epochs"))
     parts = []
     if epoch is not None:

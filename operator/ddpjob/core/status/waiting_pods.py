@@ -1,7 +1,16 @@
 """Finds what a pod is waiting for while nothing has failed.
 
-It may be a gate, a silent scheduler, volumes, an init container or an image. Kubernetes reports
-little about these in a pod's status, and reports it late.
+Kubernetes reports failures, but hardly why a healthy pod does not start. After LONG, the pod's
+conditions and init containers therefore show the most likely reason:
+
+- It has no host: a scheduling gate holds it, or no scheduler has considered it.
+- It has a host: its volumes or network are not ready, an init container runs, or the image is being
+  pulled.
+
+Example of a pod whose Secret is missing:
+
+     0 s   placed on Kubernetes node n1
+    30 s   PodNotPrepared: pod train-0-0 on Kubernetes node n1 has waited for its volumes or ...
 """
 
 from __future__ import annotations
@@ -14,8 +23,8 @@ from ddpjob.api.job_status import format_time
 from ddpjob.core.world import PodView
 
 LONG = timedelta(seconds=30)
-"""Schedulers consider a pod, and kubelets prepare one whose image is present, within a few
-seconds."""
+"""Time after which waiting is unusual. A scheduler considers a pod within a few seconds, and a
+kubelet that has the image starts one as quickly."""
 SCHEDULER_SILENT = "SchedulerSilent"
 SCHEDULING_GATED = "SchedulingGated"
 NOT_PREPARED = "PodNotPrepared"
@@ -23,7 +32,7 @@ NODES_MISSING = "NodesMissing"
 
 
 def find_not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: datetime) -> tuple[str, str] | None:
-    """Return reason and message for the first pod that no scheduler is trying to place.
+    """Return reason and message for the first pod that no scheduler has considered.
 
     Return None if there is no such pod.
     """
@@ -36,7 +45,7 @@ def find_not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: da
             continue
         wanted = scheduling.scheduler_name
         remedy = (
-            f"check that the scheduler {wanted} runs, which spec.scheduling.schedulerName names"
+            f"check that the scheduler {wanted} (spec.scheduling.schedulerName) is running"
             if wanted
             else "check that the cluster's scheduler runs, and that the resource claims in podTemplate exist"
         )
@@ -46,25 +55,25 @@ def find_not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: da
 
 
 def find_not_started(pods: Iterable[PodView], now: datetime) -> tuple[str, str] | None:
-    """Return reason and message for the first placed pod that is not running a program.
+    """Return reason and message for the first pod that was placed LONG ago but has not started.
 
-    The pod was placed long ago. Return None if there is no such pod.
+    Return None if there is no such pod.
     """
     for pod in pods:
         if pod.ended or pod.main.running or pod.scheduled is None or now - pod.scheduled < LONG:
             continue
         where = f"pod {pod.name} on Kubernetes node {pod.host}"
-        # Otherwise only sidecars are running, which nothing waits for.
+        # In an initialized pod, only sidecars are still running, and the program does not wait for
+        # them.
         preparing = {} if pod.initialized else pod.init_containers
         running = [name for name, container in preparing.items() if container.running]
         if running:
-            # Init containers run one after another, except sidecars, which start in order but keep
-            # running.
+            # Sidecars keep running, so only the last running init container holds up the pod.
             since = format_time(preparing[running[-1]].started or pod.scheduled)
             return NODES_MISSING, f"{where}: init container {running[-1]} has run since {since}"
         since = format_time(pod.scheduled)
         if pod.prepared is False:
-            hint = f"a Secret, a folder or a driver may be missing, which `kubectl describe pod {pod.name}` names"
+            hint = f"a Secret, a folder or a driver may be missing; see `kubectl describe pod {pod.name}`"
             return NOT_PREPARED, f"{where} has waited for its volumes or its network since {since}: {hint}"
         return NODES_MISSING, f"{where} was placed at {since}, and its image is being pulled or its program is starting"
     return None

@@ -1,4 +1,6 @@
-"""A defective node, for tests: in checks of a preflight alone, in the pods or on the nodes of FAULTY, as FAULT says."""
+"""A defective node for tests. FAULT names the fault, which occurs only in preflight checks on the
+pods or nodes of FAULTY.
+"""
 
 import importlib.abc
 import importlib.util
