@@ -79,7 +79,7 @@ _OPERATOR = Dashboard(
             {"acted for": "sum(ddpjob_operator_leader)", "of": "max(ddpjob_operator_shards)"},
             kind="stat",
             width=4,
-            text="Shards for which a replica acts, of all that there are.",
+            text="Shards for which a replica acts, out of all shards.",
         ),
         Panel("Jobs", {"jobs": "sum(ddpjob_jobs)"}, kind="stat", width=4),
         Panel(
@@ -101,7 +101,7 @@ _OPERATOR = Dashboard(
             {"{{version}}, Python {{python_version}}": "sum by (version, python_version) (ddpjob_operator_build_info)"},
             kind="stat",
             width=8,
-            text="Replicas by version: two of them for longer than an upgrade takes is a rollout that hangs.",
+            text="Replicas by version. If two versions run for longer than an upgrade takes, the rollout hangs.",
         ),
         Panel(
             "Reconciles",
@@ -254,11 +254,11 @@ _JOB_BOARD = Dashboard(
             "s",
             "stat",
             4,
-            text="Its age. With a bucket only a copy there outlives the pods.",
+            text="Age of the newest checkpoint. With a bucket, only a copy there outlives the pods.",
         ),
         Panel("Loss", {"loss": of_job("ddpjob_train_loss")}),
         Panel("Speed", {"samples/s": of_job("ddpjob_train_samples_per_second")}),
-        Panel("Step", {"step": of_job("ddpjob_train_step")}, text="Falls back to the checkpoint's after a break."),
+        Panel("Step", {"step": of_job("ddpjob_train_step")}, text="Falls back to the checkpoint's step after a break."),
         Panel("Epoch", {"epoch": of_job("ddpjob_train_epoch")}),
         Panel(
             "Nodes",
@@ -275,8 +275,8 @@ _JOB_BOARD = Dashboard(
                 "make new steps": f"sum(rate(ddpjob_job_useful_seconds_total{{{_JOB}}}[$__rate_interval]))",
                 "exist": f"sum(rate(ddpjob_job_pod_seconds_total{{{_JOB}}}[$__rate_interval]))",
             },
-            text="Pods on average: the space between the lines is lost to starts, restarts, repeated steps, stalls "
-            "and spares.",
+            text="Average numbers of pods. The space between the lines is lost to starts, restarts, repeated steps, "
+            "stalls and spares.",
         ),
         Panel(
             "Repeated work",
@@ -290,7 +290,7 @@ _JOB_BOARD = Dashboard(
         Panel(
             "Steps at risk",
             {"steps": of_job("ddpjob_job_steps_at_risk")},
-            text="How many complete steps a loss repeats at most.",
+            text="Maximum number of complete steps that a loss would repeat.",
             look="steps",
             whole=True,
         ),

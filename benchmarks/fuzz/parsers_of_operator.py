@@ -274,7 +274,7 @@ def _ends() -> Target:
 def _rounds() -> Target:
     """Fuzz a job's record of rounds, as `ddpjob show` and `ddpjob get --local` read it."""
     from ddpjob.client.backends.backend import Mistake
-    from ddpjob.client.backends.left_behind import in_words, read_left_behind
+    from ddpjob.client.backends.left_behind import describe_left_behind, read_left_behind
     from ddpjob.client.backends.past_jobs import PastJobs
     from ddpjob_runtime.protocol import ROUNDS_FILE
 
@@ -288,7 +288,7 @@ def _rounds() -> Target:
 
     def read(data: bytes) -> None:
         (folder / ROUNDS_FILE).write_bytes(data)
-        list(in_words(read_left_behind(folder)))
+        list(describe_left_behind(read_left_behind(folder)))
         past = PastJobs(folder)
         for job in past.jobs():
             as_json(job)

@@ -82,7 +82,7 @@ def test_jobs_are_read_and_changed_without_an_operator(cluster: Cluster, namespa
     Path("list.yaml").write_text(out)
     assert cli("validate", "list.yaml")[0] == 0
 
-    assert cli("scale", "one", "5")[1].startswith("ddpjob one requested to scale to 5 nodes (")
+    assert cli("scale", "one", "5")[1].startswith("ddpjob one not yet scaled to 5 nodes (")
     assert cli("suspend", "one")[0] == 0
     spec = cluster.kubectl_json("get", "ddpjob", "one", "-n", namespace)["spec"]
     assert spec["nodes"] == 5 and spec["runPolicy"]["suspend"] is True

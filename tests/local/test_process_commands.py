@@ -119,9 +119,9 @@ def test_an_ended_job_starts_again_in_one_command(machine: Machine) -> None:
     assert machine.command("wait", "job", "--timeout", "60s").returncode == 0
     file = str(machine.write(job))
     over = machine.command("submit", "--local", file, "--wait")
-    assert over.returncode == 0 and "created in place of the Complete one; it resumes from" in over.stdout, over.stderr
+    assert over.returncode == 0 and "created, replacing the Complete job; it resumes from" in over.stdout, over.stderr
     fresh = machine.command("submit", "--local", "--fresh", file, "--wait")
-    assert fresh.returncode == 0 and "in place of the Complete one; it starts from scratch" in fresh.stdout
+    assert fresh.returncode == 0 and "replacing the Complete job; it starts from scratch" in fresh.stdout
     assert machine.command("submit", "--cluster", "--fresh", file).returncode == 2
     assert (
         "the next run of this name resumes from job/checkpoints, which stays" in machine.command("delete", "job").stdout

@@ -1,4 +1,4 @@
-"""Commands that wait for a job, and that change or end one."""
+"""Commands that change, restart, stop or delete jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ddpjob.client.texts.job_text import phase
 def scale(backend: Backend, job: str, nodes: int) -> None:
     """Change the number of nodes of a job.
 
-    In place: the group restarts from its last checkpoint.
+    The job stays, and its group restarts from the last checkpoint.
 
     \b
     Example: ddpjob scale first 4
@@ -29,26 +29,26 @@ def scale(backend: Backend, job: str, nodes: int) -> None:
     from ddpjob.client.job_client import change
 
     change(backend, job, {"nodes": nodes})
-    done = "scaled" if _is_acted_on(backend, job) else "requested to scale"
+    done = "scaled" if _is_acted_on(backend, job) else "not yet scaled"
     say(f"ddpjob {job} {done} to {nodes} {'node' if nodes == 1 else 'nodes'}", backend)
 
 
 ACT_SECONDS = 5.0
-"""How long a command waits for an operator to act on a change; usually it takes a fraction of a
-second."""
+"""Seconds for which a command waits for an operator to act on a change. A working operator needs
+a fraction of a second."""
 
 
 def _is_acted_on(backend: Backend, job: str) -> bool:
-    """Wait for an operator to act on the job's newest spec, and return whether one has.
+    """Wait for an operator to act on the job's newest spec, and return whether it did.
 
-    If none has, say so: the command has only written what is wanted.
+    If no operator did, print a note, because the command has only changed the spec.
     """
     end = time.monotonic() + ACT_SECONDS
     while True:
         try:
             body = backend.job(job)
         except Mistake:
-            return True  # It is gone, or must not be read. The change itself was accepted.
+            return True  # The job is gone or may not be read, but the change was accepted.
         wanted, seen = body["metadata"].get("generation"), (body.get("status") or {}).get("observedGeneration")
         if wanted is None or (isinstance(seen, int) and seen >= wanted):
             return True
@@ -69,13 +69,13 @@ def _suspend(backend: Backend, job: str, wanted: bool) -> None:
 @command_of_job
 @with_backend
 def suspend(backend: Backend, job: str) -> None:
-    """End a job's pods after a checkpoint; the job stays.
+    """Suspend a job; its pods save a checkpoint and end.
 
     \b
     Example: ddpjob suspend first
     """
     _suspend(backend, job, True)
-    done = "suspended" if _is_acted_on(backend, job) else "requested to be suspended"
+    done = "suspended" if _is_acted_on(backend, job) else "not yet suspended"
     say(f"ddpjob {job} {done}; `ddpjob resume {job}` continues it", backend)
 
 
@@ -88,7 +88,7 @@ def resume(backend: Backend, job: str) -> None:
     Example: ddpjob resume first
     """
     _suspend(backend, job, False)
-    done = "resumed" if _is_acted_on(backend, job) else "requested to be resumed"
+    done = "resumed" if _is_acted_on(backend, job) else "not yet resumed"
     say(f"ddpjob {job} {done}", backend)
 
 
@@ -108,7 +108,7 @@ def _wait_until_suspended(backend: Backend, job: str, timeout: float) -> None:
                 return
             patience.answered()
         except Mistake as mistake:
-            patience.bear(mistake)
+            patience.tolerate(mistake)
         if time.monotonic() > end:
             raise Mistake(f"{job}: its pods did not end within {timeout} s")
         time.sleep(0.3)
@@ -122,12 +122,13 @@ def _wait_until_suspended(backend: Backend, job: str, timeout: float) -> None:
 def restart(backend: Backend, job: str, timeout: int) -> None:
     """Replace all pods of a job.
 
-    Suspends it, waits until they have ended, and resumes it. Costs nothing of the budget.
+    This suspends the job, waits until its pods have ended, and resumes it. It uses none of the
+    job's restart budget.
 
     \b
     Example: ddpjob restart first
     """
-    backend.pods(job)  # Without the right to list them, the job would be suspended and not resumed.
+    backend.pods(job)  # Fail first without the right to list pods, which would leave the job suspended.
     _suspend(backend, job, True)
     try:
         _wait_until_suspended(backend, job, timeout)
@@ -147,7 +148,7 @@ def rerun(backend: Backend, job: str, fresh: bool) -> None:
     """Start an ended job again, with the same manifest.
 
     It resumes from its last checkpoint. On this machine it runs in the background, as with
-    `ddpjob submit`. On a cluster the job is deleted and created again; its checkpoints stay.
+    `ddpjob submit`. On a cluster the job is deleted and created again; its checkpoints are kept.
 
     \b
     Example: ddpjob rerun first
@@ -163,9 +164,9 @@ def rerun(backend: Backend, job: str, fresh: bool) -> None:
 def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
     """Delete jobs and their pods.
 
-    If one of the jobs does not exist, nothing is deleted. Checkpoints on volumes stay;
-    on this machine, so do RUNS/JOB/checkpoints and what --fresh has moved. With
-    storage.checkpoints.claimTemplate.whenDeleted: Delete they are deleted too.
+    If one of the jobs does not exist, nothing is deleted. Checkpoints on volumes are kept. On this
+    machine, RUNS/JOB/checkpoints and checkpoints that --fresh has moved are kept too. With
+    storage.checkpoints.claimTemplate.whenDeleted: Delete, checkpoints are deleted.
 
     \b
     Example: ddpjob delete first second
@@ -181,7 +182,7 @@ def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
             where = f"{job}/checkpoints" if backend.resumes(job) else ""
         else:
             where = checkpoints_that_stay(bodies.get(job, {}))
-        kept = f"; the next run of this name resumes from {where}, which stays" if where else ""
+        kept = f"; the next run of this name resumes from {where}, which is kept" if where else ""
         say(f"ddpjob {job} deleted{kept}", backend)
 
 
@@ -191,7 +192,7 @@ def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
 def kill(backend: Backend, pod: str) -> None:
     """Kill a pod, to see the job recover.
 
-    As kubectl delete pod --force --grace-period=0.
+    This is the same as `kubectl delete pod --force --grace-period=0`.
 
     \b
     Example: ddpjob kill first-0-0
@@ -201,9 +202,9 @@ def kill(backend: Backend, pod: str) -> None:
 
 
 @command_of_job
-@click.option("--now", is_flag=True, help="Kill the pods without time to save a checkpoint.")
+@click.option("--now", is_flag=True, help="Kill the pods at once, without time to save a checkpoint.")
 def stop(job: str, now: bool) -> None:
-    """Stop a run of this machine and its processes.
+    """Stop a run on this machine, with all its processes.
 
     \b
     Example: ddpjob stop digits

@@ -1,4 +1,4 @@
-"""`ddpjob dashboard`: serves the pages, prints their address, and ends with Ctrl-C."""
+"""`ddpjob dashboard`: serves the pages until Ctrl-C, and prints their address."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def serve_dashboard(backend: Backend, host: str, port: int) -> int:
         name = f"[{host}]" if ":" in host else host
         click.echo(f"jobs of {backend.where}: http://{name}:{bound}/?token={token}")
         if not is_loopback(host):
-            click.echo(f"{host}: the connection is not encrypted; others can read the token on the way", err=True)
+            click.echo(f"{host}: the connection is not encrypted; others on the network can read the token", err=True)
         click.echo("Ctrl-C ends it")
 
     with Fleet(backend) as fleet:
@@ -39,12 +39,12 @@ def serve_dashboard(backend: Backend, host: str, port: int) -> int:
             gate = OneSession(view, token, host)
             asyncio.run(serve(gate, host=host, port=port, started=started))
         except (socket.gaierror, UnicodeError) as error:
-            fault = error.strerror if isinstance(error, OSError) else "not the name of a machine"
-            raise Mistake(f"--host {host}: {fault}; give an address of this machine") from error
+            fault = error.strerror if isinstance(error, OSError) else "not a host name"
+            raise Mistake(f"--host {host}: {fault}; write an address of this machine") from error
         except OSError as error:
             why = os.strerror(error.errno) if error.errno else error
             raise Mistake(
-                f"--host {host} --port {port}: {why}; choose another --port, or 0 for any free one"
+                f"--host {host} --port {port}: {why}; choose a different --port, or 0 for any free port"
             ) from error
         except KeyboardInterrupt:
             return 0

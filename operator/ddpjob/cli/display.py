@@ -59,17 +59,18 @@ def reported_accuracy(status: JobStatus) -> float | None:
 
 
 def event_line(happened: TimedEvent) -> str:
-    """Return an event's first line, with its reason."""
+    """Return an event's reason and the first line of its message."""
     message = happened.event.message.splitlines() or [""]
     counts = f" {message[-1][message[-1].rindex(' (') :].strip()}" if len(message) > 1 and " (" in message[-1] else ""
     return f"{happened.event.reason}: {message[0]}{counts}"
 
 
 def recoveries(status: JobStatus) -> list[str]:
-    """Return a line for each restart that is over, once it is known or unknowable what it repeated.
+    """Return a line for each restart after which the group ran again.
 
-    It shows what broke the group and how long the group took to run again. A job that has not made
-    or reported a step has no such lines, because it may run again only to fail again.
+    The line shows what broke the group, how long the group took to run again, and the repeated
+    work. It appears once that work is known, or can no longer become known. A job that has not
+    reported a step has no such lines, because its group may run again only to fail again.
     """
     if not status.progress:
         return []
@@ -85,7 +86,7 @@ def recoveries(status: JobStatus) -> list[str]:
 
 
 def stall_line(seconds: float) -> str:
-    """Return a line about the time without training."""
+    """Return a line about the time between a break and the next step."""
     return f"Training: from the break to the next step {seconds:.1f} s"
 
 
@@ -114,7 +115,7 @@ class NewLines:
     def _new_trace(self, happened: TimedEvent) -> list[str]:
         """Return the traceback of an event, unless it has already been shown.
 
-        The same error may recur and then end the job.
+        The same error may recur, and may finally end the job.
         """
         trace = happened.event.message.splitlines()[1:]
         # The location and the error.
@@ -126,7 +127,7 @@ class NewLines:
 
 
 class PlainLines:
-    """A display for logs, which prints a line whenever the phase changes.
+    """A display for logs that prints a line whenever the phase changes.
 
     Progress is printed at most once per PLAIN_SECONDS.
     """
@@ -183,7 +184,7 @@ def shortest(path: Path) -> str:
 
 
 _NARROW = 100
-"""Columns below which the bar is short, and the pods have no column of logs, which would wrap."""
+"""Narrower terminals get a short bar, and a table of pods without the logs, which would wrap."""
 
 
 def panel(shown: Shown, width: int = _NARROW) -> RenderableType:

@@ -1,7 +1,7 @@
 """The list of `ddpjob top`: all jobs on a screen of any size, moved through by keys.
 
-Problem: with 60 old jobs the one that runs was below the screen's edge, and long names pushed the
-columns out.
+Problem: with 60 old jobs, the running job was below the edge of the screen, and long names pushed
+columns out of it.
 
 Rule: jobs that have not ended come first, the newest first. Ended jobs are folded into one line
 that counts them; `e` unfolds them. The list never has more lines or columns than the terminal:
@@ -10,7 +10,7 @@ that counts them; `e` unfolds them. The list never has more lines or columns tha
 2. then names are cut in their middle, to no fewer than 16 characters,
 3. then SPEED, LOSS, AGE, RESTARTS and NODES are dropped, in this order.
 
-At 80 columns names, states, nodes, progress, loss and restarts fit; at 200 all columns do.
+Names, states, nodes, progress, loss and restarts fit into 80 columns; everything fits into 200.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class JobList:
         self._page = 10
 
     def press(self, key: str) -> str:
-        """Apply a key. Return `quit` or `open` if that is what it asks for."""
+        """Apply a key. Return `quit` or `open` if the key means that, otherwise an empty string."""
         if self.finding:
             self._type(key)
         elif key in ("q", "escape"):
@@ -111,7 +111,7 @@ class JobList:
 
 
 def in_order(bodies: Sequence[Json]) -> list[Json]:
-    """Return the jobs that have not ended first, and in both parts the newest first."""
+    """Return ended jobs after the others, and in both groups the newest job first."""
     newest = sorted(bodies, key=lambda body: str(body["metadata"].get("creationTimestamp")), reverse=True)
     return sorted(newest, key=lambda body: phase(body) in ENDED)
 
@@ -125,7 +125,7 @@ def _counts(bodies: Sequence[Json]) -> str:
 def fit(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     """Return the rows as lines with aligned columns, without the columns that do not fit.
 
-    The first row has the titles; the column NAME comes first.
+    The first row contains the titles, and the first column is NAME.
     """
     columns = [[printable(cell) for cell in cells] for cells in zip(*rows, strict=True)]
     for dropped in (None, *_DROPPED):
@@ -161,7 +161,7 @@ def _painted(line: str, *, selected: bool) -> Text:
 
 
 class _Lines:
-    """Lines that were rendered before."""
+    """Lines that have already been rendered."""
 
     def __init__(self, lines: list[list[Segment]]) -> None:
         self._lines = lines
@@ -171,7 +171,7 @@ class _Lines:
 
 
 def page(console: Console, frame: RenderableType, top: int) -> tuple[RenderableType, int]:
-    """Return the part of a frame from line `top` that fits, and `top` as far as it exists."""
+    """Return the lines of a frame that fit, from line `top` on, and `top` limited to its lines."""
     lines = console.render_lines(frame, console.options, pad=False)
     room = max(1, console.height - 1)
     top = min(max(0, top), max(0, len(lines) - room))
@@ -181,7 +181,7 @@ def page(console: Console, frame: RenderableType, top: int) -> tuple[RenderableT
 
 
 OpenJob = Callable[[str], Callable[[], RenderableType]]
-"""Returns a function that draws a job's screen each time."""
+"""Maps a job's name to a function that draws its screen."""
 
 
 def show_list(backend: Backend, console: Console, open_job: OpenJob, seconds: float) -> None:
@@ -222,5 +222,5 @@ def show_list(backend: Backend, console: Console, open_job: OpenJob, seconds: fl
                 except NoSuchJob:  # It was deleted while its screen was open.
                     draw_job = None
                 except Mistake as mistake:
-                    patience.bear(mistake)
+                    patience.tolerate(mistake)
                 looked = time.monotonic()

@@ -1,4 +1,4 @@
-"""Keys of a terminal, one at a time, without Enter; none if standard input is not a terminal."""
+"""Reads keys one at a time, without Enter, if standard input is a terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LONGEST = max(map(len, _SEQUENCES))
 
 
 class PressedKeys:
-    """Reads keys while it is entered, and then restores the terminal."""
+    """Context manager that reads single keys, and restores the terminal at its end."""
 
     def __init__(self) -> None:
         self._saved: list[Any] | None = None
@@ -55,20 +55,20 @@ class PressedKeys:
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._saved)
 
     def wait(self, seconds: float) -> list[str]:
-        """Return the keys that were pressed, as soon as there are any, or after `seconds`."""
+        """Wait for keys, at most `seconds`, and return them."""
         if self._saved is None:
             time.sleep(seconds)
             return []
         if select.select([sys.stdin], [], [], seconds)[0]:
             read = os.read(sys.stdin.fileno(), 1024)
             if not read:
-                self._saved = None  # The terminal is gone, and would be ready forever.
+                self._saved = None  # The terminal is gone; select() would always report it as ready.
             return list(decode(read))
         return []
 
 
 def decode(pressed: bytes) -> Iterator[str]:
-    """Yield the names of keys, and the characters of all others. Unknown sequences are dropped."""
+    """Yield the names of special keys and the characters of others. Drop unknown sequences."""
     while pressed:
         size = next((n for n in range(_LONGEST, 0, -1) if pressed[:n] in _SEQUENCES), 0)
         if size == 1 and pressed[:2] in (b"\x1b[", b"\x1bO"):

@@ -21,7 +21,7 @@ from ddpjob.client.texts.metric_series import AXES
 
 
 class _Output(click.Choice[str]):
-    """Format of `get`: one of a few words, or a template of paths."""
+    """Output format of `get`: one of these words, or a template with paths."""
 
     def __init__(self) -> None:
         super().__init__(["table", "wide", "name", "json", "yaml", "jsonpath=TEMPLATE"])
@@ -41,11 +41,11 @@ class _Output(click.Choice[str]):
 @root.command()
 @click.argument("job", required=False, shell_complete=complete_job, callback=bare)
 @click.option("-o", "--output", type=_Output(), default="table")
-@click.option("-w", "--watch", is_flag=True, help="Print a line at each change, until Ctrl-C.")
-@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Jobs of all namespaces of the cluster.")
+@click.option("-w", "--watch", is_flag=True, help="Print a line for each change, until Ctrl-C.")
+@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="List jobs of all namespaces of the cluster.")
 @in_place
 def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, everywhere: bool) -> None:
-    """List jobs, the newest last, or print one.
+    """List jobs, the newest last, or print one job.
 
     \b
     Example: ddpjob get -w
@@ -102,14 +102,15 @@ def _watch(backend: Backend, job: str | None, output: str | PathTemplate, *, eve
     "--once", is_flag=True, help="Print the table once. This is the default when the output is not a terminal."
 )
 @click.option("--interval", type=click.FloatRange(0.2), default=2.0, show_default=True, metavar="SECONDS",
-              help="Between two looks.")  # fmt: skip
+              help="Time between refreshes.")  # fmt: skip
 @with_backend
 def top(backend: Backend, job: str | None, once: bool, interval: float) -> None:
     """Watch all jobs, or one, on a live screen.
 
-    A job until it ends: progress, loss, samples/s, ranks, restarts with their causes. Without JOB
-    all jobs, the running ones first; keys move, find, open a job and show the ended ones. The
-    curves begin when the screen is opened; `ddpjob plot` draws earlier steps too.
+    With JOB, the screen shows its progress, loss, samples/s, ranks and restarts with their causes,
+    until it ends. Without JOB, it lists all jobs, the running ones first. Its keys move, find and
+    open jobs, and show ended jobs. Curves begin when the screen is opened; `ddpjob plot` also draws
+    earlier steps.
 
     \b
     Example: ddpjob top first
@@ -122,19 +123,27 @@ def top(backend: Backend, job: str | None, once: bool, interval: float) -> None:
 
 
 @root.command()
-@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Jobs of all namespaces of the cluster.")
+@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Show jobs of all namespaces of the cluster.")
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8300, show_default=True, help="0: any free one.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8300,
+    show_default=True,
+    help="Port to listen on; 0 chooses a free port.",
+)
 @click.argument("folder", type=click.Path(path_type=Path), metavar="[FOLDER]", required=False)
 @in_place
 def dashboard(place: Place, everywhere: bool, host: str, port: int, folder: Path | None) -> int:
-    """Serve pages for a browser until Ctrl-C.
+    """Serve a dashboard for the browser until Ctrl-C.
 
-    All jobs, and of each its restarts, curves, pods, events and logs: read-only, with your rights,
-    and live. The printed address holds a token of this session. Anyone who has it can see what you
-    can see. From another machine use `ssh -L 8300:127.0.0.1:8300`: the connection itself is not encrypted.
+    It shows all jobs live, each with its restarts, curves, pods, events and logs. It is read-only
+    and uses your rights. The printed address contains a token of this session, and anyone who has
+    it can see what you can see. From another machine, use `ssh -L 8300:127.0.0.1:8300`, because the
+    connection itself is not encrypted.
 
-    With FOLDER, jobs that are gone: a checkpoint folder, or one that holds several, as `ddpjob show` reads them.
+    With FOLDER, it shows deleted jobs, as `ddpjob show` does. FOLDER is a checkpoint folder, or a
+    folder with several of them.
 
     \b
     Example: ddpjob dashboard
@@ -152,16 +161,16 @@ def dashboard(place: Place, everywhere: bool, host: str, port: int, folder: Path
 
 @root.command()
 @click.argument("jobs", nargs=-1, required=True, metavar="JOB...", shell_complete=complete_job, callback=bare)
-@click.option("-o", "--output", type=Path, metavar="FILE", help="Draw a picture instead: .png, .svg or .pdf.")
+@click.option("-o", "--output", type=Path, metavar="FILE", help="Write a picture instead: .png, .svg or .pdf.")
 @click.option("--by", type=click.Choice(AXES), help="Horizontal axis. Default for several jobs: step.")
 @with_backend
 def plot(backend: Backend, jobs: tuple[str, ...], output: Path | None, by: str | None) -> None:
-    """Draw the curves of a job, or of several jobs over each other.
+    """Draw the curves of a job across its restarts, or of several jobs over each other.
 
-    Loss, test accuracy and speed over restarts.
-    From run/metrics.jsonl in the checkpoint folder, which the built-in trainer writes, and ddpjob_report.report with
-    a `step`: on this machine at any time, on a cluster while a pod runs. Of a file above 8 MiB only the end is drawn,
-    and the command says so. A picture needs the extra `trainer` here.
+    The numbers come from run/metrics.jsonl in the checkpoint folder, which the built-in trainer and
+    ddpjob_report.report with a `step` write. On this machine they can be drawn at any time, and on
+    a cluster while a pod runs. If the file is larger than 8 MiB, only its end is drawn, and a note
+    says so. Pictures need the extra `trainer` on this machine.
 
     \b
     Example: ddpjob plot first
@@ -197,28 +206,28 @@ def plot(backend: Backend, jobs: tuple[str, ...], output: Path | None, by: str |
 @root.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="FOLDER")
 def show(folder: Path) -> None:
-    """Show what a deleted job has left in its checkpoint folder.
+    """Show the records that a deleted job left in its checkpoint folder.
 
-    Rounds, restarts with causes and tracebacks, the end and the last progress, from .ddpjob-rounds.jsonl, which job
-    pods write there; curves from run/metrics.jsonl. FOLDER is that of storage.checkpoints, or a
-    job's folder of `ddpjob run`.
+    Job pods write the job's rounds, its restarts with causes and tracebacks, its last progress and
+    its end to .ddpjob-rounds.jsonl. The curves come from run/metrics.jsonl. FOLDER is the folder of
+    storage.checkpoints, or a job's folder of `ddpjob run`.
 
     \b
     Example: ddpjob show /mnt/checkpoints/first
              ddpjob show runs/digits
     """
     from ddpjob.cli.terminal_curves import curves
-    from ddpjob.client.backends.left_behind import in_words, read_left_behind
+    from ddpjob.client.backends.left_behind import describe_left_behind, read_left_behind
 
     found = read_left_behind(folder)
-    for line in in_words(found):
+    for line in describe_left_behind(found):
         print_line(line)
     if found.metrics:
         print_line("")
         try:
             for line in curves(found.metrics, found.name):
                 print_line(line)
-        except Mistake:  # The job is running, and may be waited for.
+        except Mistake:  # Its text advises waiting, but the job may be deleted.
             print_line(f"{found.name}: its metrics contain no step")
 
 
@@ -227,7 +236,7 @@ def show(folder: Path) -> None:
 def describe(backend: Backend, job: str) -> None:
     """Show a job on one screen.
 
-    What it does or waits for, conditions, slots, pods, restarts, events.
+    It shows what the job does or waits for, and its conditions, slots, pods, restarts and events.
 
     \b
     Example: ddpjob describe first
@@ -249,7 +258,7 @@ def why(backend: Backend, job: str) -> int:
     """Explain why a job waits or failed, and what to do.
 
     \b
-    Exit code: 1 if it has failed, else 0.
+    Exit code: 1 if the job has failed, else 0.
     Example: ddpjob why first
     """
     from ddpjob.client.job_client import if_allowed
@@ -270,7 +279,7 @@ def why(backend: Backend, job: str) -> int:
     "-f",
     "--follow",
     is_flag=True,
-    help="Keep printing until the job ends, and include replacement pods. With a POD, until that pod ends.",
+    help="Keep printing until the job ends, including replacement pods. With a POD, until that pod ends.",
 )
 @click.option(
     "--index", type=click.IntRange(0), multiple=True, help="Only pods of this slot, the first number in a pod's name."
@@ -280,10 +289,10 @@ def why(backend: Backend, job: str) -> int:
     "rank",
     type=click.IntRange(0),
     multiple=True,
-    help="Only the pod that has this global rank now, with -f those that take it over. Of a pod with several ranks, "
-    'lines marked as another rank\'s are left out (spec.torchrunArgs: ["--tee=3"] marks all).',
+    help="Only the pod that has this global rank now, and with -f the pods that take it over. If a pod has several "
+    'ranks, lines marked as another rank\'s are omitted (spec.torchrunArgs: ["--tee=3"] marks every line).',
 )
-@click.option("--coordinator", is_flag=True, help="The coordinator's pods too.")
+@click.option("--coordinator", is_flag=True, help="Include the coordinator's pods.")
 @click.option("--previous", is_flag=True, help="Print the log of the previous container.")
 @click.option("--since", metavar="5m", help="Only lines newer than this, such as 30s, 5m or 2h.")
 @click.option(
@@ -294,7 +303,7 @@ def why(backend: Backend, job: str) -> int:
 @click.option(
     "--prefix/--no-prefix",
     default=None,
-    help="Begin each line with INDEX-ATTEMPT and the ranks. Default for a whole job.",
+    help="Begin each line with INDEX-ATTEMPT and the ranks. This is the default for a whole job.",
 )
 @in_place
 def logs(
@@ -303,7 +312,8 @@ def logs(
 ) -> int:  # fmt: skip
     """Print the logs of a job's pods, or of one pod.
 
-    Each line of a whole job begins with its pod and the ranks that it has now: [1-0 rank 1], [1-0 ranks 8-15].
+    For a whole job, each line begins with its pod and the pod's current ranks, such as [1-0 rank 1]
+    or [1-0 ranks 8-15].
 
     \b
     Example: ddpjob logs first -f
@@ -314,9 +324,9 @@ def logs(
 
     length = None if since is None else int(since) if since.isdigit() else seconds(since)
     if since is not None and not length:
-        raise click.UsageError(f"--since {since}: write a length of time, such as 30s, 5m or 2h")
+        raise click.UsageError(f"--since {since}: write a duration, such as 30s, 5m or 2h")
     if follow and previous:
-        raise click.UsageError("--previous: a container that has ended writes nothing more; leave --follow out")
+        raise click.UsageError("--previous: a container that has ended writes nothing more; remove --follow")
     backend, options = place.backend(), LogOptions(follow=follow, tail=tail, since=length, previous=previous)
     body, pod = _job_or_pod(backend, job)
     name = body["metadata"]["name"]
@@ -348,7 +358,7 @@ def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str]:
     try:
         jobs = backend.jobs()
     except Mistake as mistake:
-        if mistake.denied:  # The name may be mistyped even if the user may not list jobs.
+        if mistake.denied:  # Report the missing job, because the name may be mistyped.
             raise why from mistake
         raise
     for body in jobs:
@@ -362,8 +372,12 @@ def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str]:
 
 
 @command_of_job
-@click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="The pod that has this rank now.")
-@click.option("--index", type=click.IntRange(0), help="The newest pod of this slot, also of a job with a command.")
+@click.option(
+    "--rank", type=click.IntRange(0), default=0, show_default=True, help="Print the pod that has this rank now."
+)
+@click.option(
+    "--index", type=click.IntRange(0), help="Print the newest pod of this slot; jobs with a command have no ranks."
+)
 @with_backend
 def pod(backend: Backend, job: str, rank: int, index: int | None) -> None:
     """Print the name of the pod that has a rank.
@@ -379,7 +393,7 @@ def pod(backend: Backend, job: str, rank: int, index: int | None) -> None:
     if index is not None:
         of_slot = [each.name for each in newest_pods(pods) if each.index == index]
         if not of_slot:
-            raise Mistake(f"{job} has no pod of slot {index}")
+            raise Mistake(f"{job} has no pod in slot {index}")
         print_line(of_slot[0])
         return
     if body["spec"].get("command"):
@@ -406,7 +420,7 @@ def events(backend: Backend, job: str) -> None:
     for event in found:
         print_painted(job_text.event_line(event, utc_now()), "yellow" if event.warning else "")
     if not found:
-        print_note(f"no events of {job}; a cluster keeps them for an hour")
+        print_note(f"no events for {job}; a cluster keeps them for an hour")
 
 
 @command_of_job
@@ -415,18 +429,18 @@ def events(backend: Backend, job: str) -> None:
 @click.option("--timeout", metavar="1h", help="Give up after this time, with exit code 124.")
 @in_place
 def wait(place: Place, job: str, goal: str, timeout: str | None) -> int:
-    """Wait until a job has ended, or is in a state.
+    """Wait until a job has ended or has reached a state.
 
-    Unlike `kubectl wait` it ends when the job fails.
+    Unlike `kubectl wait`, it also ends when the job fails.
 
     \b
-    Exit code: 0 it is Complete (or what --for names), 1 it has failed or was
-    deleted, 124 timeout.
+    Exit code: 0 the job is Complete (or in the state of --for), 1 it ended
+    in a different state or was deleted, 124 timeout.
     Example: ddpjob wait first --timeout 2h && ddpjob logs first --tail 1
     """
     length = None if timeout is None else float(timeout) if timeout.isdigit() else seconds(timeout)
     if timeout is not None and length is None:
-        raise click.UsageError(f"--timeout {timeout}: write a length of time, such as 90s, 30m or 2h")
+        raise click.UsageError(f"--timeout {timeout}: write a duration, such as 90s, 30m or 2h")
     backend = place.backend()
     backend.job(job)
     return wait_for(backend, job, goal, length)
@@ -436,7 +450,7 @@ def wait(place: Place, job: str, goal: str, timeout: str | None) -> int:
 @click.option("--index", type=click.IntRange(0), multiple=True, help="Only pods of this slot.")
 @with_backend
 def stacks(backend: Backend, job: str, index: tuple[int, ...]) -> None:
-    """Print the Python stack of every rank, while it trains.
+    """Print the Python stack of every rank; training continues.
 
     \b
     Example: ddpjob stacks first --index 3

@@ -1,4 +1,4 @@
-"""The command line of `ddpjob`: jobs of this machine and of clusters."""
+"""The entry point of the command line `ddpjob`, with the commands doctor and version."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpjob.client.backends.backend import Mistake, Unreachable
 from ddpjob.client.backends.cluster_backend import ClusterBackend
 from ddpjob.missing_package import installed_version
 
-# In the order in which the help lists the commands.
+# The help lists the commands in this order.
 from ddpjob.cli import preparing  # noqa: F401  isort: skip
 from ddpjob.cli import looking  # noqa: F401  isort: skip
 from ddpjob.cli import changing  # noqa: F401  isort: skip
@@ -30,12 +30,12 @@ from ddpjob.cli import changing  # noqa: F401  isort: skip
 def doctor(place: Place) -> int:
     """Check the cluster, or this machine.
 
-    On a cluster: whether this client, the definition (CRD), the operator and your rights fit
-    together. On this machine, if no cluster is configured or jobs are local: Python, torch, GPUs,
-    /dev/shm, ports and disk.
+    On a cluster, this checks that the client, the definition (CRD), the operator and your rights
+    fit together. If jobs are local or no cluster is configured, it checks this machine: Python,
+    torch, GPUs, /dev/shm, ports and disk.
 
     \b
-    Exit code: 0 all is well, 1 something is not, 3 no cluster (with --cluster).
+    Exit code: 0 all checks passed, 1 a check failed, 3 no cluster was reached.
     Example: ddpjob doctor --local
              ddpjob doctor -n research
     """
@@ -94,7 +94,7 @@ def completion(ctx: click.Context, shell: str) -> None:
 
 
 def _place_last(words: list[str]) -> list[str]:
-    """Move the place's options behind the command; like kubectl, accept them before it."""
+    """Move the options that choose the place behind the command; kubectl accepts them before it."""
     before: list[str] = []
     while words and (words[0].startswith("-n") or words[0].partition("=")[0] in PLACE_OPTIONS):
         size = PLACE_OPTIONS.get(words[0], 1)  # One word with its value: -nNAMESPACE, --context=CONTEXT
@@ -103,7 +103,7 @@ def _place_last(words: list[str]) -> list[str]:
 
 
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors of an output that accepts no more text."""
+"""Errors of an output that accepts no more text, such as a closed pipe or a full disk."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         return int(code or 0)
     except Mistake as mistake:
-        for line in str(mistake).split("\n"):  # Its quotes from a manifest may have any length.
+        for line in str(mistake).split("\n"):  # It may quote any amount of text.
             print_note(shown(line, MAX_MESSAGE))
         return exit_code(mistake)
     except click.exceptions.Exit as ended:
@@ -131,8 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return 128 + signal.SIGINT
     except SystemFault as fault:
-        if fault.error.filename is None and fault.error.errno == errno.ENOENT:  # os.getcwd() names no file
-            print_note("the current folder no longer exists; change to another one")
+        if fault.error.filename is None and fault.error.errno == errno.ENOENT:  # raised by os.getcwd()
+            print_note("the current folder no longer exists; change to a different folder")
             return EXIT_MISTAKE
         if fault.error.filename is None:
             if fault.error.errno not in _OUTPUT_ERRORS:

@@ -21,7 +21,7 @@ from ddpjob.client.texts.job_text import header, row, table
 def printable(text: str) -> str:
     """Return the text without characters that control a terminal.
 
-    A job's owner controls its messages and progress.
+    The owner of a job can put any characters into its messages and progress.
     """
     return "".join(c for c in text if c.isprintable() or c in "\n\t")
 
@@ -110,13 +110,13 @@ class PathTemplate:
     def __init__(self, template: str) -> None:
         parts = list(_PART.finditer(template))
         if stray := next((part[3] for part in parts if part[3]), ""):
-            raise ValueError(f"a {stray} without its partner in {template!r}; write a path as {{.status.phase}}")
+            raise ValueError(f"{stray} has no counterpart in {template!r}; write a path as {{.status.phase}}")
         if not any(part[1] is not None for part in parts):
-            raise ValueError(f"there is no path in {template!r}; write it in braces, as {{.status.phase}}")
+            raise ValueError(f"there is no path in {template!r}; write one in braces, as in {{.status.phase}}")
         self._steps = self._read(iter(parts), within=False)
 
     def _read(self, parts: Iterator[re.Match[str]], *, within: bool) -> list[str | tuple[Any, Any]]:
-        """Return texts to print and pairs (path, steps for each value; None: print it)."""
+        """Return texts to print, and pairs (path, steps for each value; None prints the value)."""
         steps: list[str | tuple[Any, Any]] = []
         for part in parts:
             inner = (part[1] or "").strip()
@@ -188,7 +188,7 @@ def format_rows(
 ) -> list[str]:  # fmt: skip
     """Return a header line and a line for each job.
 
-    `widths` are the widths of earlier lines, which only grow.
+    `widths` holds the column widths of earlier lines, and is updated. Widths only grow.
     """
     rows = [row(body, now, wide=wide, namespaces=namespaces) for body in bodies]
     return table([header(wide=wide, namespaces=namespaces), *rows], widths)

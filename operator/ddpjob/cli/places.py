@@ -32,8 +32,9 @@ class Place:
     def is_local(self) -> bool:
         """Return whether the jobs are on this machine.
 
-        --local and --cluster decide; otherwise the options of a cluster, the name `kubectl ddp`,
-        and what is found here.
+        --local and --cluster decide. Without them, an option for clusters or the name `kubectl ddp`
+        means the cluster. Otherwise $DDPJOB_PLACE decides and, if it is not set, whether the folder
+        of runs contains a job.
         """
         if self.local is not None:
             return self.local
@@ -54,7 +55,7 @@ class Place:
     def cluster(self, *, everywhere: bool = False) -> ClusterBackend:
         """Return the cluster's backend, whatever is_local returns."""
         if self.local:
-            raise Mistake("--local: -A and --server ask a cluster; leave --local out")
+            raise Mistake("--local: -A and --server need a cluster; remove --local")
         from ddpjob.client.backends.api_server import ApiServer
 
         return ClusterBackend(ApiServer.open(self.kubeconfig, self.context), self.namespace, everywhere=everywhere)
@@ -64,7 +65,7 @@ _OPTIONS = (
     click.option("-n", "--namespace", metavar="NAMESPACE", help="Namespace on the cluster; default: the context's."),
     click.option("--context", metavar="CONTEXT", help="Context of the kubeconfig."),
     click.option("--kubeconfig", metavar="FILE", help="Default: $KUBECONFIG, else ~/.kube/config."),
-    click.option("--local/--cluster", "local", default=None, help="Jobs of this machine, or of the cluster."),
+    click.option("--local/--cluster", "local", default=None, help="Use jobs of this machine, or of the cluster."),
 )
 
 

@@ -1,4 +1,4 @@
-"""Commands before a job runs: write, check, convert and submit manifests."""
+"""Commands that write, check, convert, run and submit manifests."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ from ddpjob.client.texts.job_text import phase
 _RUN = """\
 Run the job of a manifest on this machine.
 
-As the operator does on a cluster: same checks, restarts, budget and status. A pod is a process group
-with its own log file; all traffic stays on 127.0.0.1.
+The job runs as on a cluster, with the same checks, restarts, budget and status. A pod is a process
+group with its own log file, and all traffic stays on 127.0.0.1.
 
 \b
 Differences from a cluster:
   image, imagePull*, resources, scheduling
-      not used: this Python runs the job, with what the machine has
+      not used; this Python runs the job, with the machine's resources
   disks
-      all pods share this machine's: their working folder, /tmp and
-      checkpoints are the same ones
+      shared; all pods use the same working folder, /tmp and
+      checkpoints
   gpusPerNode
-      assigned by CUDA_VISIBLE_DEVICES; with too few GPUs the job trains on
-      the CPU, with a note
+      assigned by CUDA_VISIBLE_DEVICES; with too few GPUs, the job trains
+      on the CPU, and a note says so
   rendezvous.port
       replaced by free ports, so that several jobs can run side by side
   script, module
       relative to the current folder (or spec.workingDir, or --workdir)
   storage.data
-      the hostPath if it exists, else RUNS/JOB/data, or --data
+      --data, or the hostPath if it exists, else RUNS/JOB/data
   storage.checkpoints
-      always RUNS/JOB/checkpoints, kept between runs: the next run resumes
-      from there (unless --fresh); copies go to the url's folder
-      local.HOST.RUNS/JOB, with this shell's AWS_* variables
+      always RUNS/JOB/checkpoints, from which the next run resumes (unless
+      --fresh); copies go to the folder local.HOST.RUNS/JOB of the url, with
+      this shell's AWS_* variables
   env valueFrom, envFrom
       Secrets and ConfigMaps cannot be read; variables of this shell are
       used
   stdout, stderr
-      the pod's log, a file: `> /dev/stderr` in a script empties it, `>&2`
-      does not
+      written to the pod's log file; `> /dev/stderr` in a script empties
+      it, `>&2` does not
   podTemplate
       only env of the trainer is used; sidecars, init containers and volumes
       are not
   ttlSecondsAfterFinished, cleanPodPolicy, failedPodsKept
       not used: logs are files, and are kept
 
-Runs are kept in ./runs or $DDPJOB_RUNS. Ctrl-C: the nodes save a checkpoint and exit; a second
-Ctrl-C kills them. SIGTERM, a closed terminal (without `nohup`) and a closed output pipe do the
-same. No process is left behind.
+Runs are kept in $DDPJOB_RUNS or ./runs. After Ctrl-C, the nodes save a checkpoint and exit; a second
+Ctrl-C kills them. SIGTERM, a closed terminal (without `nohup`) and a closed output pipe have the
+same effect. No process is left behind.
 
 \b
 Exit code: 0 Complete, 1 Failed, 2 bad input (nothing was started),
@@ -69,13 +69,13 @@ Example: ddpjob run examples/digits.yaml"""
 
 @root.command()
 @click.argument("script", default="train.py", metavar="[SCRIPT]", type=Path)
-@click.option("--name", default="first", show_default=True, help="Of the job.")
+@click.option("--name", default="first", show_default=True, help="Name of the job.")
 @click.option("--image", default="pytorch/pytorch", show_default=True, help="Any image with Python and PyTorch.")
 @click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="Pods that train.")
 @click.option(
     "--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs of each node; 0 trains on the CPU."
 )
-@click.option("--check", is_flag=True, help="Write nothing; only read SCRIPT.")
+@click.option("--check", is_flag=True, help="Only read SCRIPT, and write nothing.")
 def init(script: Path, name: str, image: str, nodes: int, gpus: int, check: bool) -> int:
     """Write a first manifest, and show what a script needs.
 
@@ -85,7 +85,7 @@ def init(script: Path, name: str, image: str, nodes: int, gpus: int, check: bool
     it train on several are printed, with its own names and line numbers.
 
     \b
-    Exit code of --check: 1 if the ranks of SCRIPT form no group.
+    Exit code of --check: 1 if the ranks of SCRIPT do not form a group.
     Example: ddpjob init
              ddpjob init my_script.py --name mine --gpus 8
              ddpjob init my_script.py --check
@@ -118,18 +118,18 @@ def run(file: str, name: str | None, fresh: bool, data: Path | None, workdir: Pa
 @click.option(
     "-f", "--filename", "more", multiple=True, metavar="FILE", help="Same as the argument FILE; may be repeated."
 )
-@click.option("--server", is_flag=True, help="Also ask the API server, by dry runs of the job and its pods.")
+@click.option("--server", is_flag=True, help="Also ask the API server, with dry runs of the job and its pods.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing about valid manifests.")
 @in_place
 def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], server: bool, quiet: bool) -> int:
     """Check manifests, without a cluster.
 
-    Schema, rules, podTemplate, and what the API server would refuse in the pods. Every DDPJob of
-    files, folders and standard input (-) is checked, with several documents in a file and Lists;
-    objects of other kinds are ignored. Only --server needs a cluster.
+    This checks the schema, the rules, podTemplate, and what the API server would refuse in the
+    pods. Every DDPJob in files, folders and standard input (-) is checked, including Lists and
+    files with several documents. Objects of other kinds are ignored. Only --server needs a cluster.
 
     \b
-    Exit code: 0 all are valid, 2 one is not.
+    Exit code: 0 all are valid, 2 at least one is not.
     Example: ddpjob validate job.yaml
              kustomize build . | ddpjob validate --server -
     """
@@ -144,7 +144,7 @@ def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], serv
             if isinstance(manifest, BadInput):
                 raise manifest
             body = checked(manifest)
-            asked = f", also to {_ask_server(cluster, place, manifest, body)}" if cluster is not None else ""
+            asked = f", also in {_ask_server(cluster, place, manifest, body)}" if cluster is not None else ""
             if not quiet:
                 click.echo(f"{manifest.source}: ddpjob {body['metadata']['name']} is valid{asked}")
                 if cluster is not None and body["spec"].get("className"):
@@ -159,7 +159,7 @@ def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], serv
 
 
 def _ask_server(cluster: Any, place: Place, manifest: Any, body: Any) -> str:
-    """Return the namespace for which the API server accepts the manifest. Raises BadInput."""
+    """Ask the API server about the manifest; return the place that accepts it. Raises BadInput."""
     from ddpjob.client.backends.cluster_backend import ClusterBackend
     from ddpjob.client.manifests.manifest_sources import BadInput
     from ddpjob.client.manifests.server_check import server_problems
@@ -182,7 +182,7 @@ def _complete_field(ctx: click.Context, parameter: click.Parameter, incomplete: 
 
 @root.command()
 @click.argument("field", default="", shell_complete=_complete_field)
-@click.option("--recursive", is_flag=True, help="The names and types of all fields below, without their descriptions.")
+@click.option("--recursive", is_flag=True, help="Print names and types of all nested fields, without descriptions.")
 def explain(field: str, recursive: bool) -> None:
     """Explain a field of a DDPJob: type, limits, default, rules.
 
@@ -217,7 +217,7 @@ def schema() -> None:
 @click.argument("program", metavar="MANIFEST|SCRIPT|FOLDER|MODULE")
 @click.argument("args", nargs=-1, metavar="[-- ARGS...]")
 @click.option("--image", default="", help="Any image with Python and PyTorch.")
-@click.option("--name", default="", help="Name of the job. Default: the script's name and four letters.")
+@click.option("--name", default="", help="Name of the job. Default: the script's name and four random characters.")
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Pods that train.")
 @click.option("--gpus", type=click.IntRange(0), help="GPUs of each node; 0 trains on the CPU.")
 @click.option("--procs", type=click.IntRange(1), help="Processes of each node; default: one per GPU.")
@@ -225,26 +225,29 @@ def schema() -> None:
 @click.option("--min-nodes", type=click.IntRange(1), help="Continue with this many nodes while others are missing.")
 @click.option("--max-nodes", type=click.IntRange(1), help="The largest number of nodes that scaling may set.")
 @click.option("--mode", type=click.Choice(["Standard", "Fast"]), help="How a group recovers.")
-@click.option("--env", "-e", multiple=True, metavar="NAME=VALUE", help="A variable of the workers; may be repeated.")
+@click.option("--env", "-e", multiple=True, metavar="NAME=VALUE", help="Variable of the workers; may be repeated.")
 @click.option("--cpu", default="", help="CPUs that each node requests, such as 8.")
 @click.option("--memory", default="", help="Memory of each node, as request and limit, such as 64Gi.")
 @click.option("--checkpoints", default="", metavar="claim:NAME|s3://URL|/FOLDER", help="Where checkpoints are kept.")
-@click.option("--entry", default="", metavar="SCRIPT", help="The script in the FOLDER.")
+@click.option("--entry", default="", metavar="SCRIPT", help="The script to start in FOLDER.")
 @click.option(
     "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Set any field of spec; the value is YAML."
 )
-@click.option("--fresh", is_flag=True, help="On this machine: start from scratch, although the name has checkpoints.")
+@click.option("--fresh", is_flag=True, help="On this machine: start from scratch even if this name has checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Create nothing.")
-@click.option("-o", "--output", type=click.Choice(["yaml", "json", "name"]), help="Print what is created.")
+@click.option("-o", "--output", type=click.Choice(["yaml", "json", "name"]), help="Print the created objects.")
 @click.option("--wait", "waits", is_flag=True, help="Wait until the job ends, as `ddpjob wait` does.")
 @in_place
 def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) -> int:
     """Create a job from a manifest, a script or a folder.
 
-    A manifest describes its jobs alone: options that describe one are refused, and objects of other kinds are named
-    and left out. A script or a folder of this machine travels with the job in a ConfigMap, up to 1 MiB, a folder
-    without its hidden files, __pycache__, node_modules, runs, wandb and mlruns. An absolute path that is not here is
-    one in the image; anything else is a module. On this machine (--local) the job runs in the background.
+    A manifest describes its jobs completely, so options that describe a job are not allowed with
+    it. Objects of other kinds are listed, but not created.
+
+    A script or folder of this machine is sent with the job in a ConfigMap of at most 1 MiB. Hidden
+    files, __pycache__, node_modules, runs, wandb and mlruns in a folder are not sent. An absolute
+    path that does not exist here is a file in the image, and any other name is a module. With
+    --local, the job runs on this machine, in the background.
 
     \b
     Example: ddpjob submit job.yaml --wait
@@ -287,7 +290,7 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
                 )
             if _keeps_sigterm(bodies[-1]["spec"]):
                 print_note(f"note: {_NO_SIGTERM}")
-    finally:  # Also for the first jobs if a later one is refused.
+    finally:  # Print the earlier jobs even if a later one is refused.
         if shown:
             click.echo(documents(shown, str(output)), nl=False)
     codes = [wait_for(backend, name, "end", None) for backend, name in created] if options["waits"] else []
@@ -295,14 +298,14 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
 
 
 def _describe_earlier(backend: ProcessBackend, name: str, *, fresh: bool) -> str:
-    """Return what a submission does with an ended job of this name; empty if there is none."""
+    """Return how the submission treats an ended job of this name, or checkpoints under it."""
     from ddpjob.client.rerun_jobs import where_it_begins
 
     try:
         state = phase(backend.job(name))
     except NoSuchJob:
         return f"; {where_it_begins(name, True)}" if backend.resumes(name) and not fresh else ""
-    return f" in place of the {state} one; {where_it_begins(name, backend.resumes(name) and not fresh)}"
+    return f", replacing the {state} job; {where_it_begins(name, backend.resumes(name) and not fresh)}"
 
 
 def _is_manifest(program: str) -> bool:
@@ -320,8 +323,8 @@ def _keeps_files(spec: dict[str, Any]) -> bool:
 
 
 _NO_SIGTERM = (
-    "spec.command: sh does not pass SIGTERM on to its children, so nothing is saved when a pod is asked to end, and "
-    "each restart waits for the pods' grace period, 30 s by default; write `exec` before the last program, or use bash"
+    "spec.command: sh does not pass SIGTERM on to its children, so a pod that is asked to end saves nothing and uses "
+    "its whole grace period (30 s by default); write `exec` before the last program, or use bash"
 )
 
 
@@ -351,7 +354,7 @@ def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, loc
         if program != "-" and not _exists(program):
             raise Mistake(f"{program}: No such file or directory")
         if args:
-            raise click.UsageError("a manifest has its arguments in spec.args")
+            raise click.UsageError("ARGS: not allowed with a manifest; write them in its spec.args")
         _refuse_options_of_scripts()
         bodies, others = [], dict[str, None]()
         for manifest in manifests([program]):
@@ -361,7 +364,9 @@ def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, loc
             others |= dict.fromkeys(manifest.others)
             bodies.append([{key: value for key, value in manifest.document.value.items() if key != "status"}])
         if others:
-            print_note(f"{program}: creates only DDPJobs, not {', '.join(others)}; `kubectl apply -f {program}` can")
+            print_note(
+                f"{program}: creates only DDPJobs, not {', '.join(others)}; `kubectl apply -f {program}` creates all"
+            )
         return bodies
     pairs = [variable.partition("=") for variable in options["env"]]
     if wrong := [name for name, equals, _ in pairs if not equals]:
@@ -377,17 +382,17 @@ def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, loc
 
 @root.command(cls=BeforeArguments)
 @click.argument("words", metavar="FILE... | -- torchrun ...", nargs=-1, required=True)
-@click.option("--image", default="", help="The image, in place of the manifest's.")
+@click.option("--image", default="", help="Image to use instead of the manifest's.")
 @click.option("--name", default="", help="Name of the job, for a command line.")
 @click.option("--script", default="", help="The script, if the image's own entry point starts it.")
-@click.option("--runtime", default="", metavar="FILE|cluster", help="Where the runtime of a TrainJob is.")
+@click.option("--runtime", default="", metavar="FILE|cluster", help="Where to find the runtime of a TrainJob.")
 def convert(words: tuple[str, ...], image: str, name: str, script: str, runtime: str) -> int:
-    """Translate jobs of Kubeflow, and torchrun lines.
+    """Translate Kubeflow's jobs and torchrun lines into DDPJobs.
 
-    Reads PyTorchJobs, TrainJobs with their runtimes, and command lines of torchrun, accelerate,
-    deepspeed and srun. Prints the DDPJob. What could not be carried over, and what is wrong with
-    the result, goes to standard error. A runtime is read from the same file, from --runtime FILE,
-    or with --runtime cluster from the cluster of the kubeconfig.
+    This reads PyTorchJobs, TrainJobs with their runtimes, and command lines of torchrun,
+    accelerate, deepspeed and srun, and prints the DDPJob. Standard error lists the parts that could
+    not be converted and the faults of the result. A runtime is read from the same file, from
+    --runtime FILE, or with --runtime cluster from the kubeconfig's cluster.
 
     \b
     Exit code: 0 the result is valid, 1 it needs changes.
@@ -407,7 +412,7 @@ def convert(words: tuple[str, ...], image: str, name: str, script: str, runtime:
     elif name:
         raise click.UsageError("--name: only for a command line; change metadata.name in the result")
     else:
-        found = [_foreign(word) for word in words]
+        found = [_convertible(word) for word in words]
         jobs, runtimes = (list(chain.from_iterable(part)) for part in zip(*found, strict=True))
         runtimes += _runtimes(runtime, jobs) if runtime else []
         made = [convert_manifest(value, runtimes, script=script, image=image) for value in jobs]
@@ -424,8 +429,8 @@ def convert(words: tuple[str, ...], image: str, name: str, script: str, runtime:
             checked(read_manifests(text, "the DDPJob")[0])
         except BadInput as error:
             faulty = True
-            # The note on the missing image says what to do; the check of its placeholder would
-            # guess a name.
+            # A note already says what to do about the missing image. The check would only suggest
+            # a different spelling of the placeholder.
             lines = [line for line in str(error).splitlines() if not line.startswith("spec.image: 'IMAGE' ")]
             for line in lines:
                 print_note(f"# {line}")
@@ -435,12 +440,12 @@ def convert(words: tuple[str, ...], image: str, name: str, script: str, runtime:
 def _exists(path: str) -> bool:
     try:
         return Path(path).exists()
-    except OSError:  # It is too long for a file name.
+    except OSError:  # The text is too long for a file name.
         return False
 
 
 def _runtimes(where: str, jobs: list[Any]) -> list[Any]:
-    """Return the runtimes of a file, or of the cluster those that the jobs name."""
+    """Return all runtimes in a file, or the runtimes in the cluster that the jobs name."""
     from ddpjob.client.manifests.training_runtimes import KINDS, runtime_paths
 
     if where != "cluster":
@@ -454,8 +459,8 @@ def _runtimes(where: str, jobs: list[Any]) -> list[Any]:
     return [{**body, "kind": kind} for kind, body in asked if body is not None]
 
 
-def _foreign(source: str) -> tuple[list[Any], list[Any]]:
-    """Return the manifests that can be converted, and the runtimes; print the names of the others."""
+def _convertible(source: str) -> tuple[list[Any], list[Any]]:
+    """Return the manifests that can be converted, and the runtimes; print the other kinds."""
     from ddpjob.api.reader import CONVERTIBLE
     from ddpjob.client.manifests.training_runtimes import KINDS
 
@@ -464,13 +469,13 @@ def _foreign(source: str) -> tuple[list[Any], list[Any]]:
     runtimes = [item for item in items if item.get("kind") in KINDS]
     kinds = dict.fromkeys(str(item.get("kind")) for item in items if item not in found and item not in runtimes)
     if not found:
-        there = f", but {', '.join((*kinds, *(KINDS[:1] if runtimes else ())))}" if kinds or runtimes else ""
+        there = f", only {', '.join((*kinds, *(KINDS[:1] if runtimes else ())))}" if kinds or runtimes else ""
         raise Mistake(
-            f"{source}: contains none of {', '.join(CONVERTIBLE)}{there}; for other kinds, convert the line that "
+            f"{source}: contains no {' or '.join(CONVERTIBLE)}{there}; for other kinds, convert the line that "
             f"starts torchrun: `ddpjob convert --image IMAGE -- torchrun ...`"
         )
     if kinds:
-        print_note(f"# {source}: left out, not one of {', '.join(CONVERTIBLE)}: {', '.join(kinds)}")
+        print_note(f"# {source}: left out {', '.join(kinds)}, because only {', '.join(CONVERTIBLE)} can be converted")
     return found, runtimes
 
 
@@ -487,7 +492,7 @@ def _items(source: str) -> list[Any]:
     except OSError as error:
         raise Mistake(f"{source}: {error.strerror}") from error
     except YamlError as error:
-        if not text.startswith("#!"):  # Otherwise it is a script, such as one for Slurm, not wrong YAML.
+        if not text.startswith("#!"):  # A script, such as one for Slurm, is not invalid YAML.
             raise Mistake(f"{source}, line {error.line}: {error}") from error
         return []
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""The root command `ddpjob`: how its commands are grouped, and what they share."""
+"""The root command `ddpjob`, the groups of its commands, and functions that they share."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ PyTorch DDP jobs on Kubernetes and on this machine, from one manifest.
 
 \b
 Begin here:
-  ddpjob init train.py         a manifest, and what your script needs
+  ddpjob init train.py         write a manifest and see what the script needs
   ddpjob run job.yaml          train on this machine
   ddpjob submit job.yaml       train on the cluster of your kubeconfig
-  ddpjob top                   watch all jobs;  ddpjob why JOB  if one fails
+  ddpjob top                   watch all jobs
+  ddpjob why JOB               explain why a job waits or failed
 """
 PLACES = """\
-Which jobs: without --local or --cluster, those of this machine if `ddpjob run`
-was used here ($DDPJOB_RUNS, else ./runs, holds a job), else those of the cluster.
--n, --context, --kubeconfig and `kubectl ddp` mean the cluster. DDPJOB_PLACE=local
-or cluster decides it.
+A command acts on jobs of this machine with --local, and of a cluster with --cluster,
+-n, --context, --kubeconfig or as `kubectl ddp`. Otherwise DDPJOB_PLACE=local or
+cluster decides. By default it uses this machine if `ddpjob run` was used here
+($DDPJOB_RUNS, else ./runs, contains a job), and the cluster if not.
 
-Exit codes: 0 done; 1 the job has failed, or a check found a fault; 2 wrong input,
-nothing was changed (with several jobs: those listed earlier were); 3 the cluster
-cannot be reached; 124 `wait` timed out; 130 Ctrl-C."""
+Exit codes: 0 success; 1 the job failed, or a check found a fault; 2 invalid input,
+and nothing was changed (except for jobs listed earlier); 3 the cluster cannot be
+reached; 124 `wait` timed out; 130 Ctrl-C."""
 
 GROUPS = {
     "Begin": ("init", "run", "submit", "convert"),
@@ -54,7 +55,7 @@ _MEANT = {
     **dict.fromkeys(("ui", "web", "serve"), "dashboard"),
     **dict.fromkeys(("new", "scaffold", "quickstart"), "init"),
 }
-"""Other tools' words for commands."""
+"""Maps names that other tools use to the commands."""
 
 
 class _Commands(click.Group):
@@ -101,7 +102,7 @@ class _Commands(click.Group):
             if error.option_name not in ("-f", "--filename") or error.ctx is None or not what:
                 raise
             line = f"ddpjob {error.ctx.info_name} {what}"
-            raise click.UsageError(f"no option {error.option_name}: `{line}`", error.ctx) from error
+            raise click.UsageError(f"no option {error.option_name}; write `{line}`", error.ctx) from error
         except OSError as error:
             raise SystemFault(error) from error
 
@@ -109,7 +110,7 @@ class _Commands(click.Group):
 class SystemFault(Exception):
     """A file or the output cannot be read or written.
 
-    If the output's reader is gone, click would exit with 1, which means a failed job.
+    Without it, click would exit with 1 if the output's reader is gone, but 1 means a failed job.
     """
 
     def __init__(self, error: OSError) -> None:
@@ -136,7 +137,7 @@ class BeforeArguments(click.Command):
                 raise click.UsageError(f"no option {error.option_name}; did you mean {theirs}?", ctx) from error
             near = f" (or did you mean {' or '.join(sorted(error.possibilities))}?)" if error.possibilities else ""
             raise click.UsageError(
-                f"no option {error.option_name}{near}; options of the program itself stand behind --, as in"
+                f"no option {error.option_name}{near}; write options of the program itself after --, as in"
                 f" `ddpjob {self.name} {_BEHIND[str(self.name)]} {error.option_name} ...`",
                 ctx,
             ) from error
@@ -155,7 +156,7 @@ _KINDS = ("ddpjob.ddpjob.io/", "ddpjobs.ddpjob.io/", "ddpjob/", "ddpjobs/", "ddp
 
 
 def bare(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
-    """Remove the kind from names, which `-o name` prints and kubectl accepts with it."""
+    """Remove the kind from a name such as ddpjob/first, which `-o name` prints."""
     if isinstance(value, tuple):
         return tuple(bare(ctx, parameter, each) for each in value)
     kind = next((kind for kind in _KINDS if value and value.startswith(kind)), "")
@@ -181,7 +182,7 @@ def command_of_job(command: Callable[..., Any]) -> click.Command:
 
 
 def say(text: str, place: Backend) -> None:
-    """Print one line on success."""
+    """Print one line on success, which ends with the place of the job."""
     click.echo(f"{text} ({place.where})")
 
 
@@ -194,5 +195,5 @@ def print_line(line: str) -> None:
 
 
 def print_painted(line: str, colour: str = "") -> None:
-    """Print a line whose state, or all of it, has a colour on a terminal."""
+    """Print a line. A terminal shows all of it in `colour` or, without one, the state coloured."""
     click.echo(click.style(printable(line), fg=colour) if colour else paint(printable(line)))

@@ -1,4 +1,4 @@
-"""`ddpjob run`: reads a manifest, runs its job here, prints the result."""
+"""`ddpjob run`: reads a manifest, runs its job on this machine, and prints the result."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Ready:
 
 
 def ready(file: str, name: str | None, options: Options) -> Ready:
-    """Make all checks that do not need a folder. Raises BadInput."""
+    """Read the manifest and make all checks that need no folder. Raises BadInput."""
     if platform.system() != "Linux":
         raise BadInput(
-            f"jobs run on Linux (on Windows in WSL 2), not on {platform.system()}; `ddpjob validate` and the commands "
-            f"for a cluster work here"
+            f"{platform.system()}: jobs run only on Linux, and on Windows in WSL 2; `ddpjob validate` and the commands "
+            f"for a cluster also work here"
         )
     body = new_body(with_commit(read_job(file, name), again=True), utc_now())
     job = DDPJob.read(body)
@@ -79,12 +79,11 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> tuple[RunFolder, t
         storage = DDPJob.read(job.body).spec.storage
         if fresh and storage.url:
             raise BadInput(
-                f"--fresh: the job would resume from its copies in {storage.url} (spec.storage.checkpoints.url);"
-                " choose a different metadata.name, or remove its folder there and"
-                f" {shortest(job.folder.checkpoints)} here"
+                f"--fresh: the job would still resume from its copies in {storage.url} "
+                "(spec.storage.checkpoints.url); choose a different metadata.name, or remove its folder there and"
+                f" {shortest(job.folder.checkpoints)} on this machine"
             )
-        # First get the ports, before checkpoints are set aside, because no run can start without
-        # them.
+        # Get the ports before checkpoints are set aside, because no run can start without ports.
         ports = free_ports()
         holding.callback(ports[1].close)
         template = storage.claim_template
@@ -93,7 +92,7 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> tuple[RunFolder, t
         write_atomically(run.manifest, json.dumps(job.body, indent=1))
     except OSError as error:
         at = error.filename or job.folder.path
-        raise BadInput(f"{at}: {error.strerror}; DDPJOB_RUNS names another folder for runs") from error
+        raise BadInput(f"{at}: {error.strerror}; set DDPJOB_RUNS to a different folder for runs") from error
     return run, ports
 
 

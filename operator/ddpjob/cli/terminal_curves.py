@@ -25,7 +25,7 @@ from ddpjob.missing_package import INSTALL
 BLOCKS = " ▁▂▃▄▅▆▇█"
 WIDTH, HEIGHT = 72, 8
 _LOG_FROM = 20
-"""The scale is logarithmic from this ratio of the largest to the smallest loss."""
+"""The scale is logarithmic if the largest loss is more than this many times the smallest."""
 CUT = f"the beginning is not shown because only the last {METRICS_BYTES >> 20} MiB of {METRICS} are read"
 
 
@@ -42,7 +42,7 @@ def means(values: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a row of blocks, from the smallest value to the largest."""
+    """Return the values as a row of blocks, scaled from the smallest to the largest value."""
     return chart(values, width, 1)[0] if values else ""
 
 
@@ -68,7 +68,7 @@ def points(series: MetricSeries) -> tuple[list[float], list[float], int]:
 
 
 def is_cut(text: str) -> bool:
-    """Return whether the metrics are only the end of the file that Backend.metrics reads."""
+    """Return whether `text` is only the end of the file, because Backend.metrics reads no more."""
     return len(text.encode()) >= METRICS_BYTES
 
 

@@ -1,4 +1,4 @@
-"""`ddpjob top`: redraws a screen with a job, only from its status and pods."""
+"""`ddpjob top`: a live screen of all jobs or one job, drawn from their status and pods."""
 
 from __future__ import annotations
 
@@ -139,9 +139,10 @@ def _text(line: str) -> Text:
 
 
 def show(backend: Backend, job: str | None, *, once: bool, seconds: float) -> None:
-    """Show the screen until the job has ended.
+    """Show the job until it has ended.
 
-    Without a job, show it forever; without a terminal, once.
+    Without a job, show the list of all jobs until `q` or Ctrl-C. With `once`, or without a
+    terminal, print the screen once.
     """
     console, screen = Console(), JobScreen()
     if not console.is_terminal:
@@ -174,5 +175,5 @@ def show(backend: Backend, job: str | None, *, once: bool, seconds: float) -> No
                 frame, ended = look()
                 patience.answered()
             except Mistake as mistake:
-                patience.bear(mistake)
+                patience.tolerate(mistake)
             live.update(frame, refresh=True)

@@ -1,4 +1,4 @@
-"""Waits for a job to reach a state, and reports meanwhile what the job does."""
+"""Waits for a job to reach a state, and reports its progress meanwhile."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ WAITING_SECONDS = 30.0
 
 
 def wait_for(backend: Backend, job: str, goal: str, seconds: float | None) -> int:
-    """Return the exit code of `wait`.
+    """Wait for the job and return the exit code of `ddpjob wait`.
 
-    Meanwhile, standard error shows states, restarts and, now and then, progress.
+    Meanwhile, print new states, restarts and, every WAITING_SECONDS, progress to standard error.
     """
     state, shown, shown_at, widths = "", ("", 0), 0.0, list[int]()
     for body, gone in backend.changes(job, seconds):

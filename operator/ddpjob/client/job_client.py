@@ -33,15 +33,15 @@ class JobFailed(Mistake):
 
 @dataclass(frozen=True)
 class Progress:
-    """What the script has reported last; None: it has not said."""
+    """The values that the script reported last. None means that it has not reported the value."""
 
     epoch: int | None = None
     epochs: int | None = None
     step: int | None = None
-    """Optimizer steps done."""
+    """Number of completed optimizer steps."""
     steps: int | None = None
     percent: float | None = None
-    """Share of the work done, 0 to 100."""
+    """Completed share of the work, from 0 to 100."""
     loss: float | None = None
     samples_per_second: float | None = None
     """Sum over all ranks."""
@@ -71,14 +71,14 @@ def _number(value: Any, kind: type[_Number]) -> _Number | None:
 
 @dataclass(frozen=True)
 class Job:
-    """A job at one moment."""
+    """The state of a job at one moment."""
 
     name: str
     namespace: str
-    """The job's namespace; on this machine that of the manifest, or default."""
+    """The job's namespace. On this machine, it is the manifest's namespace or `default`."""
     phase: str
-    """Queued, Pending, Starting, Running, Restarting, Suspended, Complete, Failed; of this machine
-    also Interrupted.
+    """Queued, Pending, Starting, Running, Restarting, Suspended, Complete or Failed. A job of this
+    machine may also be Interrupted.
     """
     spec: JobSpec = field(repr=False)
     status: JobStatus = field(repr=False)
@@ -86,12 +86,13 @@ class Job:
     body: Json = field(repr=False)
     """The whole object, as `kubectl get -o json` prints it."""
     returned_by: Client | None = field(default=None, repr=False, compare=False)
-    """Its Client, which `wait`, `logs` and `metrics` ask."""
+    """The Client that returned the job. `wait`, `logs` and `metrics` use it."""
 
     @classmethod
     def read(cls, body: Json, client: Client | None = None) -> Job:
-        """Read a DDPJob from the API's object. Raises Mistake if a newer release wrote it in a way
-        that this client cannot read.
+        """Read a job from its object in the API.
+
+        Raises Mistake if a newer release wrote it in a way that this client cannot read.
         """
         meta = body["metadata"]
         with readable(body):
@@ -100,15 +101,15 @@ class Job:
         return cls(meta["name"], str(meta.get("namespace", "")), phase(body), spec, status, body, client)
 
     def wait(self, **options: Any) -> Job:
-        """Waits as `Client.wait` does, with its options."""
+        """Wait as `Client.wait` does, with the same options."""
         return self._asked().wait(self, **options)
 
     def logs(self, **options: Any) -> Iterator[tuple[str, str]]:
-        """Reads the logs as `Client.logs` does, with its options."""
+        """Read the logs as `Client.logs` does, with the same options."""
         return self._asked().logs(self, **options)
 
     def metrics(self) -> Sequence[Mapping[str, float]]:
-        """Reads the metrics as `Client.metrics` does."""
+        """Read the metrics as `Client.metrics` does."""
         return self._asked().metrics(self)
 
     def _asked(self) -> Client:
@@ -117,7 +118,7 @@ class Job:
         return self.returned_by
 
     def _repr_html_(self) -> str:
-        """Show the job as it is now in a notebook, with the curve of its loss."""
+        """Show the current state of the job in a notebook, with the curve of its loss."""
         from ddpjob.client.job_html import job_html
 
         try:
@@ -131,24 +132,24 @@ class Job:
 
     @property
     def progress(self) -> Progress:
-        """Epoch, step, loss, ... as the script has reported them last."""
+        """The values that the script reported last, such as epoch, step and loss."""
         return Progress.read(self.status.progress)
 
     @property
     def ended(self) -> bool:
-        """Whether it is Complete, Failed or Interrupted."""
+        """Whether the job is Complete, Failed or Interrupted."""
         return self.phase in ENDED
 
     @property
     def failure(self) -> Condition | None:
-        """The condition Failed, with its reason and message, if it holds."""
+        """The condition Failed, with its reason and message; None if the job has not failed."""
         return next((c for c in self.status.conditions if c.type == "Failed" and c.status), None)
 
 
 def change(backend: Backend, name: str, spec: Json) -> None:
-    """Merge into the spec of a job.
+    """Merge `spec` into the spec of a job.
 
-    Raises Mistake, also if the job has ended, because the change would have no effect.
+    Raises Mistake if the job has ended, because the change would have no effect.
     """
     state = phase(backend.job(name))
     if state in FINISHED:
@@ -160,9 +161,10 @@ _Item = TypeVar("_Item")
 
 
 def if_allowed(read: Callable[[str], list[_Item]], job: str, faults: list[str]) -> list[_Item]:
-    """Read something of a job.
+    """Return the result of `read` for a job.
 
-    If the user may not, return nothing and add to `faults`: the status shows most of it anyway.
+    If the user lacks the right, return an empty list and add a note to `faults`, because the status
+    shows most of the information anyway.
     """
     try:
         return read(job)
@@ -176,14 +178,13 @@ def if_allowed(read: Callable[[str], list[_Item]], job: str, faults: list[str]) 
 
 
 class Client:
-    """Jobs of a namespace of a cluster, or of this machine, with the same methods and results on
-    both.
+    """Jobs in a namespace of a cluster, or on this machine, with the same methods and results.
 
-    `backend`: "kubernetes", with the kubeconfig and the rights of its user; "local": jobs of this
-    machine, in $DDPJOB_RUNS or ./runs. `namespace`, `context`: default: the kubeconfig's.
+    `backend`: "kubernetes" uses the kubeconfig and the rights of its user; "local" uses jobs of
+    this machine, in $DDPJOB_RUNS or ./runs. `namespace`, `context`: by default the kubeconfig's.
 
-    Where a method takes a job, it takes its name or a Job. Raises Mistake, with a text for the
-    user, for what cannot be done: NoSuchJob, JobFailed, Unreachable and others.
+    Methods accept the name of a job or a Job. They raise Mistake, with a text for the user, if a
+    request cannot be carried out. NoSuchJob, JobFailed and Unreachable are kinds of Mistake.
     """
 
     def __init__(
@@ -218,28 +219,28 @@ class Client:
         entry: str | PathLike[str] = "",
         settings: Mapping[str, Any] | None = None,
     ) -> Job:
-        """Creates a job that trains by a function, a script, a folder with one, or a module.
+        """Create a job that runs a function, a script, a folder with a script, or a module.
 
-        `program`: a function travels as its source, so it imports and defines within it all that it
-        needs. A script or folder of this machine travels to a cluster too, each up to 1 MiB; a job
-        of this machine runs it where it is. Any other absolute path is a file in the image.
-        Anything else is a module's name.
-        `args`: a script's words, or a function's keyword arguments, which travel as JSON (a tuple
-        arrives as a list).
+        `program`: a function is sent as source code, so it must import and define everything that
+        it uses. A script or folder of this machine is sent to a cluster too, up to 1 MiB; a job of
+        this machine runs it in place. Any other absolute path is a file in the image, and any other
+        text is a module's name.
+        `args`: the words for a script, or the keyword arguments of a function. Keyword arguments
+        are sent as JSON, so a tuple arrives as a list.
         `image`: any image with Python and PyTorch; not used on this machine.
-        `name`: default: the program's name and four letters.
-        `gpus`, `procs`: of each node; default: one GPU and one process per GPU. gpus=0 trains on
-        the CPU.
-        `spares`: pods on standby. `min_nodes`: continue with so few; `max_nodes`: the most that
-        `scale` may set.
-        `mode`: how a group recovers, default: Standard. `env`: variables of the workers.
-        `cpu`, `memory`: of each node, such as "8" and "64Gi".
+        `name`: by default the program's name and four random characters.
+        `gpus`, `procs`: per node; by default one GPU, and one process per GPU. With gpus=0 the job
+        trains on the CPU.
+        `spares`: number of pods on standby. `min_nodes`: the smallest number of nodes with which
+        training continues; `max_nodes`: the largest number that `scale` may set.
+        `mode`: how a group recovers; by default Standard. `env`: variables of the workers.
+        `cpu`, `memory`: per node, such as "8" and "64Gi".
         `checkpoints`: "claim:NAME", "s3://BUCKET/FOLDER", or the absolute path of a folder on every
         Kubernetes node.
-        `entry`: of a folder: the script in it.
-        `settings`: any other field of spec, such as {"recovery.maxRestarts": 3,
-        "storage.sharedMemory": "8Gi"}; mappings join what the other parameters have set, and other
-        values replace it.
+        `entry`: the script to start in a folder.
+        `settings`: any other fields of spec, such as {"recovery.maxRestarts": 3,
+        "storage.sharedMemory": "8Gi"}. Mappings are merged with the values of other parameters, and
+        other values replace them.
         """
         from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made
 
@@ -267,12 +268,12 @@ class Client:
         return self.get(self._backend.create(bodies))
 
     def submit(self, manifest: str | Path | Mapping[str, Any]) -> Job:
-        """Creates the job of a manifest: a mapping, or a YAML file with one DDPJob."""
+        """Create the job of a manifest, which is a mapping or a YAML file with one DDPJob."""
         from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made, read_job
 
         if not isinstance(manifest, Mapping) and not str(manifest).endswith(SUFFIXES):
             raise Mistake(
-                f"{manifest}: not a manifest, whose name ends in {', '.join(SUFFIXES)}; pass a script to train()"
+                f"{manifest}: the name of a manifest must end in {', '.join(SUFFIXES)}; pass a script to train()"
             )
         read = manifest if isinstance(manifest, Mapping) else read_job(manifest)
         body = {key: value for key, value in read.items() if key != "status"}
@@ -281,18 +282,18 @@ class Client:
         return self.get(self._backend.create([body]))
 
     def list(self) -> tuple[Job, ...]:
-        """All jobs, the oldest first."""
+        """Return all jobs, the oldest first."""
         return tuple(Job.read(body, self) for body in self._backend.jobs())
 
     def get(self, job: str | Job) -> Job:
-        """The job as it is now. Raises NoSuchJob."""
+        """Return the job in its current state. Raises NoSuchJob."""
         return Job.read(self._backend.job(_name(job)), self)
 
     def watch(self, job: str | Job, *, timeout: float | None = None) -> Iterator[Job]:
-        """The job now, and again at each change of its status, until it has ended or for `timeout`
-        seconds.
+        """Yield the job now and after each change of its status, until it has ended.
 
-        Raises NoSuchJob when there is no such job, JobFailed when it is deleted.
+        Stop after `timeout` seconds. Raises NoSuchJob if the job does not exist, and JobFailed if
+        it is deleted.
         """
         for body, gone in self._backend.changes(_name(job), timeout):
             seen = Job.read(body, self)
@@ -310,11 +311,11 @@ class Client:
         timeout: float | None = None,
         progress: bool | None = None,
     ) -> Job:
-        """Waits until the job is in the phase `goal`.
+        """Wait until the job is in the phase `goal`, and return it.
 
-        `progress`: shows state, step, loss and speed in one line meanwhile; default: in a notebook.
-        Raises JobFailed if it ends otherwise or is deleted, TimeoutError after `timeout` seconds,
-        ValueError for another `goal`.
+        `progress`: whether to show state, step, loss and speed in one line meanwhile; by default
+        only in a notebook. Raises JobFailed if the job ends in a different phase or is deleted,
+        TimeoutError after `timeout` seconds, and ValueError for an unknown `goal`.
         """
         if goal not in ("Complete", "Running", "Suspended"):
             raise ValueError(f"goal {goal!r}: write 'Complete', 'Running' or 'Suspended'")
@@ -338,13 +339,13 @@ class Client:
         follow: bool = False,
         tail: int | None = None,
     ) -> Iterator[tuple[str, str]]:
-        """(pod, line) of the training pods.
+        """Yield (pod, line) from the logs of the training pods.
 
-        `rank`: of the pod that has this global rank, without lines that another rank is known to
-        have written. `index`: of one slot's pods. `tail`: the last lines of each pod that is there.
-        `follow`: continue until the job has ended, also with pods that replace others, in whole.
-        Raises Mistake when nothing can be read, for example because no pod has this `rank` or
-        `index`; warns of each pod that could not be read.
+        `rank`: only the pod that has this global rank, without lines known to come from other
+        ranks. `index`: only the pods of this slot. `tail`: only the last lines of each existing
+        pod. `follow`: continue until the job has ended, and include all lines of pods that replace
+        others. Raises Mistake if nothing can be read, for example because no pod has this `rank` or
+        `index`. Warns about each pod that could not be read.
         """
         from ddpjob.client.logs.log_follower import Chosen, LogFollower
 
@@ -355,25 +356,28 @@ class Client:
         return _read(follower, stop, named=rank is not None)
 
     def metrics(self, job: str | Job) -> Sequence[Mapping[str, float]]:
-        """A row for each reported step: `step`, `loss`, ...; numbers of the test set begin with
-        `eval_`. `pandas.DataFrame(client.metrics(job)).plot("step", "loss")` draws the loss.
+        """Return a row for each reported step, with `step`, `loss` and other numbers by name.
 
-        Raises Mistake if the job has reported no steps, or on a cluster if no pod runs.
+        The names of numbers from the test set begin with `eval_`. To draw the loss, write
+        `pandas.DataFrame(client.metrics(job)).plot("step", "loss")`.
+
+        Raises Mistake if the job has not reported a step or, on a cluster, if no pod is running.
         """
         from ddpjob.client.texts.metric_series import read_metrics, rows_of
 
         return rows_of(read_metrics(self._backend.metrics(self.get(job).name)))
 
     def stacks(self, job: str | Job) -> Mapping[str, str]:
-        """What the ranks of each running pod are doing, by the pod's name. Training continues."""
+        """Return the Python stacks in each running pod, by the pod's name. Training continues."""
         from ddpjob.client.logs.worker_stacks import stacks
 
         running = [pod for pod in self.pods(job) if pod.index is not None and pod.state == "Running"]
         return {pod.name: text for pod, text in stacks(self._backend, running)}
 
     def rerun(self, job: str | Job, *, fresh: bool = False) -> Job:
-        """Starts an ended job again, from its last checkpoint; `fresh`: from scratch, only on this
-        machine.
+        """Start an ended job again from its last checkpoint.
+
+        With `fresh`, it starts from scratch, which is possible only on this machine.
         """
         from ddpjob.client.rerun_jobs import rerun
 
@@ -381,13 +385,11 @@ class Client:
         return self.get(job)
 
     def events(self, job: str | Job) -> Sequence[Happened]:
-        """The job's events, the oldest first; a cluster keeps them for an hour."""
+        """Return the job's events, the oldest first. A cluster keeps them for an hour."""
         return self._backend.events(self.get(job).name)
 
     def why(self, job: str | Job) -> str:
-        """What the job waits for or why it failed, and what to do about it: the text of `ddpjob
-        why`.
-        """
+        """Explain why the job waits or failed, and what to do, in the words of `ddpjob why`."""
         from ddpjob.api.job_status import utc_now
         from ddpjob.client.texts.job_text import why
 
@@ -395,28 +397,29 @@ class Client:
         return "\n".join(why(body, if_allowed(self._backend.pods, _name(job), []), utc_now()))
 
     def pods(self, job: str | Job) -> Sequence[PodLine]:
-        """The job's pods: the coordinator's, then those of each slot."""
+        """Return the job's pods: the coordinator's, then those of each slot."""
         return self._backend.pods(self.get(job).name)
 
     def scale(self, job: str | Job, nodes: int) -> None:
-        """Changes the number of nodes, in place: the group restarts from its last checkpoint."""
+        """Change the number of nodes. The group restarts from its last checkpoint."""
         change(self._backend, _name(job), {"nodes": nodes})
 
     def suspend(self, job: str | Job) -> None:
-        """Ends the job's pods after they have saved a checkpoint."""
+        """Suspend the job. Its pods save a checkpoint and end; the job stays."""
         change(self._backend, _name(job), {"runPolicy": {"suspend": True}})
 
     def resume(self, job: str | Job) -> None:
-        """Continues a suspended job from its checkpoint."""
+        """Continue a suspended job from its checkpoint."""
         change(self._backend, _name(job), {"runPolicy": {"suspend": False}})
 
     def kill(self, pod: str | PodLine) -> None:
-        """Kills a pod, to see the job recover: as `kubectl delete pod --force --grace-period=0`."""
+        """Kill a pod to see the job recover, as `kubectl delete pod --force --grace-period=0`."""
         self._backend.kill(pod if isinstance(pod, str) else pod.name)
 
     def delete(self, job: str | Job) -> None:
-        """Deletes a job and its pods. Checkpoints on volumes stay; on this machine
-        RUNS/JOB/checkpoints.
+        """Delete a job and its pods.
+
+        Checkpoints on volumes are kept, as is RUNS/JOB/checkpoints on this machine.
         """
         self._backend.delete(_name(job))
 
@@ -426,7 +429,7 @@ def _in_notebook() -> bool:
 
 
 class ProgressLine:
-    """One line of output that is replaced at each change, if it is wanted."""
+    """A line of output that each change replaces. It prints nothing unless it is wanted."""
 
     def __init__(self, wanted: bool) -> None:
         self._wanted, self._width, self._last = wanted, 0, ""
@@ -446,7 +449,10 @@ def _name(job: str | Job) -> str:
 
 
 def _read(follower: LogFollower, stop: threading.Event, *, named: bool) -> Iterator[tuple[str, str]]:
-    """Yield (pod, line). If a rank is `named`, it has lines or does not exist."""
+    """Yield (pod, line), and raise Mistake if nothing could be read.
+
+    If a rank was `named` and has no lines, that is also a Mistake, because it may not exist.
+    """
     try:
         for line in follower.lines():
             yield line.pod.name, line.text.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Shows a job in a notebook: a table of a few rows, and the curve of its loss as an SVG."""
+"""Shows a job in a notebook, as a small table and an SVG with the curve of its loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OTHER = "#9a6700"
 
 
 def job_html(body: Json, rows: Sequence[Mapping[str, float]]) -> str:
-    """Return the job's row of `ddpjob get`, as a table, and its loss over the steps."""
+    """Return the row of `ddpjob get` as a table, and the curve of the loss over the steps."""
     titles, cells = header(), row(body, utc_now())
     shown = [(title, cell) for title, cell in zip(titles, cells, strict=True) if cell]
     heads = "".join(f'<th scope="col" style="text-align:left">{escape(title.lower())}</th>' for title, _ in shown)

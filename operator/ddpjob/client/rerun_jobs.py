@@ -1,8 +1,9 @@
-"""Starts an ended job again under its name, with the spec that it had.
+"""Starts an ended job again, under the same name and with the same spec.
 
 On this machine its last manifest runs again in the background. A cluster cannot start an ended job,
-so the job is deleted and created again; checkpoints on volumes and in buckets stay, and it resumes
-from them. Its ConfigMaps with code are read first, because they are deleted with it.
+so the job is deleted and created again. Checkpoints on volumes and in buckets are kept, and the new
+job resumes from them. The job's ConfigMaps with code are read first, because they are deleted with
+it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def rerun(backend: Backend, name: str, *, fresh: bool) -> str:
             "--fresh: a cluster's checkpoints are on its volume or in its bucket; remove them there, or submit the job "
             "under a different name"
         )
-    assert isinstance(backend, ClusterBackend)  # Only live jobs can be changed.
+    assert isinstance(backend, ClusterBackend)  # PastJobs is read-only.
     maps = [_manifest(found) for found in backend.code_of(body)]
     backend.delete(name)
     _wait_until_gone(backend, name)
@@ -84,4 +85,4 @@ def _wait_until_gone(backend: Backend, name: str) -> None:
         except NoSuchJob:
             return
         time.sleep(0.5)
-    raise Mistake(f"{name} was deleted but still exists; see its finalizers, and submit it again when it is gone")
+    raise Mistake(f"{name} was deleted but still exists; check its finalizers, and submit it again when it is gone")

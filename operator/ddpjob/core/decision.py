@@ -74,7 +74,7 @@ class CreateNode:
 
 @dataclass(frozen=True)
 class DeletePod:
-    """Delete a pod. The uid is a precondition, so a newer pod with the same name is never hit."""
+    """Delete a pod. The uid is a precondition, so a newer pod of that name is never deleted."""
 
     name: str
     uid: str

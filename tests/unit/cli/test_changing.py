@@ -93,9 +93,9 @@ class Unattended(OneJob):
 @pytest.mark.parametrize(
     ("words", "done", "asked"),
     [
-        (("suspend", "j"), "j suspended; ", "j requested to be suspended; "),
-        (("resume", "j"), "j resumed", "j requested to be resumed"),
-        (("scale", "j", "3"), "j scaled to 3 nodes", "j requested to scale to 3 nodes"),
+        (("suspend", "j"), "j suspended; ", "j not yet suspended; "),
+        (("resume", "j"), "j resumed", "j not yet resumed"),
+        (("scale", "j", "3"), "j scaled to 3 nodes", "j not yet scaled to 3 nodes"),
     ],
 )
 def test_a_change_that_no_operator_acts_on_is_reported_as_only_requested(
@@ -197,8 +197,8 @@ def test_several_jobs_are_deleted_only_if_all_of_them_exist(
 @pytest.mark.parametrize(
     ("checkpoints", "said"),
     [
-        ({"claimName": "c"}, "; the next run of this name resumes from the checkpoints in the claim c, which stays"),
-        ({"url": "s3://b/j"}, "; the next run of this name resumes from the checkpoints in s3://b/j, which stays"),
+        ({"claimName": "c"}, "; the next run of this name resumes from the checkpoints in the claim c, which is kept"),
+        ({"url": "s3://b/j"}, "; the next run of this name resumes from the checkpoints in s3://b/j, which is kept"),
         ({"claimTemplate": {"whenDeleted": "Delete"}}, ""),
         ({}, ""),
     ],
@@ -295,7 +295,7 @@ def test_logs_of_a_missing_job_say_so_to_a_user_who_may_not_list_jobs(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--since", "0"), "--since 0: write a length"),
+        (("--since", "0"), "--since 0: write a duration"),
         (("--index", "1"), "j-0-0 is a pod; --index chooses pods of a job"),
     ],
 )

@@ -158,7 +158,7 @@ def test_plot_reads_the_metrics_from_the_pod_that_has_them(tmp_path: Path, monke
     with pytest.raises(Mistake, match=r"no pod has run/metrics\.jsonl"):
         backend.metrics("j")
     pods.clear()
-    with pytest.raises(Mistake, match="j: no pod runs"):
+    with pytest.raises(Mistake, match="j: no pod is running"):
         backend.metrics("j")
 
 

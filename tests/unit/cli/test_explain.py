@@ -46,13 +46,13 @@ def test_an_explanation() -> None:
 
 @pytest.mark.parametrize(
     ("path", "said"),
-    [("nodes", "nodes: there is no such field of DDPJob; did you mean spec.nodes?"),
+    [("nodes", "nodes: DDPJob has no such field; did you mean spec.nodes?"),
      ("my-job", "its fields are apiVersion, kind, metadata, spec, status (`ddpjob why my-job` explains a job)"),
-     ("spec.nodez", "spec.nodez: there is no such field of spec; did you mean spec.nodes?"),
+     ("spec.nodez", "spec.nodez: spec has no such field; did you mean spec.nodes?"),
      ("spec.maxRestarts", "did you mean spec.recovery.maxRestarts?"),
      ("spec.nodes.x", "spec.nodes has no fields"),
      ("spec.elastic.zzz", "its fields are minNodes, maxNodes"),
-     ("spec.podTemplate.spec.affinity", "`kubectl explain pod.spec.affinity` knows its fields")],
+     ("spec.podTemplate.spec.affinity", "`kubectl explain pod.spec.affinity` explains its fields")],
 )  # fmt: skip
 def test_an_unknown_field_is_refused_with_a_suggestion(
     path: str, said: str, capsys: pytest.CaptureFixture[str]

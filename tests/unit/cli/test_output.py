@@ -48,13 +48,13 @@ def test_a_template_is_filled_in_as_kubectl_does(template: str, text: str) -> No
     ("template", "words"),
     [
         ("", "no path"),
-        ("status.phase", "write it in braces"),
+        ("status.phase", "write one in braces"),
         ("{status.phase}", "{status.phase} is not a path; write it as {.status.phase}"),
-        ("{.status", "a { without its partner"),
+        ("{.status", "{ has no counterpart"),
         ("{.status[}", "{.status[}: "),
         ("{range .items[*]}{.x}", "{range PATH} without {end}"),
         ("{.x}{end}", "{end} without {range PATH}"),
-        ("{'x}", "a { without its partner"),
+        ("{'x}", "{ has no counterpart"),
         ('{"\\q"}', "is not quoted text"),
     ],
 )

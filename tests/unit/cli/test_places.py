@@ -73,7 +73,7 @@ def test_the_environment_variable_decides(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_current_folder_that_was_removed_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder.rmdir()
     assert main(["get"]) == 2
-    assert capsys.readouterr().err == "the current folder no longer exists; change to another one\n"
+    assert capsys.readouterr().err == "the current folder no longer exists; change to a different folder\n"
     assert shortest(folder / "runs") == str(folder / "runs"), "a run with --workdir and DDPJOB_RUNS still works"
 
 
@@ -81,7 +81,7 @@ def test_a_current_folder_that_was_removed_is_named(folder: Path, capsys: pytest
 def test_a_cluster_option_on_this_machine_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--local"]) == 2
     said = capsys.readouterr().err
-    assert words[1 if len(words) > 1 else 0] in said and said.endswith("leave --local out\n")
+    assert words[1 if len(words) > 1 else 0] in said and said.endswith("remove --local\n")
 
 
 @pytest.mark.parametrize("words", [["-nml", "get"], ["-n=ml", "get"], ["-n", "ml", "get"], ["get", "-n=ml"]])

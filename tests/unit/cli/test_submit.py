@@ -145,7 +145,7 @@ def test_objects_of_other_kinds_are_reported(capsys: pytest.CaptureFixture[str])
     Path("job.yaml").write_text(JOB + OTHER_KIND)
     assert main(["submit", "--cluster", "--dry-run", "job.yaml"]) == 0
     out, err = capsys.readouterr()
-    assert "ConfigMap" not in out and "not ConfigMap settings; `kubectl apply -f job.yaml` can" in err
+    assert "ConfigMap" not in out and "not ConfigMap settings; `kubectl apply -f job.yaml` creates" in err
 
 
 def test_a_generated_name_works_on_this_machine() -> None:
@@ -166,9 +166,9 @@ def test_a_generated_name_works_on_this_machine() -> None:
         (["submit", "train.py", "--lr", "1"], "`ddpjob submit train.py -- --lr ...`"),
         (["submit", "train.py", "--node", "3"], "did you mean --min-nodes or --mode or --nodes?"),
         (["convert", "torchrun", "--nnodes=2", "a.py"], "`ddpjob convert -- torchrun --nnodes ...`"),
-        (["submit", "-f", "job.yaml"], "no option -f: `ddpjob submit job.yaml`"),
-        (["run", "--filename", "job.yaml"], "no option --filename: `ddpjob run job.yaml`"),
-        (["delete", "-f", "job.yaml"], "no option -f: `ddpjob delete JOB`"),
+        (["submit", "-f", "job.yaml"], "no option -f; write `ddpjob submit job.yaml`"),
+        (["run", "--filename", "job.yaml"], "no option --filename; write `ddpjob run job.yaml`"),
+        (["delete", "-f", "job.yaml"], "no option -f; write `ddpjob delete JOB`"),
     ],
 )
 def test_an_option_of_the_program_itself_is_shown_in_its_place(
@@ -181,8 +181,8 @@ def test_an_option_of_the_program_itself_is_shown_in_its_place(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["torchrun", "train.py"], "spec.module: torchrun only starts a program"),
-        (["--", "python3", "train.py"], "spec.module: python3 only starts a program"),
+        (["torchrun", "train.py"], "spec.module: torchrun is a launcher"),
+        (["--", "python3", "train.py"], "spec.module: python3 is a launcher"),
         (["run.sh"], "run.sh is a shell script, and torchrun starts only Python scripts"),
     ],
 )
@@ -226,10 +226,10 @@ def test_options_that_convert_leaves_out_are_reported(folder: Path, capsys: pyte
     assert main(["convert", "torchrun.yaml"]) == 0
     out, err = capsys.readouterr()
     assert read(out)[0]["spec"]["script"] == "a.py"
-    assert "torchrun.yaml: left out, not one of PyTorchJob, TrainJob: MPIJob, ConfigMap" in err
+    assert "torchrun.yaml: left out MPIJob, ConfigMap, because only PyTorchJob, TrainJob can be" in err
     (folder / "mpi.yaml").write_text(mpi)
     assert main(["convert", "mpi.yaml"]) == 2
-    assert "contains none of PyTorchJob, TrainJob, but MPIJob; for other kinds, convert" in capsys.readouterr().err
+    assert "contains no PyTorchJob or TrainJob, only MPIJob; for other kinds, convert" in capsys.readouterr().err
     assert main(["convert", "torchrun.yaml", "torchrun.yaml"]) == 0, "two files were mistaken for a command line"
     assert len(read(capsys.readouterr().out)) == 2
     (folder / "broken.yaml").write_text("kind: TrainJob\nspec: {trainer: [}\n")
@@ -241,7 +241,7 @@ def test_options_that_convert_leaves_out_are_reported(folder: Path, capsys: pyte
         '#!/bin/bash\n#SBATCH -N 4\nif :; then\n  echo "a: b: c"\nfi\nsrun torchrun a.py\n'
     )
     assert main(["convert", "job.sbatch"]) == 2
-    assert "job.sbatch: contains none of PyTorchJob, TrainJob; for other kinds, conv" in capsys.readouterr().err
+    assert "job.sbatch: contains no PyTorchJob or TrainJob; for other kinds, conv" in capsys.readouterr().err
     assert main(["convert", "--name", "i", "torchrun.yaml"]) == 2, "the option had no effect"
     assert "--name: only for a command line" in capsys.readouterr().err
     assert main(["convert", "--image", "other:1", "torchrun.yaml"]) == 0
@@ -255,15 +255,14 @@ def test_notes_on_a_job_with_a_generated_name_can_be_followed(folder: Path, caps
     (folder / "t.yaml").write_text(job)
     assert main(["convert", "t.yaml"]) == 0
     out, err = capsys.readouterr()
-    assert read(out)[0]["metadata"] == {"generateName": "t-"} and "# t-: script: a.py, the first of args" in err
+    assert read(out)[0]["metadata"] == {"generateName": "t-"} and "# t-: script: a.py was the first of args" in err
 
 
 def test_convert_without_an_image_reports_only_the_missing_image(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "--", "torchrun", "--nnodes=2", "train.py"]) == 1
     [note] = capsys.readouterr().err.splitlines()
-    assert (
-        note == "# converted: spec.image: a command line names no image; write one with Python, PyTorch and the script"
-    )
+    missing = "a command line does not name one; write an image with Python, PyTorch and the script"
+    assert note == f"# converted: spec.image: {missing}"
 
 
 TWO = f"{JOB}---\n{JOB.replace('name: t', 'name: u')}"

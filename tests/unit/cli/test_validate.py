@@ -83,11 +83,11 @@ REFUSED = {
     "torchrun": (JOB.replace("script: b.py", "script: torchrun b.py"), "write script: b.py ("),
     "torchrun alone": (
         JOB.replace("script: b.py", "module: torchrun"),
-        "spec.module: torchrun only starts a program, and the job does that itself; name the program alone (`ddpjob ",
+        "spec.module: torchrun is a launcher, and the job has its own; name only the program that it starts (`ddpjob ",
     ),
     "an interpreter": (
         JOB.replace("script: b.py", "script: /usr/bin/python3"),
-        "python3 only starts a program",
+        "python3 is a launcher",
     ),
     "a shell script": (
         JOB.replace("script: b.py", "script: run.sh"),
@@ -95,7 +95,10 @@ REFUSED = {
         "script that it starts, "
         'or write command: ["bash", "run.sh"] instead of script (',
     ),
-    "a notebook": (JOB.replace("script: b.py", "script: a/b.ipynb"), "`jupyter nbconvert --to script b.ipynb` makes"),
+    "a notebook": (
+        JOB.replace("script: b.py", "script: a/b.ipynb"),
+        "`jupyter nbconvert --to script b.ipynb` converts",
+    ),
     "512m": (
         in_spec("resources: {limits: {memory: 512m}}"),
         "512m is 0.512 bytes, which is too small to be intended; did you mean 512Mi?",
@@ -112,7 +115,7 @@ REFUSED = {
     "variable without a name": (trainer("env: [{value: x}]"), "env[0].name: required, but missing"),
     "two mounts": (
         trainer("volumeMounts: [{name: ddpjob-shm, mountPath: /x}, {name: ddpjob-shm, mountPath: /x}]"),
-        "is the folder of an earlier mount",
+        "is already the folder of a mount",
     ),
     "requests": (in_spec("resources: {requests: {cpu: 4}, limits: {cpu: 2}}"), "4 is more than the limit, 2"),
     "devices without a limit": (
@@ -130,12 +133,12 @@ REFUSED = {
     "effect": (JOB + TEMPLATE % "tolerations: [{key: a, effect: NoSched}]", "did you mean NoSchedule?"),
     "no key": (JOB + TEMPLATE % "tolerations: [{value: a}]", "tolerations[0].key: missing"),
     "volume": (JOB + TEMPLATE % "volumes: [{emptyDir: {}}]", "volumes[0].name: required, but missing"),
-    "same volume": (JOB + TEMPLATE % "volumes: [{name: a}, {name: a}]", "a is the name of another volume"),
+    "same volume": (JOB + TEMPLATE % "volumes: [{name: a}, {name: a}]", "a is already the name of a volume"),
     "sizeLimit": (JOB + TEMPLATE % "volumes: [{name: a, emptyDir: {sizeLimit: 10GB}}]", "did you mean 10Gi or 10G?"),
     "account": (JOB + TEMPLATE % "serviceAccountName: My SA", "did you mean my-sa?"),
     "debugging containers": (
         JOB + TEMPLATE % "ephemeralContainers: [{name: debug, image: busybox}]",
-        "spec.podTemplate.spec.ephemeralContainers: no new pod may have them; use `kubectl debug` once it runs",
+        "spec.podTemplate.spec.ephemeralContainers: not allowed in a new pod; use `kubectl debug` once the pod runs",
     ),
     "priority": (in_spec("scheduling: {priorityClassName: High Prio}"), "did you mean high-prio?"),
     "claim": (in_spec("storage: {checkpoints: {claimName: My_Claim}}"), "did you mean my-claim?"),
@@ -153,14 +156,14 @@ REFUSED = {
     ),
     "a claim's class": (
         making_claim("accessModes: [ReadWriteMany], storageClassName: My_NFS"),
-        "claimTemplate.spec.storageClassName: 'My_NFS' is not the name of an object",
+        "claimTemplate.spec.storageClassName: 'My_NFS' is not a valid object name",
     ),
     "space": (JOB.replace("image: a", "image: 'my image'"), "is not the name of an image: it contains a space"),
     "upper case": (JOB.replace("image: a", "image: Ghcr.io/Me/Train:1"), "did you mean ghcr.io/me/train:1?"),
     "no tag": (JOB.replace("image: a", "image: 'train:'"), "the tag after ':' is missing"),
     "two trainers": (
         JOB + TEMPLATE % "containers: [{name: trainer}, {name: trainer}]",
-        "containers[1].name: trainer is the name of an earlier container",
+        "containers[1].name: trainer is already the name of a container",
     ),
     "null": (JOB + TEMPLATE % "volumes: [null]", "volumes[0]: must be a mapping, not null (None) (job.yaml, line 7)"),
     # several
@@ -214,14 +217,14 @@ def test_a_valid_template_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_servers_verdict_says_that_it_does_not_cover_classes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: four jobs that their class refused at once were "valid, also to namespace ml"."""
+    """Regression: four jobs that their class refused at once were "valid, also in namespace ml"."""
     monkeypatch.setattr(Place, "cluster", lambda place: object())
     monkeypatch.setattr(preparing, "_ask_server", lambda *_: "namespace ml")
     note = "note: class h100 is checked only when the job starts"
     for text, said in ((in_spec("className: h100"), True), (JOB, False)):
         (tmp_path / "job.yaml").write_text(text)
         code, out, err = checked(capsys, "--server", str(tmp_path / "job.yaml"))
-        assert code == 0 and "is valid, also to namespace ml" in out and (note in err) is said
+        assert code == 0 and "is valid, also in namespace ml" in out and (note in err) is said
 
 
 def test_fields_that_a_class_may_set_are_not_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

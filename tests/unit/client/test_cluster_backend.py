@@ -546,5 +546,5 @@ def test_an_invalid_name_never_becomes_the_path_of_all_jobs(name: str) -> None:
     backend = ClusterBackend(Asked())  # type: ignore[arg-type]
     acts = (backend.job, backend.delete, backend.kill, lambda name: backend.patch(name, {"nodes": 1}))
     for act in acts:
-        with pytest.raises(Mistake, match="is not the name of an object"):
+        with pytest.raises(Mistake, match="is not a valid object name"):
             act(name)

@@ -213,7 +213,7 @@ def test_arguments_of_the_images_entry_point_are_not_a_command() -> None:
     container["args"] = ["a.py", "--backend", "nccl"]
     made = convert(job)
     assert valid(made.job)["script"] == "a.py" and made.job["spec"]["args"] == ["--backend", "nccl"]
-    assert any("the image's own entry point was to run" in note for note in made.notes)
+    assert any("which the image's own entry point received" in note for note in made.notes)
 
 
 @pytest.mark.parametrize("line", ["exec torchrun a.py --lr 1", "torchrun a.py --lr 1"])
@@ -365,7 +365,7 @@ def test_resource_claims_are_kept() -> None:
     pod["containers"][0]["resources"] = {"limits": {"cpu": 3}, "claims": [{"name": "gpu"}]}
     spec = valid(convert(job).job)
     assert spec["resources"] == {"limits": {"cpu": 3}} and spec["gpusPerNode"] == 0
-    assert any("a process for each device of resourceClaims: write their number" in n for n in convert(job).notes)
+    assert any("a process for each device of resourceClaims, so write their number" in n for n in convert(job).notes)
     assert spec["podTemplate"]["spec"] == {
         "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h100"}],
         "containers": [{"name": "trainer", "resources": {"claims": [{"name": "gpu"}]}}],
@@ -499,7 +499,7 @@ def test_shared_memory_that_others_mount_is_kept() -> None:
     spec = valid(made.job)
     assert spec["storage"] == {"sharedMemory": "16Gi"}
     assert [volume["name"] for volume in spec["podTemplate"]["spec"]["volumes"]] == ["shm", "data"]
-    assert any("the volume shm: is also mounted elsewhere" in note for note in made.notes)
+    assert any("the volume shm is also mounted elsewhere" in note for note in made.notes)
 
 
 def test_selectors_by_the_other_operators_labels_are_reported() -> None:
@@ -522,7 +522,7 @@ def test_a_command_copied_over_several_lines_is_one_command() -> None:
 @pytest.mark.parametrize(
     ("line", "sign"),
     [
-        ("torchrun a.py\npython b.py", "a line's end: no shell starts a script or module"),
+        ("torchrun a.py\npython b.py", "a line break: no shell starts a script or module"),
         ("torchrun a.py # all", "#: no shell starts"),
     ],
 )
@@ -564,7 +564,7 @@ def test_plain_python_is_one_process_whatever_torchrun_would_start(given: dict[s
 
 def test_a_number_of_processes_that_plain_python_ignored_is_reported() -> None:
     made = convert(_of_four_gpus(["python", "a.py"], nprocPerNode="4"))
-    assert valid(made.job) and ["procsPerNode: python started one process in a pod" in n for n in made.notes] == [True]
+    assert valid(made.job) and ["procsPerNode: python started one process per pod" in n for n in made.notes] == [True]
 
 
 @pytest.mark.parametrize(
@@ -675,11 +675,11 @@ def test_pods_may_share_a_node_as_before(workers: int, pod: dict[str, Any], shar
 @pytest.mark.parametrize(
     ("command", "context", "noted"),
     [
-        (["bash", "-c", "apt-get update && apt-get install -y git && torchrun a.py"], {}, "command: runs apt-get, and"),
-        (["bash", "-c", "/usr/sbin/sshd; torchrun a.py"], {}, "command: runs sshd, and"),
+        (["bash", "-c", "apt-get update && apt-get install -y git && torchrun a.py"], {}, "command: runs apt-get;"),
+        (["bash", "-c", "/usr/sbin/sshd; torchrun a.py"], {}, "command: runs sshd;"),
         (["bash", "-c", "pip install adapt-x && torchrun /opt/apt/a.py"], {}, ""),
         (["torchrun", "a.py", "apt"], {}, ""),
-        (["torchrun", "a.py"], {"runAsUser": 0}, "securityContext.runAsUser: 0, and"),
+        (["torchrun", "a.py"], {"runAsUser": 0}, "securityContext.runAsUser: 0;"),
         (["torchrun", "a.py"], {"runAsUser": 0, "privileged": True}, ""),
         (["torchrun", "a.py"], {"runAsUser": 1000}, ""),
     ],

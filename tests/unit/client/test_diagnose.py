@@ -26,7 +26,7 @@ def test_a_user_who_lacks_rights_is_not_sent_to_a_role_that_lacks_them_too() -> 
     """In an installation with watchNamespaces the built-in role edit has no rights on DDPJobs."""
     (check,) = _rights(cast("ApiServer", Refusing()), "vision")
     assert check.ok is False and "you may not get ddpjobs" in check.what
-    assert "ClusterRole edit in namespace vision" in check.remedy and "but not with watchNamespaces" in check.remedy
+    assert "ClusterRole edit in namespace vision" in check.remedy and "with the chart's watchNamespaces" in check.remedy
 
 
 class Deployed:
@@ -69,10 +69,10 @@ WHOLE = {"observedGeneration": 2, "readyReplicas": 2, "updatedReplicas": 2}
         ({}, ""),
         (
             {"updatedReplicas": 1, "unavailableReplicas": 1},
-            "1 of 2 are of the newest revision and 1 of all are unavail",
+            "1 of 2 have the newest revision, 1 unavail",
         ),
         ({"readyReplicas": 1}, "1 of 2 replicas are ready"),
-        ({"observedGeneration": 1}, "are of the newest revision"),
+        ({"observedGeneration": 1}, "have the newest revision"),
         ({"conditions": [{"type": "Progressing", "status": "False", "reason": "Late", "message": "m"}]}, "(Late: m)"),
     ],
 )

@@ -177,7 +177,7 @@ def test_mistakes_are_reported_before_anything_is_created(local: bool, monkeypat
                         lambda function: f"def too_large():\n    print('{'x' * MOST_BYTES}')\n")  # fmt: skip
     with pytest.raises(Mistake, match="too_large: contains more than 1008 KiB"):
         train(too_large, image="a")
-    with pytest.raises(Mistake, match=r"train\.py: not a manifest"):
+    with pytest.raises(Mistake, match=r"train\.py: the name of a manifest must"):
         client(place).submit("train.py")
     with pytest.raises(Mistake, match=r"metadata\.name: required, but missing; name the job \(the manifest\)"):
         client(place).submit({"kind": "DDPJob"})
@@ -283,7 +283,7 @@ def test_interrupted_logs_leave_no_reader(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_missing_logs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(True, (job(), False))
-    with pytest.raises(Mistake, match="no logs of rank 7 of j; the ranks are 0 to 1"):
+    with pytest.raises(Mistake, match="no logs for rank 7 of j; the ranks are 0 to 1"):
         list(client(place).logs("j", rank=7))
     with pytest.raises(Mistake, match="no pod of slot 9 of j; the slots are 0 to 1"):
         list(client(place).logs("j", index=9))

@@ -45,9 +45,7 @@ def test_a_deleted_job_that_a_finalizer_holds_is_reported() -> None:
         "deletionTimestamp": "2026-01-01T11:58:00Z",
         "finalizers": ["foregroundDeletion", "example.com/hold"],
     }
-    assert "It was deleted 2m00s ago, and the operator leaves it alone until the finalizer example.com/hold" in text(
-        body
-    )
+    assert "It was deleted 2m00s ago, and the operator ignores it until the finalizer example.com/hold" in text(body)
 
 
 def restarted(**fields: Any) -> Json:
@@ -73,7 +71,7 @@ def test_a_script_that_reports_no_repetition_gets_one_hint() -> None:
     body = job(phase="Running", restarts={**restarted(continuedFrom="unknown"), "unknownRepeats": 1})
     said = "\n".join(describe(body, [], [], NOW))
     assert said.count("unknown") == 2 and "Repeated:   unknown after 1 restart\n" in said
-    assert "ddpjob_report.Snapshots makes it known" in said and "0 steps" not in said
+    assert "ddpjob_report.Snapshots reports it" in said and "0 steps" not in said
     assert "repeated (" not in said, "the script has not reported it"
     spoke = restarted(continuedFrom="storage") | {"unknownRepeats": 1}
     said = "\n".join(describe(job(phase="Running", restarts=spoke), [], [], NOW))
@@ -147,7 +145,7 @@ def test_a_job_that_no_operator_has_seen_is_reported() -> None:
 def test_a_job_of_a_different_controller_is_marked() -> None:
     theirs = "kueue.x-k8s.io/multikueue"
     assert text(job(spec={"managedBy": theirs})) == (
-        f"j is managed by {theirs} (spec.managedBy): DDPJob's operator leaves it alone."
+        f"j is managed by {theirs} (spec.managedBy), so DDPJob's operator ignores it."
     )
 
 
@@ -180,7 +178,7 @@ def test_a_spent_budget_is_explained_by_its_last_failure(reason: str, message: s
     body = job(phase="Failed", conditions=[failed], restarts={"recent": [{**last, "message": message}, eviction]})
     said = text(body)
     assert remedy in said and "recovery.maxRestarts" not in said
-    assert "Next: correct it, and `ddpjob rerun j`: it resumes from its last checkpoint." in said
+    assert "Next: correct the cause, and run `ddpjob rerun j`, which resumes from the last checkpoint." in said
 
 
 def test_no_slot_of_an_ended_job_is_shown_as_running() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ddpjob.cli.main import main
 from ddpjob.client.backends.backend import Mistake
-from ddpjob.client.backends.left_behind import in_words, read_left_behind
+from ddpjob.client.backends.left_behind import describe_left_behind, read_left_behind
 from ddpjob.client.backends.past_jobs import PastJobs
 
 BREAK = {
@@ -67,7 +67,7 @@ def test_the_start_of_a_round_and_its_repeated_steps_are_shown(tmp_path: Path) -
     )  # fmt: skip
     found = read_left_behind(tmp_path)
     assert found.unread == 1 and [each.round for each in found.lines] == [1, 2, 3, 2]
-    words = list(in_words(found))
+    words = list(describe_left_behind(found))
     at = next(number for number, word in enumerate(words) if word.endswith("round 2 begins with 3 nodes"))
     assert words[at + 1] == "    continued after step 90: 3 steps repeated (from memory) in 0.4 s"
     assert sum("continued" in word for word in words) == 1, "a job's beginning repeats nothing"
@@ -84,11 +84,11 @@ def test_a_missing_end_is_not_invented(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()  # A folder of `ddpjob run`.
     (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl.1").write_text(LINES[1] + "\n")
     (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl").write_text(LINES[2])
-    words = list(in_words(read_left_behind(tmp_path)))
+    words = list(describe_left_behind(read_left_behind(tmp_path)))
     assert "its end was not recorded" in words[1] and not any("the end:" in word for word in words)
     failed = line("end", 9, 2, ok=False, why="RestartBudgetSpent")
     (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl").write_text(failed)
-    assert list(in_words(read_left_behind(tmp_path)))[1] == "State:     Stopped: RestartBudgetSpent"
+    assert list(describe_left_behind(read_left_behind(tmp_path)))[1] == "State:     Stopped: RestartBudgetSpent"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_an_unreadable_line_is_skipped(tmp_path: Path, evil: str) -> None:
     (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join([LINES[1], evil, LINES[3]]))
     found = read_left_behind(tmp_path)
     assert len(found.lines) == 2 and found.unread == 1
-    assert "Not read:  1 line" in list(in_words(found))
+    assert "Not read:  1 line" in list(describe_left_behind(found))
 
 
 def test_the_records_cannot_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +139,7 @@ def test_the_last_progress_comes_from_the_last_coordinator_that_knew_it(tmp_path
     lines = [line("round", 6, 2, world=3, progress={"step": 700, "loss": 0.5}),
              line("round", 9, 3, world=3, generation="1")]  # fmt: skip
     (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join(lines))
-    assert "Progress:  step 700, loss 0.5" in list(in_words(read_left_behind(tmp_path)))
+    assert "Progress:  step 700, loss 0.5" in list(describe_left_behind(read_left_behind(tmp_path)))
     progress = PastJobs(tmp_path).job("first")["status"]["progress"]
     assert (progress["step"], progress["updatedAt"]) == (700, "2026-01-02T03:06:00Z")
 

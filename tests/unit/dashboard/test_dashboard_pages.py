@@ -767,18 +767,18 @@ def test_a_line_without_an_end_is_truncated() -> None:
         follower = LogFollower(backend, backend.job("j"), options)
         lines = [line.text for line in follower.lines()]
         assert len(lines) == 2 and len(lines[0]) == most and lines[1] == b"next"
-        assert follower.notes == [f"pod j-0-0: lines of more than {most:,} bytes were cut off"]
+        assert follower.notes == [f"pod j-0-0: lines longer than {most:,} bytes were cut off"]
 
 
 def test_a_host_that_is_not_an_address_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Mistake, match=r"^--host a\.\.b: not the name of a machine; give an address of this machine$"):
+    with pytest.raises(Mistake, match=r"^--host a\.\.b: not a host name; write an address of this machine$"):
         dashboard_command.serve_dashboard(ProcessBackend(), "a..b", 0)
 
     async def unknown(*_: Any, **options: Any) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(dashboard_command, "serve", unknown)
-    with pytest.raises(Mistake, match=r"^--host away: Name or service not known; give an address of this machine$"):
+    with pytest.raises(Mistake, match=r"^--host away: Name or service not known; write an address of this machine$"):
         dashboard_command.serve_dashboard(ProcessBackend(), "away", 0)
 
 

@@ -1,4 +1,4 @@
-"""The files that `ddpjob init` writes, a first manifest and script, and its advice on a script."""
+"""Writes the first manifest and script for `ddpjob init`, and gives advice on a script."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _PLAIN = re.compile(r"[A-Za-z][-\w./:@]*\w")
 def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int) -> Iterator[str]:
     """Write job.yaml into the current folder, and `script` unless it exists.
 
-    Yields what to print, line by line. Raises Mistake, and writes nothing, if job.yaml exists or
-    the job would be refused.
+    Yield the lines to print. If job.yaml exists or the job would be refused, raise Mistake and
+    write nothing.
     """
     if script.suffix != ".py":
         raise Mistake(f"{script}: the script's name must end in .py")
     if script.is_absolute() or ".." in script.parts:
         raise Mistake(
-            f"{script}: must be in this folder, because on a cluster the path is relative to the image's working folder"
+            f"{script}: must be below this folder, because in a cluster it is relative to the image's working folder"
         )
     values = {"name": name, "image": image, "script": script.as_posix()}
     text = Template(_file(_MANIFEST.name)).substitute(
@@ -41,7 +41,7 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
     try:
         _create(_MANIFEST, text)
     except FileExistsError:
-        raise Mistake(f"{_MANIFEST} already exists; remove it, or change to another folder") from None
+        raise Mistake(f"{_MANIFEST} already exists; remove it, or change to a different folder") from None
     except OSError as error:
         raise Mistake(f"{_MANIFEST}: {error.strerror}") from error
     written = [str(_MANIFEST)]
@@ -70,7 +70,7 @@ def check_script(script: Path) -> tuple[bool, list[str]]:
     try:
         read = read_script(script)
     except UnreadableScript as unreadable:
-        general = [f"{unreadable}. If its ranks form no group, it needs these lines ({TUTORIAL}):", *general_form()]
+        general = [f"{unreadable}. If its ranks do not form a group, add these lines ({TUTORIAL}):", *general_form()]
         return False, general
     except OSError as error:
         raise Mistake(f"{script}: {error.strerror}") from error
@@ -92,7 +92,7 @@ def _create(path: Path, text: str) -> None:
 
 
 def _file(name: str) -> str:
-    """Return a template file.
+    """Return the text of a template file.
 
     Its suffix keeps linters and importers from mistaking it for a module of this package.
     """

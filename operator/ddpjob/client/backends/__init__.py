@@ -1,1 +1,1 @@
-"""Where jobs are: a cluster, this machine, and the checkpoint folders of jobs that are gone."""
+"""The places of jobs: clusters, this machine, and the checkpoint folders of deleted jobs."""

@@ -1,4 +1,4 @@
-"""A user's requests to the API server, in plain JSON.
+"""Sends a user's requests to the API server, in plain JSON.
 
 The official client handles kubeconfig, credentials and connections.
 """
@@ -31,21 +31,21 @@ LARGEST_ANSWER = 16 * 1024 * 1024
 """Maximum size in bytes of a response for viewers of a dashboard in a cluster. For a job's pods or
 events it is twice as much, because a thousand pods have some 20 MB."""
 LARGEST_PAGE_BYTES = 2 * 1024 * 1024
-"""Maximum size in bytes of one page of a list for those viewers, unless it is one object. As Python
-objects, a page may take 30 times as much."""
+"""Maximum size in bytes of one page of a list for those viewers, unless it has only one
+object. Parsed into Python objects, a page may take 30 times as much memory."""
 _parsing = threading.Lock()
-"""Held while objects are parsed and shaped, because otherwise many viewers would have the same
-large object in memory at once."""
+"""Lock to hold while objects are parsed and shaped, because otherwise many viewers would have the
+same large object in memory at once."""
 MERGE_PATCH = "application/merge-patch+json"
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """Seconds, and the maximum number of unanswered probes. TCP_KEEPALIVE is the name of TCP_KEEPIDLE
 on macOS."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _USER_AGENT = "ddpjob"
-"""Also the manager's name in managedFields of what a user creates or changes."""
+"""Also the name of the manager in the managedFields of objects that a user creates or changes."""
 
 
-def _named(api: Any) -> Any:
+def _with_user_agent(api: Any) -> Any:
     api.user_agent = _USER_AGENT
     return api
 
@@ -71,7 +71,7 @@ class ApiServer:
     """
 
     largest_answer: int | None = None
-    """Maximum size of a response in bytes; None: no limit, as in a user's own process."""
+    """Maximum size of a response in bytes. None means no limit, as in a user's own process."""
 
     def __init__(self, api: Any, namespace: str, context: str) -> None:
         self.client, self.namespace, self.context = api, namespace, context
@@ -87,22 +87,22 @@ class ApiServer:
 
         settings = client.Configuration()
         settings.retries = False
-        settings.socket_options = _noticing()
+        settings.socket_options = _keepalive_options()
         try:
             merged = KubeConfigMerger(kubeconfig or os.environ.get("KUBECONFIG") or KUBE_CONFIG_DEFAULT_LOCATION).config
             if merged is None:
                 raise config.ConfigException("No configuration found")
-            # Does not need a current-context if a context is given.
+            # If a context is given, the kubeconfig need not have a current-context.
             loader = KubeConfigLoader(merged, active_context=context)
             loader.load_and_set(settings)
             chosen = loader.current_context
             namespace = chosen["context"].get("namespace") or "default"
-            return cls(_named(client.ApiClient(settings)), namespace, chosen["name"])
+            return cls(_with_user_agent(client.ApiClient(settings)), namespace, chosen["name"])
         except config.ConfigException as error:
             if kubeconfig is None and context is None and _NAMESPACE_FILE.exists():
                 config.load_incluster_config(client_configuration=settings)
                 namespace = _NAMESPACE_FILE.read_text().strip()
-                return cls(_named(client.ApiClient(settings)), namespace, "in-cluster")
+                return cls(_with_user_agent(client.ApiClient(settings)), namespace, "in-cluster")
             why = str(error).removeprefix("Invalid kube-config file. ").rstrip(".")
             remedy = "set KUBECONFIG or --kubeconfig, or write --local for jobs of this machine"
             raise Unreachable(f"no cluster: {why}; {remedy}") from error
@@ -126,9 +126,9 @@ class ApiServer:
         return self._parsed(response, text)
 
     def optional(self, path: str, query: Mapping[str, str] | None = None) -> Json | None:
-        """Return the JSON response to GET.
+        """Return the JSON response to a GET request.
 
-        None if the object does not exist or must not be read.
+        Return None if the object does not exist or the user may not read it.
         """
         try:
             return self.request("GET", path, query=query)
@@ -138,7 +138,7 @@ class ApiServer:
             raise
 
     def existing(self, path: str) -> Json | None:
-        """Return the JSON response to GET; None if the object does not exist."""
+        """Return the JSON response to a GET request; None if the object does not exist."""
         try:
             return self.request("GET", path)
         except ApiRefusal as refusal:
@@ -193,7 +193,7 @@ class ApiServer:
     def stream(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[bytes]:
         """Yield pieces of a response as they arrive, until it ends.
 
-        Stop also after `silence` seconds without a piece.
+        Also stop after `silence` seconds without a piece.
         """
         import urllib3
 
@@ -248,7 +248,7 @@ class ApiServer:
         try:
             yield
         except (urllib3.exceptions.HTTPError, OSError, ApiException) as error:
-            raise NoAnswer(f"the API server at {self._where} does not answer: {_short(error)}") from error
+            raise NoAnswer(f"the API server at {self._where} does not answer: {_innermost_reason(error)}") from error
 
     @property
     def _where(self) -> str:
@@ -276,8 +276,8 @@ class ApiServer:
 class BearerServer(ApiServer):
     """One API server, accessed only with a viewer's bearer token.
 
-    It uses neither a kubeconfig nor this process's account. `ca` is a file with the authorities
-    that may have signed the server's certificate.
+    It uses neither a kubeconfig nor this process's account. `ca` is a file with the certificates of
+    the trusted authorities.
     """
 
     largest_answer = LARGEST_ANSWER
@@ -287,7 +287,9 @@ class BearerServer(ApiServer):
 
         super().__init__(None, "default", "this cluster")
         self._url, self._headers = url.rstrip("/"), {"Authorization": f"Bearer {token}"}
-        self._pool = urllib3.PoolManager(8, ssl_context=_trusting(ca), retries=False, socket_options=_noticing())
+        self._pool = urllib3.PoolManager(
+            8, ssl_context=_tls_context(ca), retries=False, socket_options=_keepalive_options()
+        )
         self._open = WeakSet[Any]()
         self._closed = False
 
@@ -332,15 +334,12 @@ class BearerServer(ApiServer):
         text: bytes = response.read(most + 1, decode_content=True)
         if len(text) > most:
             response.close()
-            raise AnswerTooLarge(f"{path}: the answer has more than {most} bytes; look at it with kubectl")
+            raise AnswerTooLarge(f"{path}: the answer has more than {most} bytes; read it with kubectl")
         return text
 
 
-def _noticing() -> list[tuple[int, int, int]]:
-    """Return options for sockets that notice when the other host is unreachable.
-
-    Such a socket notices within half a minute while it waits.
-    """
+def _keepalive_options() -> list[tuple[int, int, int]]:
+    """Return options for sockets that notice an unreachable host within half a minute."""
     from urllib3.connection import HTTPConnection
 
     options = [*HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
@@ -348,7 +347,7 @@ def _noticing() -> list[tuple[int, int, int]]:
     return [*options, *((socket.IPPROTO_TCP, name, value) for name, value in found if name is not None)]
 
 
-def _trusting(ca: str) -> ssl.SSLContext:
+def _tls_context(ca: str) -> ssl.SSLContext:
     """Return a context that trusts the same certificates as kubectl.
 
     These include certificates without key identifiers, which many authorities issue.
@@ -364,7 +363,7 @@ def _trusting(ca: str) -> ssl.SSLContext:
 _OF_TLS = re.compile(r"\[SSL: \w+\] ")
 
 
-def _short(error: BaseException) -> str:
+def _innermost_reason(error: BaseException) -> str:
     """Return the innermost reason of an error.
 
     urllib3 wraps it several times, and the official client wraps a TLS error one more time.

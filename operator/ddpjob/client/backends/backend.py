@@ -22,7 +22,7 @@ SILENCE_SECONDS = 15.0
 """Seconds that a stoppable log connection waits for the next line before it is reopened."""
 
 METRICS = "run/metrics.jsonl"
-"""The training's measurements, in the job's checkpoint folder."""
+"""File with the measurements of the training, in the job's checkpoint folder."""
 METRICS_WRITERS = "the built-in trainer, and scripts that call ddpjob_report.report(step=...)"
 METRICS_BYTES = 8 << 20
 
@@ -39,7 +39,7 @@ class Mistake(Exception):
     passing = False
     """Whether a retry a little later may succeed."""
     denied = False
-    """Whether the caller may not read this, or is unknown."""
+    """Whether the caller lacks the right to read this, or is not authenticated."""
 
     def _render_traceback_(self) -> list[str]:
         """Show only the message in a notebook, because the frames are this package's own."""
@@ -47,7 +47,7 @@ class Mistake(Exception):
 
 
 class Unreachable(Mistake):
-    """The place cannot be reached: no kubeconfig, no API server or no credentials."""
+    """There is no kubeconfig, no reachable API server, or no valid credentials."""
 
 
 class NoAnswer(Unreachable):
@@ -79,7 +79,7 @@ class OutagePatience:
         """End an outage."""
         self._since = None
 
-    def bear(self, mistake: Mistake) -> None:
+    def tolerate(self, mistake: Mistake) -> None:
         """Raise the mistake, unless it is temporary and the outage has not yet lasted too long."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
@@ -89,7 +89,7 @@ class OutagePatience:
 
 @dataclass(frozen=True)
 class PodLine:
-    """What users need to know of a job's pod."""
+    """A job's pod, as shown to users."""
 
     name: str
     role: str
@@ -98,7 +98,7 @@ class PodLine:
     """The same word as in kubectl's column STATUS."""
     host: str = ""
     message: str = ""
-    """What the pod is waiting for, or why it ended."""
+    """The reason why the pod waits or ended."""
     created: datetime | None = None
     containers: tuple[str, ...] = ()
     ended: bool = False
@@ -122,7 +122,7 @@ class Happened:
 
 @dataclass(frozen=True)
 class LogOptions:
-    """Which part of a log to read. `since` is in seconds; None: all of it."""
+    """The part of a log to read. `since` is in seconds; None means the whole log."""
 
     follow: bool = False
     tail: int | None = None
@@ -130,7 +130,7 @@ class LogOptions:
     previous: bool = False
     """Read the log of the previous container, if the kubelet has restarted the pod."""
     stop: threading.Event | None = None
-    """Ends a followed log within SILENCE_SECONDS of its reader leaving."""
+    """Set by a reader that leaves. The followed log ends within SILENCE_SECONDS after that."""
     line_bytes: int = LINE_BYTES
     """Maximum size of a line in bytes; the rest is cut off."""
 
@@ -169,7 +169,7 @@ class Backend(Protocol):
 
         Stop after `seconds`; None means never. `known` are jobs that the caller already has; the
         deleted ones among them come first. The object of a deleted job may consist of its name
-        alone, because callers keep what else they need.
+        alone, because callers keep the other fields that they need.
 
         Raises NoSuchJob if job `name` does not exist or is deleted.
         """
@@ -187,7 +187,7 @@ class Backend(Protocol):
         """Return the last METRICS_BYTES (or less) of rank 0's metrics.jsonl."""
 
     def patch(self, name: str, spec: Json) -> None:
-        """Merge into `spec`, as `kubectl patch --type=merge` does."""
+        """Merge `spec` into the job's spec, as `kubectl patch --type=merge` does."""
 
     def create(self, manifests: list[Json]) -> str:
         """Create a job, the last manifest, and the objects that it needs. Return its name."""

@@ -1,4 +1,4 @@
-"""Jobs in a namespace of a cluster, through the API server, with the user's rights."""
+"""Reads and changes jobs of a cluster through the API server, with the user's rights."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ _WAITING_TO_START = 400
 _PREPARED = ("ContainerCreating", "PodInitializing")
 """States of a pod whose containers do not report their own state yet."""
 _WARNED_PODS = 3
-"""Maximum number of pods whose events are read. Usually the same obstacle stops the other pods
-too."""
+"""Maximum number of pods whose events are read. The same obstacle usually stops the
+other pods."""
 _EXEC_SECONDS = 60.0
 MOST_OUTPUT = 16 << 20
-"""Maximum size in bytes of a command's output that is read from a pod: twice that of the
+"""Maximum size in bytes of a command's output that is read from a pod, twice that of the
 metrics."""
 _PRINTED = (b"\x01", b"\x02")
 """WebSocket channels for standard output and standard error."""
@@ -102,11 +102,11 @@ class ClusterBackend:
         """Return the path of an object in the namespace, or of the collection.
 
         `plural` is DDPJobs, events or a kind of the core API. Raises Mistake if `name` is not a
-        valid name. An empty name, from an unset shell variable, would turn a request to delete one
-        job into a request to delete all.
+        valid object name. An empty name, from an unset shell variable, would turn a request to
+        delete one job into a request to delete all.
         """
         if name is not None and (name in ("", ".", "..") or "/" in name or "%" in name):
-            raise Mistake(f"{name!r} is not the name of an object")
+            raise Mistake(f"{name!r} is not a valid object name")
         root = f"/apis/{API_VERSION}" if plural == PLURAL else "/api/v1"
         scope = "" if everywhere else f"/namespaces/{quote(self.namespace, safe='')}"
         return f"{root}{scope}/{plural}" + (f"/{quote(name, safe='')}" if name is not None else "")
@@ -136,7 +136,7 @@ class ClusterBackend:
 
     @contextmanager
     def _explaining(self, name: str | None = None) -> Iterator[None]:
-        """Raise the meaning of a refusal: no such job, or no DDPJob CRD in the cluster."""
+        """Turn a refusal into its reason, such as a missing job or a cluster without the CRD."""
         try:
             yield
         except ApiRefusal as refusal:
@@ -165,7 +165,7 @@ class ClusterBackend:
         query = {"fieldSelector": f"metadata.name={name}"} if name is not None else {}
         path = self.path(PLURAL, everywhere=self.everywhere)
         seen = {_key(job): job for job in known or ()}
-        kept = _named if known is not None else _typed
+        kept = _versioned if known is not None else _typed
         answered = False
         patience = OutagePatience()
         while True:
@@ -175,7 +175,7 @@ class ClusterBackend:
             except Mistake as mistake:
                 if not answered:
                     raise
-                patience.bear(mistake)
+                patience.tolerate(mistake)
                 self.notes = [str(mistake)]
                 if end is not None and time.monotonic() >= end:
                     return
@@ -228,7 +228,7 @@ class ClusterBackend:
 
     def pods(self, name: str) -> list[PodLine]:
         selector = f"{LABEL_MANAGED}={MANAGED_BY},{LABEL_JOB}={name}"
-        bodies = self._without_those_of_a_deleted_job(
+        bodies = self._without_deleted_job(
             name, self.api.items(self.path("pods"), {"labelSelector": selector}, of_a_job=True)
         )
         lines = []
@@ -236,7 +236,7 @@ class ClusterBackend:
             try:
                 view = read_pod(body)
             except (KeyError, ValueError):
-                continue  # It is an unrelated pod that has the job's label.
+                continue  # An unrelated pod may have the job's label.
             lines.append(_pod_line(view, [c["name"] for c in body["spec"]["containers"]]))
         lines.sort(key=lambda pod: (-1 if pod.index is None else pod.index, str(pod.created), pod.name))
         prepared = [at for at, line in enumerate(lines) if line.state in _PREPARED and not line.message]
@@ -244,10 +244,10 @@ class ClusterBackend:
             lines[at] = replace(lines[at], message=self._last_warning(lines[at].name))
         return lines
 
-    def _without_those_of_a_deleted_job(self, name: str, pods: list[Json]) -> list[Json]:
-        """Exclude pods of a deleted job.
+    def _without_deleted_job(self, name: str, pods: list[Json]) -> list[Json]:
+        """Return the pods without those of a deleted job.
 
-        Until these pods have ended, they coexist with those of a new job of the same name.
+        They exist until they have ended, possibly together with pods of a new job of this name.
         """
         uids = {pod["metadata"]["labels"].get(LABEL_UID) for pod in pods}
         if len(uids) < 2 and not any("deletionTimestamp" in pod["metadata"] for pod in pods):
@@ -257,9 +257,9 @@ class ClusterBackend:
         return [pod for pod in pods if uid in (None, pod["metadata"]["labels"].get(LABEL_UID))]
 
     def _last_warning(self, pod: str) -> str:
-        """Return the last warning; kubelets report volume and network faults only in events.
+        """Return a pod's last warning, because volume and network faults appear only in events.
 
-        Empty if there is none or the user may not read events.
+        It is empty if there are no warnings, or if the user may not read events.
         """
         try:
             found = self._events(f"involvedObject.kind=Pod,involvedObject.name={pod},type=Warning")
@@ -299,7 +299,7 @@ class ClusterBackend:
         query |= {"sinceSeconds": str(options.since)} if options.since is not None else {}
         path = f"{self.path('pods', pod.name)}/log"
         silence = SILENCE_SECONDS if options.follow and options.stop is not None else None
-        read, patience = _Read(), OutagePatience()
+        read, patience = _ReadPosition(), OutagePatience()
         ended = pod.ended or not options.follow
         while True:
             try:
@@ -307,7 +307,7 @@ class ClusterBackend:
                     if options.stopped:
                         return
                     if not line.endswith(b"\n") and not ended:
-                        # The connection broke within a line. The whole line is read again.
+                        # The connection broke within a line, so the whole line is read again.
                         break
                     stamp, _, text = line.partition(b" ")
                     if read.is_new(stamp):
@@ -321,13 +321,13 @@ class ClusterBackend:
                 if ended and not (options.follow and refusal.passing):
                     raise
                 if refusal.status != _WAITING_TO_START:
-                    patience.bear(refusal)
+                    patience.tolerate(refusal)
             except NoAnswer as failure:
                 if not options.follow:
                     raise
                 if options.stop is None:
-                    # Otherwise the pod may just be silent; its reader ends the log.
-                    patience.bear(failure)
+                    # With `stop`, the pod may just be silent, and its reader ends the log.
+                    patience.tolerate(failure)
             if options.stopped:
                 return
             # The connection ended before the pod did, or between its last lines, so continue from
@@ -341,7 +341,7 @@ class ClusterBackend:
             read.again()
 
     def metrics(self, name: str) -> str:
-        """Read the file in the first of a few running pods that has it.
+        """Read the file from one of the first few running pods.
 
         If each pod has its own folder, only rank 0's pod has the file.
         """
@@ -351,13 +351,17 @@ class ClusterBackend:
         end = time.monotonic() + _METRICS_SECONDS
         for asked, pod in enumerate(pods):
             if time.monotonic() > end:
-                raise Mistake(f"{name}: {asked} of its pods had no {METRICS} for {_METRICS_SECONDS:.0f} s; try again")
+                raise Mistake(
+                    f"{name}: {METRICS} was not found in {asked} pods within {_METRICS_SECONDS:.0f} s; try again"
+                )
             if found := self.run_in(pod, _METRICS_PROBE).partition(_METRICS_MARK)[2]:
                 return found
         if pods:
             which = "no pod has" if len(pods) == len(running) else f"none of its first {len(pods)} pods has"
             raise Mistake(f"{name}: {which} {METRICS} in its checkpoint folder; it is written by {METRICS_WRITERS}")
-        raise Mistake(f"{name}: no pod runs; `python -m ddpjob_trainer plot` draws {METRICS} of its checkpoint folder")
+        raise Mistake(
+            f"{name}: no pod is running; `python -m ddpjob_trainer plot` draws its checkpoint folder's {METRICS}"
+        )
 
     def _has_ended(self, pod: str) -> bool:
         try:
@@ -391,7 +395,7 @@ class ClusterBackend:
             try:
                 self.delete(name)
             except Mistake as other:
-                left = f"{str(mistake) or 'Ctrl-C'}; job {name} was created before and could not be deleted: {other}"
+                left = f"{str(mistake) or 'Ctrl-C'}; job {name} was created, but could not be deleted: {other}"
                 raise Mistake(f"{left}; `ddpjob delete {name}` deletes it") from mistake
             raise
         return name
@@ -407,7 +411,7 @@ class ClusterBackend:
     def _create_map(self, body: Json) -> None:
         """Create a ConfigMap. Its name contains a digest of its content.
 
-        An earlier job's ConfigMap of this name may not be deleted yet.
+        A deleted job's ConfigMap of the same name may still exist for a while.
         """
         end = time.monotonic() + _LEAVING_SECONDS
         while True:
@@ -425,7 +429,7 @@ class ClusterBackend:
             time.sleep(_RETRY_SECONDS / 2)
 
     def dry_run(self, plural: str, body: Json) -> Json:
-        """Return what the API server would store, admission included. Raises ApiRefusal."""
+        """Return the object as the API server would store it after admission. Raises ApiRefusal."""
         query = {"dryRun": "All", "fieldValidation": "Strict"}
         return self.api.request("POST", self.path(plural), query=query, body=body)
 
@@ -436,7 +440,7 @@ class ClusterBackend:
     def kill(self, pod: str) -> None:
         body = self.api.existing(self.path("pods", pod))
         if body is None or LABEL_JOB not in body["metadata"].get("labels", {}):
-            raise Mistake(f"no pod {pod} of a job in {self.where}; `ddpjob describe JOB` lists a job's pods")
+            raise Mistake(f"no pod {pod} of a job in {self.where}; `ddpjob describe JOB` lists the pods of a job")
         options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0,
                    "preconditions": {"uid": body["metadata"]["uid"]}}  # fmt: skip
         self.api.request("DELETE", self.path("pods", pod), body=options)
@@ -462,8 +466,8 @@ class ClusterBackend:
 
 
 NO_CRD = (
-    "this cluster has no DDPJob: its definition (CRD) is not installed. Install the operator, "
-    "`helm install ddpjob charts/ddpjob-operator -n ddpjob --create-namespace`; `ddpjob doctor` checks it"
+    "this cluster has no DDPJobs, because their definition (CRD) is not installed; install the operator with "
+    "`helm install ddpjob charts/ddpjob-operator -n ddpjob --create-namespace`, and check it with `ddpjob doctor`"
 )
 
 
@@ -492,17 +496,14 @@ def _output(sock: Any, pod: str) -> str:
                     f"which program python3 is in the job's image"
                 )
     except (WebSocketConnectionClosedException, WebSocketTimeoutException):
-        pass  # Show what has arrived.
+        pass  # Return the output that has arrived.
     finally:
         sock.shutdown()
     return b"".join(parts).decode(errors="replace")
 
 
 def _refusal(said: str) -> str:
-    """Return the API server's own words.
-
-    websocket-client wraps them in its own message about the handshake.
-    """
+    """Return the API server's message without websocket-client's message about the handshake."""
     between = " -+-+- "
     handshake, _, rest = said.partition(between)
     try:
@@ -517,20 +518,20 @@ def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
     for piece in pieces:
         *whole, rest = (rest + piece).split(b"\n")
         yield from (line + b"\n" for line in whole)
-        rest = rest[: LINE_BYTES + 64]  # With its timestamp. A reader sees that the line is too long.
+        rest = rest[: LINE_BYTES + 64]  # Keep enough of it that a reader sees that it is too long.
     if rest:
         yield rest
 
 
-class _Read:
-    """How far a log was read.
+class _ReadPosition:
+    """The position up to which a log has been read.
 
-    Lines written together share a time, and times go back when a clock is reset.
+    Lines written together share a timestamp, and timestamps go back when a clock is set back.
     """
 
     def __init__(self) -> None:
         self.stamp, self._lines, self._skip = b"", 0, 0
-        """The time of the last line, and how many of the last lines have that time."""
+        """The timestamp of the last line, and the number of last lines that have it."""
         self._skipping = False
 
     def again(self) -> None:
@@ -538,7 +539,7 @@ class _Read:
         self._skipping, self._skip = bool(self.stamp), self._lines
 
     def is_new(self, stamp: bytes) -> bool:
-        """Return whether the next line, which has this time, is new."""
+        """Return whether the next line, which has this timestamp, is new."""
         if self._skipping:
             if _order(stamp) < _order(self.stamp):
                 return False
@@ -552,7 +553,7 @@ class _Read:
 
 
 def _order(stamp: bytes) -> tuple[bytes, bytes]:
-    """Return a sort key for times of log lines, because their fractions lack trailing zeros."""
+    """Return a sort key for the timestamp of a log line, whose fraction lacks trailing zeros."""
     whole, _, fraction = stamp.removesuffix(b"Z").partition(b".")
     return whole, fraction.ljust(9, b"0")
 
@@ -567,7 +568,7 @@ def _typed(job: Json) -> Json:
     return {"apiVersion": API_VERSION, "kind": KIND, **job}
 
 
-def _named(job: Json) -> Json:
+def _versioned(job: Json) -> Json:
     """Return the part of a job that shows whether it has changed or is gone."""
     return {"metadata": {part: job["metadata"].get(part, "") for part in ("namespace", "name", "resourceVersion")}}
 

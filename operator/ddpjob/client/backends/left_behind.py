@@ -1,4 +1,4 @@
-"""Reads what a job has left in its checkpoint folder: its record of rounds.
+"""Reads the record of rounds that a job left in its checkpoint folder.
 
 Any line of the record may be cut off or hostile.
 """
@@ -40,13 +40,13 @@ _SHOWN = 200
 
 @dataclass(frozen=True)
 class Line:
-    """The start of a round or the end of the job, with the breaks before it."""
+    """A line about the start of a round or the end of the job, with the breaks before it."""
 
     time: datetime
     generation: str
     round: int
     world: int | None
-    """Number of nodes in the round; None: the line is the job's end."""
+    """Number of nodes in the round; None if the line is the job's end."""
     ok: bool
     why: str
     incidents: tuple[Incident, ...]
@@ -57,7 +57,7 @@ class Line:
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """What the last job that used a folder has left in it."""
+    """The records of the last job that used a folder."""
 
     name: str
     namespace: str
@@ -68,7 +68,7 @@ class LeftBehind:
     others: int
     """Number of jobs that used the folder before."""
     metrics: str
-    """The end of metrics.jsonl; empty: there is none."""
+    """The end of metrics.jsonl; empty if the file does not exist."""
 
     @property
     def reported(self) -> Line:
@@ -82,7 +82,7 @@ class LeftBehind:
 def read_left_behind(folder: Path) -> LeftBehind:
     """Read a checkpoint folder or a folder of `ddpjob run`. Raises Mistake."""
     if not folder.is_dir():
-        raise Mistake(f"{folder}: there is no such folder here; give the folder of the job's checkpoints")
+        raise Mistake(f"{folder}: there is no such folder here; name the folder of the job's checkpoints")
     place = _place(folder)
     text = _end_of(place / f"{ROUNDS_FILE}.1") + _end_of(place / ROUNDS_FILE)
     metrics = _end_of(place / METRICS)
@@ -108,7 +108,7 @@ def read_left_behind(folder: Path) -> LeftBehind:
 
 
 def _add_start(found: list[tuple[tuple[str, str, str], Line]], job: tuple[str, str, str], start: Line) -> None:
-    """Add where a round continued to the round's line, if that was recorded."""
+    """Add `start` to the line of the round that it belongs to, if that was recorded."""
     for index in range(len(found) - 1, -1, -1):
         other, line = found[index]
         if other == job and (line.generation, line.round) == (start.generation, start.round):
@@ -141,10 +141,10 @@ def _end_of(path: Path) -> str:
 def _read(row: Any) -> tuple[tuple[str, str, str], Line]:
     """Return ((name, namespace, uid), the line). Raises ValueError.
 
-    A line that has a `start` belongs to a round's line before it.
+    A line with a `start` belongs to the earlier line of its round.
     """
     if not isinstance(row, dict) or row.get("event") not in ("round", "end", START):
-        raise ValueError("no line of rounds")
+        raise ValueError("not a line of the record")
     start = read_start(row.get(START)) if row["event"] == START else {}
     time, incidents = known_time(row.get("time")), [] if start else row.get("incidents")
     if time is None or not isinstance(incidents, list) or bool(start) != (row["event"] == START):
@@ -171,15 +171,15 @@ def _whole(row: Json, key: str) -> int:
 # --- in words ---------------------------------------------------------------------------------------------------
 
 
-def in_words(found: LeftBehind) -> Iterator[str]:
+def describe_left_behind(found: LeftBehind) -> Iterator[str]:
     """Yield lines about the job, its last progress and its rounds.
 
-    Rounds are in order, each with its reason for ending.
+    Rounds are listed in order. The breaks that ended a round are listed before the next round.
     """
     lines = found.lines
     yield f"Job:       {found.namespace}/{found.name}" if found.namespace else f"Job:       {found.name}"
     if not lines:
-        yield f"Rounds:    not recorded: there is no {ROUNDS_FILE}"
+        yield f"Rounds:    not recorded, because there is no {ROUNDS_FILE}"
         return
     first, last = lines[0], lines[-1]
     yield f"State:     {_state(last)}"
@@ -221,7 +221,7 @@ def _progress(line: Line) -> str:
 
 
 def _start(line: Line) -> Iterator[str]:
-    """Yield where a round after a restart continued, and what it repeated."""
+    """Yield the step from which a round continued after a restart, and the repeated work."""
     if line.start and line.incidents:
         again = describe_repeats(line.start["source"], count_steps(line.start))
         took = f" in {line.start['seconds']:.1f} s" if line.start.get("seconds") else ""

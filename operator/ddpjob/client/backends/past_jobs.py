@@ -1,4 +1,4 @@
-"""Shows deleted jobs to the dashboard: a `Backend` that reads their checkpoint folders."""
+"""A `Backend` that shows deleted jobs to the dashboard, from their checkpoint folders."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _MOST_RESTARTS = 200
 _MOST_ROUNDS = 200
 _LOOK_SECONDS = 2.0
 _NAME = re.compile(r"[a-z0-9][-a-z0-9.]{0,252}")
-_READ_ONLY = "the files that a finished job left can only be read"
+_READ_ONLY = "the job is shown from its checkpoint folder and cannot be changed"
 
 
 class PastJobs:
-    """Implements `Backend` for the job of a checkpoint folder, or the jobs of the folders in it.
+    """Implements `Backend` for a checkpoint folder, or for a folder that contains several.
 
     Raises Mistake.
     """
@@ -56,14 +56,14 @@ class PastJobs:
         self.jobs()
 
     def within(self, namespace: str) -> PastJobs:
-        """Return the same backend, but with names that refer to jobs of this namespace."""
+        """Return the same backend, in which names refer to jobs of this namespace."""
         scoped = copy(self)
         scoped._namespace = namespace
         return scoped
 
     @property
     def where(self) -> str:
-        return f"what is left in {self._root}"
+        return f"folder {self._root}"
 
     def jobs(self) -> list[Json]:
         notes, found = list[str](), dict[tuple[str, str], tuple[Path, LeftBehind]]()
@@ -140,7 +140,7 @@ class PastJobs:
         return found
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
-        raise Mistake("logs are gone with their pods")
+        raise Mistake("the logs were deleted with their pods")
 
     def metrics(self, name: str) -> str:
         found = read_left_behind(self._folder_of(name)[0]).metrics
@@ -157,7 +157,7 @@ class PastJobs:
 def _stamp(folder: Path) -> tuple[float, ...]:
     """Return modification times and sizes of a job's files in its folder, the newest first.
 
-    Empty if there are no files.
+    The result is empty if there are no files.
     """
     times, sizes = list[float](), list[float]()
     for place in (folder, folder / "checkpoints"):
@@ -232,7 +232,10 @@ def _restarts(lines: tuple[Line, ...]) -> Iterator[Json]:
 
 
 def _repeated(start: Json) -> Json:
-    """Return what a round has repeated, as a restart has it; unknown if that was not recorded."""
+    """Return the work that a round repeated, in the fields of a restart.
+
+    It is unknown if the record does not contain it.
+    """
     found: Json = {"continuedFrom": start.get("source", UNKNOWN), "repeatedSteps": count_steps(start)}
     found |= {"repeatedSeconds": start.get("seconds")}
     return {name: value for name, value in found.items() if value is not None}

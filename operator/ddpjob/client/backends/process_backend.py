@@ -1,4 +1,4 @@
-"""Jobs of this machine: the records of `ddpjob run`, and requests to its processes."""
+"""Reads the records of `ddpjob run` on this machine, and sends requests to its processes."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _POLL = 0.3
 _STARTED_SECONDS = 30.0
 """Maximum number of seconds until a new `ddpjob run` has written its record."""
 _STOPPED = "its `ddpjob run` was stopped; run the job again to resume"
-"""Message of the condition Suspended of an interrupted job, which has no runPolicy.suspend that
-could be set to false."""
+"""Message of the condition Suspended of an interrupted job, whose runPolicy.suspend cannot be set
+to false."""
 
 
 def has_jobs() -> bool:
     """Whether the folder of runs holds a job.
 
-    Other tools may keep a status.json there too.
+    Other tools may also keep a status.json there.
     """
     return any(_is_record(JobFolder(file.parent)) for file in runs_folder().glob("*/status.json"))
 
@@ -62,14 +62,14 @@ _ALIVE = ("Running", "Pending", "Terminating")
 _OF_POD = re.compile(rf"(\d+-\d+|coordinator-\d+(-\d+)?)(\.{COORDINATOR_CONTAINER})?")
 """The part of pod and log names that follows the job's name."""
 _Known = tuple[tuple[int, int, int] | None, Json, bool]
-"""A record: its file's inode, time and size; its content; and whether its job has ended."""
+"""The inode, time and size of a record's file, its content, and whether its job has ended."""
 
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def _named(method: Callable[_P, _T]) -> Callable[_P, _T]:
+def _report_disk_errors(method: Callable[_P, _T]) -> Callable[_P, _T]:
     """Turn disk errors into Mistakes, because programs do not expect an OSError from `Client`."""
 
     @functools.wraps(method)
@@ -94,7 +94,7 @@ class ProcessBackend:
         """The status.json files that are not records of jobs."""
         self.whole = True  # Local files are the user's own, so they need no limit.
         self._known: dict[Path, _Known] = {}
-        """Records from the last list, so that a follower of 1,000 jobs reads only changed ones."""
+        """Records from the last list, so that following 1,000 jobs reads only changed records."""
 
     @property
     def where(self) -> str:
@@ -102,7 +102,7 @@ class ProcessBackend:
 
     # --- reading
 
-    @_named
+    @_report_disk_errors
     def jobs(self) -> list[Json]:
         root = runs_folder()
         folders = [JobFolder(path) for path in sorted(root.iterdir())] if root.is_dir() else []
@@ -120,7 +120,7 @@ class ProcessBackend:
         found.sort(key=lambda each: str(each[1]["metadata"].get("creationTimestamp")))
         return [_object(*each) for each in found]
 
-    @_named
+    @_report_disk_errors
     def job(self, name: str) -> Json:
         folder = self.folder(name)
         record = _record(folder) or {}
@@ -131,8 +131,8 @@ class ProcessBackend:
         folder = job_folder(name)
         if "/" in name or _record(folder) is None:
             known = ", ".join(job["metadata"]["name"] for job in self.jobs())
-            there = f"jobs there: {known or 'none'} ({RUNS_VARIABLE} names another folder; -n and --context a cluster)"
-            raise NoSuchJob(f"no job {name} was run in {runs_folder()}; {there}")
+            elsewhere = f"{RUNS_VARIABLE} names a different folder; -n and --context choose a cluster"
+            raise NoSuchJob(f"no job {name} was run in {runs_folder()}; jobs there: {known or 'none'} ({elsewhere})")
         return folder
 
     def changes(
@@ -141,7 +141,7 @@ class ProcessBackend:
         nowhere = f"no job {name} was run in {runs_folder()}"
         return poll_changes(self.jobs, name, nowhere, _POLL, seconds, known)
 
-    @_named
+    @_report_disk_errors
     def pods(self, name: str) -> list[PodLine]:
         job = self.folder(name)
         record = _record(job) or {}
@@ -162,7 +162,7 @@ class ProcessBackend:
             lines.append(PodLine(pod, role, None if role == "coordinator" else index, state, "local", ended=ended))
         return sorted(lines, key=lambda pod: (-1 if pod.index is None else pod.index, pod.name))
 
-    @_named
+    @_report_disk_errors
     def events(self, name: str) -> list[Happened]:
         folder = self.folder(name)
         path = folder.run((_record(folder) or {})["local"]["run"]).events
@@ -175,9 +175,9 @@ class ProcessBackend:
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
         if options.previous:
-            raise Mistake("--previous: a pod of this machine is never restarted; its successor has another name")
+            raise Mistake("--previous: a pod of this machine is never restarted; its successor has a different name")
         if options.since is not None:
-            raise Mistake("--since: logs of this machine contain no times; use --tail")
+            raise Mistake("--since: logs of this machine contain no timestamps; use --tail")
         folder, record = self.job_of_pod(pod.name)
         path = folder.run(record["local"]["run"]).pods / f"{pod.name}.log"
         if not path.is_file():
@@ -206,20 +206,20 @@ class ProcessBackend:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - METRICS_BYTES))
                 return file.read().decode(errors="replace")
         except FileNotFoundError:
-            raise Mistake(f"{path} does not exist: it is written by {METRICS_WRITERS}") from None
+            raise Mistake(f"{path}: does not exist; it is written by {METRICS_WRITERS}") from None
         except OSError as error:
             raise Mistake(f"{path}: {error.strerror}") from error
 
     def job_of_pod(self, pod: str) -> tuple[JobFolder, Json]:
-        """Return the job whose name is the prefix of the pod's name.
+        """Return the folder and the record of the pod's job, whose name is a prefix of the pod's.
 
-        If exp and exp-1 exist, exp-1-0 is a pod of exp.
+        If the jobs exp and exp-1 exist, exp-1-0 is a pod of exp.
         """
         jobs = [job["metadata"]["name"] for job in self.jobs()]
         fitting = [name for name in jobs if pod.startswith(f"{name}-")]
         if not fitting:
             if pod in jobs:
-                raise Mistake(f"{pod} is a job; give one of its pods, such as {pod}-0-0 (`ddpjob describe {pod}`)")
+                raise Mistake(f"{pod} is a job; name one of its pods, such as {pod}-0-0 (`ddpjob describe {pod}`)")
             raise Mistake(f"no job {pod.rsplit('-', 2)[0]} was run in {runs_folder()}")
         exact = [name for name in fitting if _OF_POD.fullmatch(pod.removeprefix(f"{name}-"))]
         folder = job_folder(max(exact or fitting, key=len))
@@ -227,7 +227,7 @@ class ProcessBackend:
 
     # --- acting: the runner does it
 
-    @_named
+    @_report_disk_errors
     def patch(self, name: str, spec: Json) -> None:
         folder = self._running(name)
         old = _record(folder) or {}
@@ -243,11 +243,11 @@ class ProcessBackend:
         else:
             raise Mistake(f"{', '.join(spec)}: cannot be changed in a job that runs on this machine; run it again")
 
-    @_named
+    @_report_disk_errors
     def create(self, manifests: list[Json], *, fresh: bool = False) -> str:
-        """Start `ddpjob run` in the background, with --fresh from scratch.
+        """Start `ddpjob run` in the background. With `fresh`, it starts from scratch.
 
-        ConfigMaps before the job become files of its folder `code`.
+        The ConfigMaps before the job become files in its folder `code`.
         """
         *code, job = manifests
         name = str(with_defaults(job)["metadata"]["name"])  # completed from generateName
@@ -257,7 +257,7 @@ class ProcessBackend:
         with (folder.path / "submit.lock").open("w") as lock:
             with suppress(OSError):
                 # Jobs cannot run on a file system without locks, which `ddpjob run` reports.
-                fcntl.flock(lock, fcntl.LOCK_EX)  # A concurrent submission finds it running.
+                fcntl.flock(lock, fcntl.LOCK_EX)  # A concurrent submission then finds the job running.
             self._start(folder, code, job, fresh=fresh)
         return name
 
@@ -273,8 +273,8 @@ class ProcessBackend:
         before = (_record(folder) or {}).get("metadata", {}).get("uid")
         with output.open("wb") as log:
             run = subprocess.Popen(
-                # -P, because files in this folder belong to the job; the command `ddpjob` does the
-                # same.
+                # -P keeps files in this folder, which belong to the job, from being imported. The
+                # command `ddpjob` does not import them either.
                 [sys.executable, "-P", "-m", "ddpjob.cli", "run", str(manifest), *(["--fresh"] if fresh else [])],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
@@ -286,17 +286,17 @@ class ProcessBackend:
                 raise Mistake(f"`ddpjob run` (process {run.pid}) did not write a record; see {output}")
             time.sleep(0.1)
 
-    @_named
+    @_report_disk_errors
     def resumes(self, name: str) -> bool:
         """Whether the next run of this name would continue from a checkpoint."""
         return job_folder(name).is_resumable()
 
-    @_named
+    @_report_disk_errors
     def delete(self, name: str) -> None:
         """Stop the job and remove its record and logs.
 
-        Training data is kept, and so are checkpoints, including those that --fresh has set aside,
-        unless every run had whenDeleted Delete.
+        Training data is kept. Checkpoints, including those that --fresh has set aside, are kept
+        too, unless every run had whenDeleted: Delete.
         """
         self.stop(name, now=True)
         folder = self.folder(name)
@@ -320,7 +320,7 @@ class ProcessBackend:
             if path.is_dir() and not any(path.iterdir()):
                 path.unlink() if path.is_symlink() else path.rmdir()
 
-    @_named
+    @_report_disk_errors
     def kill(self, pod: str) -> None:
         folder, record = self.job_of_pod(pod)
         self._running(folder.name)
@@ -358,7 +358,7 @@ class ProcessBackend:
                 _end(folder, pid, [0.0, 5.0] if now else [float(grace) + STOP_MARGIN, 5.0])
             except PermissionError as error:
                 whose = f"another user or elsewhere (process {pid})"
-                raise Mistake(f"job {name} is run by {whose}, and is stopped there") from error
+                raise Mistake(f"job {name} is run by {whose}; stop it there") from error
         left = processes.end_all({UID_VARIABLE: record["metadata"]["uid"]})
         if left:
             raise Mistake(f"processes that could not be killed: {', '.join(map(str, left))}")
@@ -408,7 +408,7 @@ def _last_lines(log: BinaryIO, lines: int) -> bytes:
         log.seek(begin)
         text = log.read(end - begin)
     log.seek(end)
-    # Not splitlines(), because a progress bar's refreshes, separated by returns, are one line.
+    # splitlines() would also split a progress bar, whose refreshes end in carriage returns.
     return b"".join(BytesIO(text).readlines()[-lines:]) if lines else b""
 
 
@@ -422,7 +422,7 @@ def _is_record(folder: JobFolder) -> bool:
 def _read_again(folder: JobFolder, known: _Known | None) -> _Known | None:
     """Return the record.
 
-    Its file is read only if it has changed, since a record is always replaced as a whole.
+    Its file is read only if it has changed, because a record is always replaced as a whole.
     """
     try:
         now = folder.status.stat()

@@ -1,1 +1,1 @@
-"""What a job's pods print and what their ranks are doing."""
+"""The logs of a job's pods, and the Python stacks of their ranks."""

@@ -19,7 +19,7 @@ MOST_PODS = 200
 _QUEUE = 10_000
 """Maximum number of lines that have been read but not yet taken."""
 _QUEUE_OF_MANY = 500
-"""The same for a log that can be stopped, because its process reads many logs."""
+"""The maximum for a log that can be stopped, because its process reads many logs."""
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")
@@ -31,9 +31,9 @@ the global one."""
 
 
 def ranks_per_node(body: Json) -> int:
-    """Return the number of ranks per node of this job.
+    """Return the job's number of ranks per node.
 
-    Return 0 if it runs a command, because its processes are not numbered.
+    The number is 0 if the job runs a command, because its processes are not numbered.
     """
     spec = body.get("spec") or {}
     if spec.get("command"):
@@ -76,7 +76,7 @@ def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
 def _nodes_of_group(status: JobStatus) -> int | None:
     """Return how many nodes train as one group or have finished in it.
 
-    None if the status does not show it or no nodes do.
+    Return None if the status does not show it, or if there is no group.
     """
     running = status.condition(ConditionType.RUNNING)
     formed = running is not None and running.status and running.reason not in _NO_GROUP_KNOWN
@@ -104,7 +104,7 @@ def _attempt(pod: PodLine) -> int:
 def rank_of_line(line: bytes, ranks: range) -> int | None:
     """Return the global rank that wrote a line in a pod with these ranks.
 
-    None if the line does not show it.
+    Return None if the line does not show the rank.
     """
     if len(ranks) == 1:
         return ranks[0]
@@ -116,9 +116,9 @@ def rank_of_line(line: bytes, ranks: range) -> int | None:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which logs to read: those of one pod or of training pods.
+    """The logs to read: one pod's, or those of training pods and possibly coordinators.
 
-    Coordinators' logs may be included. Empty: all logs.
+    By default, the logs of all training pods are read.
     """
 
     pod: str = ""
@@ -154,24 +154,24 @@ def _shortened(line: bytes, limit: int) -> bytes:
 
 
 class LogFollower:
-    """Follows logs. `lines()` yields the lines of the chosen pods.
+    """Reads the logs of the chosen pods. `lines()` yields their lines.
 
-    With follow, it continues until the job has ended.
+    With `options.follow`, it continues until the job has ended.
     """
 
     def __init__(self, backend: Backend, body: Json, options: LogOptions, chosen: Chosen = _ALL) -> None:
-        """Start with `body`, the job as just read.
+        """Start with `body`, the current object of the job.
 
         Raises Mistake if ranks are chosen but the job has none.
         """
         self.job: str = body["metadata"]["name"]
         if chosen.ranks and not ranks_per_node(body):
-            raise Mistake(f"rank: {self.job} runs a command, not torchrun, and has no ranks; choose by index")
+            raise Mistake(f"rank: {self.job} runs a command, not torchrun, so it has no ranks; choose pods by index")
         self.backend, self.options, self._chosen, self._body = backend, options, chosen, body
         self.ranks: dict[str, range] = {}
-        """Ranks of the training pods at the last look, and former ranks of ended pods."""
+        """Ranks of the training pods when last listed, and former ranks of ended pods."""
         self.notes: list[str] = []
-        """What could not be read, for the user."""
+        """Notes for the user about logs that could not be read."""
         self.seen: set[str] = set()
         """Pods from which a line has been read."""
         self._lines: queue.Queue[tuple[PodLine, bytes | None]] = queue.Queue(
@@ -200,17 +200,17 @@ class LogFollower:
             try:
                 over, pods = self._is_over(), self._pods()
                 patience.answered()
-                # If only a pod's log exists, this machine may just be starting the pod, so look
-                # twice.
+                # On this machine, a pod may have a log before it is listed, so look twice before it
+                # counts as gone.
                 gone = gone + 1 if self._chosen.pod in self._begun and all(pod.ended for pod in pods) else 0
             except Mistake as mistake:
                 if not self.options.follow:
                     raise
-                patience.bear(mistake)
+                patience.tolerate(mistake)
             for pod in pods:
                 if pod.name not in self._begun and pod.state not in _NOT_STARTED:
-                    # A pod that appeared later may have written everything before this look at the
-                    # pods.
+                    # A pod that appears later may already have written many lines, so read them
+                    # all.
                     self._start(pod, replace(self.options, tail=None) if looked else self.options)
             looked = looked or bool(pods)
             deadline, quiet = time.monotonic() + _POLL, True
@@ -243,7 +243,9 @@ class LogFollower:
         self.ranks = gone | ranks_of_pods(every, self._body, self.ranks)
         pods = [pod for pod in every if self._wanted(pod)]
         if len(pods) > MOST_PODS:
-            raise Mistake(f"{len(pods)} pods are more than {MOST_PODS}; choose some with --index N, or read one: POD")
+            raise Mistake(
+                f"at most {MOST_PODS} of {len(pods)} pods can be read at once; choose pods with --index N, or one POD"
+            )
         return pods
 
     def _wanted(self, pod: PodLine) -> bool:
@@ -263,7 +265,7 @@ class LogFollower:
         if self._chosen.ranks:
             held = sorted(number for ranks in self.ranks.values() for number in (ranks[0], ranks[-1]))
             there = f"the ranks are {held[0]} to {held[-1]}" if held else "no pod has a rank yet"
-            return f"no logs of rank {', '.join(map(str, self._chosen.ranks))} of {self.job}; {there}"
+            return f"no logs for rank {', '.join(map(str, self._chosen.ranks))} of {self.job}; {there}"
         every = self.backend.pods(self.job)
         if missing := self._missing_slots(every):
             return missing
@@ -272,9 +274,9 @@ class LogFollower:
         return f"{found}: {', '.join(f'{pod.name} is {pod.state}' for pod in pods) or 'no pods'}"
 
     def missing_slots(self) -> str:
-        """Return a message if no pod has a requested slot.
+        """Return a message if no pod is in a requested slot.
 
-        Empty if a pod has one, or if there are no pods.
+        The message is empty if a pod is in one, or if there are no pods.
         """
         return self._missing_slots(self.backend.pods(self.job)) if self._chosen.indices else ""
 
@@ -320,7 +322,7 @@ class LogFollower:
         if rest:
             self._put(pod, rest)
         if cut:
-            self.notes.append(f"pod {pod.name}: lines of more than {limit:,} bytes were cut off")
+            self.notes.append(f"pod {pod.name}: lines longer than {limit:,} bytes were cut off")
 
     def _put(self, pod: PodLine, line: bytes | None) -> None:
         while not self.options.stopped:

@@ -9,7 +9,7 @@ from ddpjob.client.backends.backend import Backend, Mistake, PodLine
 AT_ONCE = 16
 
 MOST_CHARACTERS = 1 << 20
-"""Maximum number of characters in a rank's stack, because a script may write to the file too."""
+"""Maximum number of characters in a rank's stack, because a script may also write to the file."""
 
 PROBE = (
     f"""
@@ -30,8 +30,8 @@ def files(pid):
             yield os.readlink("/proc/%d/fd/%s" % (pid, fd))
 wanted = {"DDPJOB_POD": os.environ.get("DDPJOB_STACKS_POD"), "DDPJOB_UID": os.environ.get("DDPJOB_STACKS_UID")}
 def of_pod(pid):
-    while pid:  # or what has started it: who sets its title (setproctitle) has written over its environment
-        env = environment(pid)  # of a forked worker: the launcher's, without its rank
+    while pid:  # also check its parents, because setproctitle overwrites the environment of a process
+        env = environment(pid)  # that of the launcher, without a rank, for a forked worker
         if all(not value or env.get(name) == value for name, value in wanted.items()):
             return True
         pid = parent(pid)
@@ -39,12 +39,12 @@ def of_pod(pid):
 holders = {}
 for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
     with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
-        for path in files(pid):  # only a process that holds the file open handles the signal; any other would end
+        for path in files(pid):  # the signal would end a process that does not hold the file open
             if re.search(r"/ddpjob-worker-stacks-[^/]+/\\d+\\.txt$", path) and of_pod(pid):
                 holders.setdefault(path, {})[pid] = parent(pid)
 found = {}
 for path, parents in holders.items():
-    pid = min(pid for pid in parents if parents[pid] not in parents)  # forked children (DataLoader) hold it as well
+    pid = min(pid for pid in parents if parents[pid] not in parents)  # forked children (DataLoader) also hold it
     with contextlib.suppress(OSError):  # it has just ended, or is in a container with a /tmp of its own
         size = os.path.getsize(path)
         os.kill(pid, signal.SIGRTMIN + 7)
@@ -56,14 +56,14 @@ for rank, (pid, path, size) in sorted(found.items()):
         print("rank %d, process %d:" % (rank, pid))
         print(file.read(MOST).rstrip() or "(no stack within a second)")
 if not found:
-    print("no worker in this pod writes stacks: it is starting, or runs a command without torchrun")
+    print("no worker in this pod writes stacks; the pod is starting, or runs a command without torchrun")
 """
 )
-"""Prints the stacks of its pod's ranks, using the signal that the launcher uses for a hang."""
+"""Prints the stacks of its pod's ranks, using the signal that the launcher sends in a hang."""
 
 
 def stacks(backend: Backend, pods: list[PodLine]) -> list[tuple[PodLine, str]]:
-    """Return what each pod's ranks are doing right now. Training continues."""
+    """Return the current stacks of each pod's ranks as text. Training continues."""
 
     def one(pod: PodLine) -> tuple[PodLine, str]:
         try:

@@ -1,1 +1,1 @@
-"""What users write: manifests, scripts and other tools' jobs, checked and turned into DDPJobs."""
+"""Checks manifests, scripts and other tools' jobs, and turns them into DDPJobs."""

@@ -20,10 +20,10 @@ from ddpjob.client.backends.backend import Mistake
 from ddpjob.local.paths import job_folder
 
 SOURCE = "function.py"
-"""File name of Request.source. No module has this name, since the script's folder is on
-sys.path."""
+"""File name of JobRequest.source. It must not be the name of a module, because the script's folder
+is on sys.path."""
 MOST_BYTES = 1024 * 1024 - 16 * 1024
-"""Maximum total size of the files in bytes: an object may have 1 MiB, including its metadata."""
+"""Maximum size of all files in bytes, because an object may have 1 MiB including its metadata."""
 _LEFT_OUT = ("__pycache__", "node_modules", "runs", "wandb", "mlruns")
 _ENTRIES = ("train.py", "main.py", "__main__.py")
 _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
@@ -56,14 +56,14 @@ class JobRequest:
     entry: str | os.PathLike[str] = ""
     """The script in a folder."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Values by field below spec, such as recovery.maxRestarts. Mappings are merged with what other
-    options set."""
+    """Values by field below spec, such as recovery.maxRestarts. Mappings are merged with the values
+    of other options."""
 
 
 def build(request: JobRequest, *, local: bool) -> list[Json]:
     """Return the objects to create, the job last.
 
-    If `local`, code is used where it is, and an image is not needed.
+    If `local`, code is used in place, and an image is not needed.
     """
     image = request.image or ("local" if local else "")
     of_class = any(request.settings.get(path) for path in ("className", "spec.className"))
@@ -176,7 +176,7 @@ def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
 def _keys(files: Mapping[str, bytes]) -> Iterator[tuple[str, str]]:
     """Yield (key in the ConfigMap, path) for each file."""
     for number, path in enumerate(files):
-        # Two folders may have an a.py, and both "a_b" and "a b" may exist.
+        # The number keeps the a.py of two folders apart, and "a_b" from "a b".
         key = path if len(files) == 1 else f"{number}.{Path(path).name}"
         yield re.sub(r"[^-._a-zA-Z0-9]", "_", key)[:200], path
 

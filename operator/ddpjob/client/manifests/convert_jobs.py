@@ -1,4 +1,4 @@
-"""Translates PyTorchJobs, TrainJobs and torchrun commands into DDPJobs, and notes what is lost."""
+"""Translates PyTorchJobs, TrainJobs and torchrun commands into DDPJobs, and notes the losses."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def convert(
 ) -> Conversion:
     """Convert a manifest of another operator. Raises Mistake for an unknown kind.
 
-    `runtimes` are those that a TrainJob may name. `image` replaces the manifest's, and `script`
-    is for an entry point in the image.
+    `runtimes` are the runtimes that a TrainJob may name. `image` replaces the manifest's image, and
+    `script` is the entry point if it is in the image.
     """
     made = _converted(manifest, runtimes)
     _complete(made, script, image)
@@ -105,7 +105,7 @@ def _converted(manifest: Mapping[str, Any], runtimes: Sequence[Mapping[str, Any]
             return _train_job(manifest, named_runtime(manifest, runtimes))
     except (AttributeError, TypeError, ValueError) as error:
         raise Mistake(f"kind: {kind}: cannot be read: {error}") from error
-    raise Mistake(f"kind: {kind or 'missing'}: cannot be converted; PyTorchJob and TrainJob can, and torchrun lines")
+    raise Mistake(f"kind: {kind or 'missing'}: cannot be converted; only PyTorchJob, TrainJob and torchrun lines can")
 
 
 def _complete(made: Conversion, script: str, image: str) -> None:
@@ -147,7 +147,9 @@ def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") 
     made = _empty({"name": name})
     made.job["spec"]["image"] = image
     if image == "IMAGE":
-        made.notes.append("spec.image: a command line names no image; write one with Python, PyTorch and the script")
+        made.notes.append(
+            "spec.image: a command line does not name one; write an image with Python, PyTorch and the script"
+        )
     text = words[0].replace("\\\n", " ").strip()
     line = list(words) if len(words) > 1 else _shell_words(text)
     if len(words) == 1 and (signs := _signs_of_shell(text)) and not _reads_only_theirs(text):
@@ -157,7 +159,7 @@ def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") 
         )
     while line and (variable := _VARIABLE.fullmatch(line[0])):
         if variable[1] == "CUDA_VISIBLE_DEVICES":
-            made.notes.append("CUDA_VISIBLE_DEVICES: left out: a pod sees as many GPUs as gpusPerNode says")
+            made.notes.append("CUDA_VISIBLE_DEVICES: left out, because a pod sees only its own GPUs (gpusPerNode)")
         else:
             made.job["spec"].setdefault("env", []).append({"name": variable[1], "value": variable[2]})
         line = line[1:]
@@ -203,8 +205,8 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
             f" and {len(lost) - _MOST_SHOWN} more" if len(lost) > _MOST_SHOWN else ""
         )
         notes.append(
-            "pytorchReplicaSpecs.Master: differs from Worker; all nodes of a DDPJob are alike: Worker's is used. "
-            f"They differ in {shown}"
+            f"pytorchReplicaSpecs.Master: differs from Worker in {shown}; Worker's template is used, because all "
+            "nodes of a DDPJob are alike"
         )
     _pod(made, template, "pytorch")
     _policies(made, spec.get("runPolicy") or {})
@@ -276,8 +278,9 @@ def _policies(made: Conversion, policy: Mapping[str, Any]) -> None:
         made.notes.append("runPolicy.schedulingPolicy: the scheduler places gangs; see spec.scheduling")
         if scheduling.get("queue"):
             made.notes.append(
-                f"runPolicy.schedulingPolicy.queue {scheduling['queue']}: left out; Volcano's is named by the "
-                f"annotation {QUEUE_ANNOTATION} of podTemplate.metadata, Kueue's by the label {QUEUE_LABEL} of metadata"
+                f"runPolicy.schedulingPolicy.queue {scheduling['queue']}: left out; name Volcano's queue in the "
+                f"annotation {QUEUE_ANNOTATION} of podTemplate.metadata, or Kueue's in the label {QUEUE_LABEL} of "
+                "metadata"
             )
         here = target.get("scheduling", {}).get("priorityClassName")
         if scheduling.get("priorityClass") not in (None, "", here):
@@ -350,8 +353,8 @@ def _procs(made: Conversion, count: Any) -> None:
             spec["procsPerNode"] = int(text)
         if made.plain and int(text) > 1:
             notes.append(
-                f"procsPerNode: python started one process in a pod, which counted {text}; here torchrun starts"
-                f" {text}, and a script that spawns them must not"
+                f"procsPerNode: python started one process per pod, and the script itself started {text}; here "
+                f"torchrun starts {text}, so the script must not"
             )
     elif made.plain:
         if gpus > 1:
@@ -362,7 +365,7 @@ def _procs(made: Conversion, count: Any) -> None:
     elif not gpus and {"script", "module"} & spec.keys():
         claims = _pod_spec(spec).get("resourceClaims")
         each = "device of resourceClaims" if claims else "CPU"
-        notes.append(f"procsPerNode: 1 here; torchrun started a process for each {each}: write their number")
+        notes.append(f"procsPerNode: 1 here; torchrun started a process for each {each}, so write their number")
 
 
 def _rendezvous(made: Conversion, settings: Iterable[tuple[str, Any]]) -> None:
@@ -398,7 +401,7 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
     if resources.get("claims"):
         container["resources"] = {"claims": resources["claims"]}
     if container.pop("ports", None):
-        notes.append("ports: left out, because the operator makes the service and the rendezvous")
+        notes.append("ports: left out, because the operator creates the service and the rendezvous")
     _entry_point(made, *(_words(container, key) for key in ("command", "args")))
     _references(made)
     _privileges(made, pod, container)
@@ -415,7 +418,7 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
     if scheduling:
         target["scheduling"] = scheduling
     if pod.pop("nodeName", None):
-        notes.append("nodeName: a lost Kubernetes node could not be left; use nodeSelector")
+        notes.append("nodeName: left out, because pods could not leave a lost Kubernetes node; use nodeSelector")
     if pod.get("serviceAccountName") and "automountServiceAccountToken" not in pod:
         notes.append(
             "serviceAccountName: pods get no token of this account by default; if a program in them calls the API "
@@ -432,8 +435,8 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
         target["podTemplate"] = wanted
     if theirs := _their_labels(wanted):
         notes.append(
-            f"podTemplate: has {', '.join(theirs)}, which pods of a DDPJob do not have, so a selector for it finds "
-            f"none; their label is {LABEL_JOB}, with the job's name"
+            f"podTemplate: has {', '.join(theirs)}, which pods of a DDPJob do not have, so a selector with it matches "
+            f"no pods; they have the label {LABEL_JOB}, with the job's name"
         )
     if theirs := _their_labels(target.get("env")):
         notes.append(
@@ -469,17 +472,14 @@ def _privileges(made: Conversion, pod: Json, container: Json) -> None:
     needs += ["securityContext.runAsUser: 0"] if any(context.get("runAsUser") == 0 for context in contexts) else []
     if needs and not contexts[1].get("privileged"):
         made.notes.append(
-            f"{needs[0]}, and containers have no capabilities here, so root can neither install packages nor write "
-            "other users' files; podTemplate.spec.containers: [{name: trainer, securityContext: {capabilities: {add: "
-            "[CHOWN, DAC_OVERRIDE, FOWNER, SETGID, SETUID]}}}] gives them back"
+            f"{needs[0]}; root has no capabilities here, so it can neither install packages nor write other users' "
+            "files; podTemplate.spec.containers: [{name: trainer, securityContext: {capabilities: {add: "
+            "[CHOWN, DAC_OVERRIDE, FOWNER, SETGID, SETUID]}}}] adds them"
         )
 
 
 def _of_trainer(value: Any, name: str | None) -> Any:
-    """Return a copy in which resource references to a container name the trainer.
-
-    The original container is called `name`.
-    """
+    """Return a copy in which resource references to the container `name` name the trainer."""
     if isinstance(value, list):
         return [_of_trainer(item, name) for item in value]
     if not isinstance(value, Mapping):
@@ -543,7 +543,7 @@ def _shared_memory(made: Conversion, pod: Json, container: Json, sidecars: Seque
     others = (container, *sidecars, *(pod.get("initContainers") or ()))
     if any(m.get("name") == shm.get("name") for other in others for m in other.get("volumeMounts") or ()):
         made.notes.append(
-            f"the volume {shm.get('name')}: is also mounted elsewhere and stays there; the trainer's /dev/shm is a "
+            f"the volume {shm.get('name')} is also mounted elsewhere and stays there; the trainer's /dev/shm is a "
             f"separate volume here, spec.storage.sharedMemory"
         )
     else:
@@ -579,12 +579,12 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
         if added:
             spec["env"] = [*(spec.get("env") or ()), *added]
     elif not command and (not args or args[0].startswith("-") or "=" in args[0]):
-        # torchtune: dataset=...
+        # such as torchtune's dataset=...
         if args:
             spec["args"] = list(args)
         return
     if line is None and not command and args[0].endswith(".py"):
-        made.notes.append(f"script: {args[0]}, the first of args, which the image's own entry point was to run")
+        made.notes.append(f"script: {args[0]} was the first of args, which the image's own entry point received")
         words = ["torchrun", *words]
     launched = _after_launcher(words)
     if launched is not None:
@@ -612,8 +612,8 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
         spec["args"] = list(args)
     if not command:
         made.notes.append(
-            f"command: was taken from args, which the image's own entry point received as {args[0]}; if that entry "
-            f"point does more than start it, write the entry point first"
+            f"command: was taken from args, which the image's own entry point received as {args[0]}; if that does more "
+            f"than start it, write the entry point first"
         )
     made.notes.append(
         "command: runs as it is, so it must start torchrun itself (which reads the PET_ variables); with script or "
@@ -640,7 +640,7 @@ def _signs_of_shell(line: str) -> list[str]:
     """
     bare = _QUOTED.sub(lambda quoted: " ".join(_SIGN_IN_QUOTES.findall(quoted[1] or "")), line)
     signs = re.findall(rf"[;&|<>()]+|(?<!\S)#|\n|{_SIGN_IN_QUOTES.pattern}", bare)
-    return ["a line's end" if sign == "\n" else sign for sign in signs]
+    return ["a line break" if sign == "\n" else sign for sign in signs]
 
 
 def _after_launcher(words: list[str]) -> list[str] | None:

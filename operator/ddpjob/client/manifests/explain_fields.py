@@ -42,7 +42,7 @@ def explain(path: str, *, recursive: bool = False) -> Iterator[str]:
         yield f"FIELD: {'.'.join(names)} <{_type(schema)}>{' -required-' if required else ''}"
         yield ""
     yield "DESCRIPTION:"
-    yield from _wrapped(schema.get("description") or "As for every Kubernetes object.", 4)
+    yield from _wrapped(schema.get("description") or "The same as for every Kubernetes object.", 4)
     for line in _limits(schema):
         yield f"    {line}"
     inner = _inner(schema)
@@ -71,7 +71,7 @@ def _unknown(names: list[str], depth: int, holder: Schema) -> str:
     if holder.get("x-kubernetes-preserve-unknown-fields"):
         return (
             f"{'.'.join(names)}: {where} is defined by Kubernetes; `kubectl explain "
-            f"{_kubernetes(names)}` knows its fields"
+            f"{_kubernetes(names)}` explains its fields"
         )
     if not known:
         return f"{'.'.join(names)}: {where} has no fields"
@@ -80,7 +80,7 @@ def _unknown(names: list[str], depth: int, holder: Schema) -> str:
     hint = f"did you mean {' or '.join(dict.fromkeys(meant[:3]))}?" if meant else f"its fields are {', '.join(known)}"
     if not depth and not meant:
         hint += f" (`ddpjob why {name}` explains a job)"
-    return f"{'.'.join(names)}: there is no such field of {where}; {hint}"
+    return f"{'.'.join(names)}: {where} has no such field; {hint}"
 
 
 def _kubernetes(names: list[str]) -> str:
@@ -180,10 +180,7 @@ def editor_schema() -> dict[str, Any]:
 
 
 def _with_texts(made: dict[str, Any], schema: Schema) -> dict[str, Any]:
-    """Convert `schema` into `made`, including descriptions and messages.
-
-    Patterns are converted for JavaScript.
-    """
+    """Add descriptions, defaults and patterns from `schema` to `made`, at all depths."""
     for word in ("description", "default"):
         if word in schema:
             made[word] = " ".join(schema[word].split()) if word == "description" else schema[word]

@@ -17,7 +17,7 @@ from typing import Any
 from ddpjob.client.backends.backend import Mistake
 from ddpjob.client.manifests.build_manifest import SOURCE
 
-_ALONE = "A function travels alone"
+_ALONE = "Only the function itself is sent"
 _OF_NOTEBOOKS = {"display", "get_ipython", "__IPYTHON__", "_", "dreload"}
 """Names that IPython adds to the builtins, which the nodes do not have. Lines with ! and % call
 get_ipython."""
@@ -96,7 +96,7 @@ def _check_source(function: Callable[..., Any], source: str) -> None:
     if around:
         raise Mistake(
             f"{name}: its decorators, defaults or annotations use {', '.join(around)}, defined outside of it. "
-            f"{_ALONE}: leave them out, write annotations in quotes, and pass values in args"
+            f"{_ALONE}, so leave them out, write annotations in quotes, and pass values in args"
         )
     used = {symbol.get_name() for symbol in within if symbol.is_global() and symbol.is_referenced()}
     used |= {symbol.get_name() for symbol in within if symbol.is_global()} & changed
@@ -106,8 +106,8 @@ def _check_source(function: Callable[..., Any], source: str) -> None:
 def _check_used(name: str, outside: set[str]) -> None:
     if outside:
         raise Mistake(
-            f"{name} uses {', '.join(sorted(outside))}, defined outside of it. {_ALONE}: import and define within it "
-            "what it needs, and pass values in args"
+            f"{name} uses {', '.join(sorted(outside))}, defined outside of it. {_ALONE}, so import and define within "
+            "it what it needs, and pass values in args"
         )
 
 
@@ -142,7 +142,7 @@ def _arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
             raise Mistake(f"{name}: the argument {key} cannot be written as JSON: {error}") from error
         if others := [*_other_keys(value)]:
             raise Mistake(
-                f"{name}: the argument {key} has the key {others[0]!r}, and keys of JSON are text; "
+                f"{name}: the argument {key} has the key {others[0]!r}, but JSON keys must be text; "
                 "pass a list of pairs, or convert the keys in the function"
             )
     return json.dumps(dict(args))
@@ -151,7 +151,7 @@ def _arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
 def _other_keys(value: Any) -> Iterator[object]:
     """Yield keys, at any depth, that are not text.
 
-    json.dumps would turn them into text, which may equal another key.
+    json.dumps would turn them into text that may equal a different key.
     """
     if isinstance(value, dict):
         yield from (key for key in value if not isinstance(key, str))

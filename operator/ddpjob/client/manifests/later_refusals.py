@@ -1,7 +1,7 @@
 """Finds faults that a DDPJob's schema allows but the API server or kubelet refuses in its pods.
 
-It serves `ddpjob validate`. The operator does not use it, but creates the pods and shows the API
-server's own response, which a check here can only anticipate.
+`ddpjob validate` uses it. The operator does not: it creates the pods and shows the API server's own
+response, which a check here can only predict.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _metadata(metadata: Mapping[str, Any], path: str) -> Iterator[Problem]:
 def _labels(labels: Mapping[str, str] | None, path: str) -> Iterator[Problem]:
     for key, value in (labels or {}).items():
         if len(value) > 63 or not _LABEL_VALUE.fullmatch(value):
-            remedy = "at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends"
-            yield Problem(f"{path}.{key}", f"{value!r} cannot be a label's value: {remedy}")
+            remedy = "write at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends"
+            yield Problem(f"{path}.{key}", f"{value!r} cannot be a label's value; {remedy}")
 
 
 def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
@@ -83,8 +83,8 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _one_file(spec.get("script") or "")
     for name in ("script", "module"):
         if _STARTER.fullmatch(program := spec.get(name) or ""):
-            remedy = "name the program alone (`ddpjob convert` translates a whole torchrun line)"
-            yield Problem(f"spec.{name}", f"{program} only starts a program, and the job does that itself; {remedy}")
+            remedy = "name only the program that it starts (`ddpjob convert` translates a whole torchrun line)"
+            yield Problem(f"spec.{name}", f"{program} is a launcher, and the job has its own; {remedy}")
     yield from _resources(spec.get("resources") or {}, "spec.resources")
     if (shared := (spec.get("storage") or {}).get("sharedMemory")) is not None:
         yield from _few_bytes(shared, "spec.storage.sharedMemory")
@@ -117,7 +117,7 @@ def _one_file(script: str) -> Iterator[Problem]:
             f"starts, or write command: {command} instead of script",
         )
     if script.endswith(".ipynb"):
-        remedy = f"`jupyter nbconvert --to script {PurePosixPath(script).name}` makes a script of it"
+        remedy = f"`jupyter nbconvert --to script {PurePosixPath(script).name}` converts it to a script"
         yield Problem("spec.script", f"{script} is a notebook, and torchrun starts only Python scripts; {remedy}")
     found = re.fullmatch(r"(?:python[0-9.]*\s+|torchrun\s+)?(\S+\.py)(\s.*)?", script)
     if found and found[1] != script:
@@ -176,7 +176,7 @@ def _name(name: Any, path: str) -> Iterator[Problem]:
     if name is not None and (len(str(name)) > 253 or not _NAME.fullmatch(str(name))):
         meant = re.sub(r"[^a-z0-9.]+", "-", str(name).lower()).strip("-.")
         hint = f"; did you mean {meant}?" if meant else ""
-        yield Problem(path, f"{name!r} is not the name of an object: lower-case letters, digits, '-' and '.'{hint}")
+        yield Problem(path, f"{name!r} is not a valid object name; use lower-case letters, digits, '-' and '.'{hint}")
 
 
 def _host_path(path: Any, at: str) -> Iterator[Problem]:
@@ -220,7 +220,9 @@ def _quantity(value: Any, path: str) -> Iterator[Problem]:
 def _pod(pod: Json, *, whole: bool) -> Iterator[Problem]:
     yield from _name(pod.get("serviceAccountName"), f"{_TEMPLATE}.serviceAccountName")
     if pod.get("ephemeralContainers"):
-        yield Problem(f"{_TEMPLATE}.ephemeralContainers", "no new pod may have them; use `kubectl debug` once it runs")
+        yield Problem(
+            f"{_TEMPLATE}.ephemeralContainers", "not allowed in a new pod; use `kubectl debug` once the pod runs"
+        )
     volumes = set(_OWN_VOLUMES)
     for position, volume in enumerate(pod.get("volumes") or ()):
         at = f"{_TEMPLATE}.volumes[{position}]"
@@ -230,7 +232,7 @@ def _pod(pod: Json, *, whole: bool) -> Iterator[Problem]:
         elif not _LABEL_NAME.fullmatch(name):
             yield Problem(f"{at}.name", f"{name!r} is not a name of lower-case letters, digits and '-'")
         elif name in volumes:
-            yield Problem(f"{at}.name", f"{name} is the name of another volume; choose another")
+            yield Problem(f"{at}.name", f"{name} is already the name of a volume; choose a different name")
         volumes.add(name)
         yield from _host_path((volume.get("hostPath") or {}).get("path"), f"{at}.hostPath.path")
         limit = (volume.get("emptyDir") or {}).get("sizeLimit")
@@ -264,7 +266,7 @@ def _containers(pod: Json, volumes: set[str], *, whole: bool) -> Iterator[Proble
             at = f"{_TEMPLATE}.{kind}[{position}]"
             name = container["name"]
             if name in names:
-                yield Problem(f"{at}.name", f"{name} is the name of an earlier container; merge the two, or rename one")
+                yield Problem(f"{at}.name", f"{name} is already the name of a container; merge the two, or rename one")
             elif not _LABEL_NAME.fullmatch(name):
                 yield Problem(f"{at}.name", f"{name!r} is not a name of lower-case letters, digits and '-'")
             names.add(name)
@@ -289,5 +291,5 @@ def _mounts(container: Json, volumes: set[str], path: str, *, whole: bool) -> It
         if not place:
             yield Problem(f"{at}.mountPath", "missing; write the folder in the container")
         elif place in places:
-            yield Problem(f"{at}.mountPath", f"{place} is the folder of an earlier mount; choose another")
+            yield Problem(f"{at}.mountPath", f"{place} is already the folder of a mount; choose a different folder")
         places.add(place or "")

@@ -1,7 +1,7 @@
 """Rewrites command lines of other launchers as the torchrun line that starts the same ranks.
 
-`accelerate launch`, `deepspeed` and `srun` end in the same way: a script that finds its rank in
-RANK, LOCAL_RANK and WORLD_SIZE, which torchrun sets too. Only their options for places differ:
+`accelerate launch`, `deepspeed` and `srun` all start a script that finds its rank in RANK,
+LOCAL_RANK and WORLD_SIZE, which torchrun also sets. Only their options differ:
 
     srun -N 2 torchrun --nproc-per-node=8 train.py
     accelerate launch --num_machines 2 --num_processes 16 train.py
@@ -27,7 +27,7 @@ _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 
 @dataclass
 class LauncherLine:
-    """A torchrun line, the variables that it needs, and notes on what differs."""
+    """A torchrun line, the variables that it needs, and notes on the differences."""
 
     words: list[str]
     env: dict[str, str] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class LauncherLine:
 
 
 def as_torchrun(words: Sequence[str]) -> LauncherLine | None:
-    """Return the same line for torchrun; None if it has no translation, or is torchrun already."""
+    """Return the line for torchrun; None if it cannot be translated or already is for torchrun."""
     match [word.rpartition("/")[2] if at == 0 else word for at, word in enumerate(words[:3])]:
         case ["srun", *_]:
             return _srun(words[1:])

@@ -38,7 +38,7 @@ def manifests(sources: Iterable[str | Path]) -> Iterator[Manifest | BadInput]:
 
 
 def standard_input() -> str:
-    """Read all of standard input as UTF-8, as for a file, whatever the terminal's encoding.
+    """Read all of standard input as UTF-8, whatever the encoding of the terminal.
 
     Raises BadInput.
     """
@@ -112,7 +112,7 @@ def checked(manifest: Manifest) -> Json:
 
 
 def check_made(body: Json, what: str = "the job that the options describe") -> None:
-    """Check a job that was not read from text but built, such as from options. Raises BadInput."""
+    """Check a job that was built, such as from options, and not read. Raises BadInput."""
     from ddpjob.client.manifests.later_refusals import later_refusals
 
     faults = validate(body) or later_refusals(with_defaults(body))
@@ -133,7 +133,7 @@ def read_job(source: str | Path, name: str | None = None) -> Json:
     fitting = [m for m in found if name is None or m.name == name]
     listed = ", ".join(m.name for m in found)
     if not fitting:
-        raise BadInput(f"{source}: contains no DDPJob named {name}, but {listed}")
+        raise BadInput(f"{source}: contains no DDPJob named {name}; it contains {listed}")
     if len(fitting) > 1:
         raise BadInput(f"{source}: contains {len(fitting)} DDPJobs ({listed}); name one of them, with --name NAME")
     return checked(fitting[0])

@@ -1,17 +1,18 @@
-"""Reads a training script without running it: whether its ranks form a group, and its main names.
+"""Reads a script without running it, for its main names and whether its ranks form a group.
 
 Problem: a script written for one GPU also runs under torchrun. Each rank then trains its own model
 on all the data, and nothing fails. The user needs to know before the job starts, and needs the
 lines to add with the names of this script.
 
 Rule: the script is parsed with `ast`, never imported or executed. It forms a group if it, or a
-module beside it that it imports, calls a function in `_FORMS`, or creates the Trainer of Lightning
-or Hugging Face, or an Accelerator. Otherwise:
+module that it imports from its own folder, calls a function in `_FORMS`, or creates the Trainer of
+Lightning or Hugging Face, or an Accelerator. Otherwise:
 
 - the optimizer is the variable that gets `SGD(…)`, `Adam(…)` or another class of torch.optim;
 - the model is X in its argument `X.parameters()`;
 - the training loader is the DataLoader that a loop with `.backward()` iterates, or that is passed
-  to a function with such a loop, else the one that shuffles or has `train` in its name;
+  to a function with such a loop. Otherwise it is the DataLoader that shuffles, or that has `train`
+  in its name;
 - the epoch loop is the outermost loop in the optimizer's function that trains or calls a function
   that trains.
 
@@ -35,7 +36,7 @@ _OPTIMIZERS = (
 _TRAINERS = {"lightning": "lightning", "pytorch_lightning": "lightning", "transformers": "huggingface"}
 _TRAINERS |= {"trl": "huggingface", "setfit": "huggingface", "sentence_transformers": "huggingface"}
 _MODULES = 50
-"""Maximum number of modules beside the script that are read too."""
+"""Maximum number of modules in the script's folder that are also read."""
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -66,9 +67,9 @@ class TrainingScript:
     call: ast.Call | None = None
     """The framework's object: its Trainer or Accelerator."""
     group: str = ""
-    """The function that forms the group, otherwise."""
+    """The function that forms the group, if no framework does."""
     where: str = ""
-    """The module that does so, if it is not the script itself."""
+    """The module that forms the group, if it is not the script itself."""
     trains: bool = False
     """Whether the script calls `.backward()` or creates an optimizer."""
     optimizer: Named | None = None
@@ -86,11 +87,11 @@ class TrainingScript:
 
 
 def read_script(path: Path) -> TrainingScript:
-    """Read a script and the modules beside it. Raises UnreadableScript, OSError."""
+    """Read a script and the modules in its folder. Raises UnreadableScript, OSError."""
     content = path.read_bytes()
     tree = _parse(content, path)
     script = TrainingScript(content.decode(errors="replace"))
-    for where, module in [("", tree), *_modules_beside(path, tree)]:
+    for where, module in [("", tree), *_neighbours(path, tree)]:
         if _find_group(script, module):
             script.where = where
             return script
@@ -108,8 +109,8 @@ def _parse(content: bytes, path: Path) -> ast.Module:
         raise UnreadableScript(f"{path}: is not Python text") from error
 
 
-def _modules_beside(path: Path, tree: ast.Module) -> Iterator[tuple[str, ast.Module]]:
-    """Yield the modules that the script imports from its own folder, and theirs."""
+def _neighbours(path: Path, tree: ast.Module) -> Iterator[tuple[str, ast.Module]]:
+    """Yield the modules that the script, or a module of it, imports from the script's folder."""
     seen: set[Path] = {path}
     waiting = [tree]
     while waiting:
@@ -165,7 +166,7 @@ def _last_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-# --- a loop of one's own -----------------------------------------------------------------------
+# --- a training loop without a framework -------------------------------------------------------
 
 
 def _find_names(script: TrainingScript, tree: ast.Module) -> None:
@@ -218,7 +219,7 @@ def _is_optimizer(call: ast.Call) -> bool:
 
 
 def _model(call: ast.Call) -> str:
-    """Return X if the optimizer gets the parameters of X alone."""
+    """Return the model whose parameters the optimizer gets; empty if there are several."""
     names = {
         ast.unparse(node.func.value)
         for argument in [*call.args[:1], *(k.value for k in call.keywords if k.arg == "params")]
@@ -264,7 +265,7 @@ def _is_true(node: ast.expr) -> bool:
 
 
 def _scope(tree: ast.Module, wanted: ast.stmt) -> list[ast.stmt]:
-    """Return the innermost function's statements that contain `wanted`, or the module's."""
+    """Return the statements of the innermost function that contains `wanted`, or of the module."""
     body = tree.body
     node: ast.AST = tree
     while True:

@@ -22,7 +22,7 @@ _EXISTS = 409
 
 
 def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
-    """Yield what the API server refuses in dry runs, including admission. Nothing is stored."""
+    """Yield the API server's refusals in dry runs, which include admission and store nothing."""
     try:
         stored = _dry_run_job(backend, manifest)
     except ApiRefusal as refusal:
@@ -42,9 +42,9 @@ def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
 
 
 def _claims(backend: ClusterBackend, job: DDPJob) -> Iterator[str]:
-    """Yield what is wrong with the job's claims.
+    """Yield the problems of the job's claims.
 
-    A claim may not exist or be unusable, or the API server may refuse the claim that the job would
+    A claim may be missing or unusable, or the API server may refuse the claim that the job would
     make.
     """
     for name in job.claims:
@@ -83,5 +83,5 @@ def _refused(backend: ClusterBackend, pod: Json) -> Iterator[str]:
         other = as_non_root(pod) if "violates PodSecurity" in str(refusal) else None
         if other is not None and "runAsNonRoot" in str(refusal):
             yield from _refused(backend, other)
-        elif refusal.status != _EXISTS:  # existence is checked after everything else
+        elif refusal.status != _EXISTS:  # checked after everything else
             yield f"its pod {name}: {refusal}"

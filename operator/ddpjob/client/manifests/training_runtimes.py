@@ -1,15 +1,16 @@
 """Completes a TrainJob of Kubeflow Trainer with the runtime that it names.
 
-A TrainJob of v2 says little: a runtime (TrainingRuntime or ClusterTrainingRuntime) has the image,
-the volumes, the number of nodes and the initializers, and the TrainJob overrides parts of it. Its
-controller merges both in this order, and so does this module:
+A TrainJob of v2 contains little. A runtime (TrainingRuntime or ClusterTrainingRuntime) has the
+image, the volumes, the number of nodes and the initializers, and the TrainJob overrides parts of
+it. Kubeflow's controller merges both in this order, and so does this module:
 
 1. the pod template of the runtime's replicated job `node`;
 2. `spec.trainer` over its container `node`: image, command, args, env, resources;
 3. `spec.podTemplateOverrides` and `spec.runtimePatches` for the job `node`, by strategic merge.
 
-`numNodes` and `numProcPerNode` of the TrainJob win over `mlPolicy`. An initializer becomes an init
-container, because a DDPJob has no other jobs; its `storageUri` becomes its variable STORAGE_URI.
+`numNodes` and `numProcPerNode` of the TrainJob take precedence over `mlPolicy`. An initializer
+becomes an init container, because a DDPJob has no other jobs, and its `storageUri` becomes the
+container's variable STORAGE_URI.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _INITIALIZERS = {"dataset-initializer": "dataset", "model-initializer": "model"}
 
 @dataclass
 class CompletedTrainJob:
-    """The pod template of a TrainJob's nodes, and what else its runtime says."""
+    """The pod template of a TrainJob's nodes, and the other settings of its runtime."""
 
     template: Json
     container: str = _NODE
@@ -90,7 +91,9 @@ def complete(manifest: Mapping[str, Any], runtime: Mapping[str, Any]) -> Complet
     if torch.get("elasticPolicy"):
         made.notes.append("mlPolicy.torch.elasticPolicy of the runtime: write spec.elastic")
     if other := [name for name in policy if name not in ("numNodes", "torch")]:
-        made.notes.append(f"mlPolicy.{other[0]} of the runtime: only torch can be converted; the command decides")
+        made.notes.append(
+            f"mlPolicy.{other[0]} of the runtime: only torch can be converted; the command alone decides what runs"
+        )
     _gang(made, theirs.get("podGroupPolicy") or {})
     return made
 
@@ -114,7 +117,7 @@ def _overrides(spec: Mapping[str, Any], node: str) -> Iterator[Json]:
 
 
 def _patches(spec: Mapping[str, Any], node: str) -> Iterator[Json]:
-    """Yield what spec.runtimePatches changes in the training pods."""
+    """Yield the changes that spec.runtimePatches makes to the training pods."""
     for patch in spec.get("runtimePatches") or ():
         template = (patch.get("trainingRuntimeSpec") or {}).get("template") or {}
         for job in (template.get("spec") or {}).get("replicatedJobs") or ():
@@ -145,7 +148,7 @@ def _add_initializers(made: CompletedTrainJob, wanted: Mapping[str, Any], jobs: 
             *(v for v in theirs.get("volumes") or () if v.get("name") not in known),
         ]
         made.notes.append(
-            f"initializer.{part}: runs as an init container of every pod; storage.data.url fetches from s3://"
+            f"initializer.{part}: runs as an init container of every pod; for s3://, use storage.data.url instead"
         )
 
 

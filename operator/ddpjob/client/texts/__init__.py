@@ -1,1 +1,1 @@
-"""Texts for users: jobs in lines, and what to do about them."""
+"""Texts for users that describe jobs and machines, and say what to do."""

@@ -1,14 +1,14 @@
 """The lines that turn a script for one GPU into one whose ranks train together.
 
-For a loop of its own these are eight: `import os`, the group, this rank's GPU, the sampler, the
-model, the sampler's epoch, saving on one rank, and the end of the group. They work with and
-without GPUs, under torchrun of any kind, and change no other line. Example of one:
+A script with its own training loop needs eight lines: `import os`, the group, this rank's GPU, the
+sampler, the model, the sampler's epoch, saving on one rank, and the end of the group. They work
+with and without GPUs and under any torchrun, and no other line changes. For example:
 
     line 31      loader = DataLoader(data, sampler=torch.utils.data.DistributedSampler(data))
 
-Each has a place, either before a line or instead of it, so that a test can apply them to a script
-and run it. If the script's names or places are not certain, the general form says in words where
-each line belongs.
+Each line has a place, either before a line of the script or instead of it, so that a test can apply
+the lines to a script and run it. If the script's names or the places are not certain, the general
+form describes in words where each line belongs.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _OF_FRAMEWORK = {
         ("import ddpjob_report.accelerate", "DDPJobTracker", "docs/own-scripts.md#accelerate"),
     ),
 }
-"""Maps a framework to the arguments to add, what it does itself, and (the import, a word that a
-script with these arguments has, the page)."""
+"""Maps a framework to (arguments to add, description, (import, word, page)). A script that contains
+the word already has the arguments."""
 
 
 @dataclass(frozen=True)
 class AddedLine:
-    """Text to put before line `line` or, if `replaces`, in its place up to line `last`."""
+    """Text to insert before line `line` or, if `replaces`, to replace the lines up to `last`."""
 
     line: int
     text: str
@@ -70,7 +70,7 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
         else:
             yield f"{at}: add {arguments}"
             yield f"at the top: {needed}"
-        yield f"To resume as well: {page}"
+        yield f"To make it resume: {page}"
         return
     if script.group:
         yield f"{path} forms a group ({script.group}{f' in {script.where}' if script.where else ''})."
@@ -78,7 +78,7 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
         return
     if not script.trains:
         yield f"{path}: no training loop was found, so it is not certain that its ranks form a group."
-        yield f"If they do not, it needs these lines ({TUTORIAL}):"
+        yield f"If they do not, add these lines ({TUTORIAL}):"
         yield from general_form()
         return
     yield f"{path} is written for one process. In a job, each rank would train a model of its own."
@@ -193,7 +193,7 @@ def _sampled(node: ast.stmt, call: ast.Call) -> AddedLine:
 
 
 def _saves(tree: ast.Module, script: TrainingScript) -> Iterator[AddedLine]:
-    """Yield each statement that saves, for rank 0 only and with the model itself."""
+    """Yield each saving statement, changed so that only rank 0 saves, and the unwrapped model."""
     for node in ast.walk(tree):
         if _is_save(node):
             copy = deepcopy(node)
@@ -212,11 +212,11 @@ def _is_save(node: ast.AST) -> bool:
 
 
 _OF_BOTH = ("train", "eval", "to", "cuda", "cpu", "parameters", "named_parameters", "zero_grad", "buffers", "modules")
-"""Methods that DistributedDataParallel has itself, as every module."""
+"""Methods that DistributedDataParallel also has, because it is a module."""
 
 
 def _behind_the_wrapper(script: TrainingScript) -> Iterator[str]:
-    """Yield remarks on the model's methods that its wrapper lacks, or that differ there."""
+    """Yield remarks on calls of methods that the model's wrapper lacks or changes."""
     loop = script.loop
     assert loop is not None
     raw = [node for node in script.scope if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
@@ -233,7 +233,7 @@ def _behind_the_wrapper(script: TrainingScript) -> Iterator[str]:
 
 
 def _remarks(script: TrainingScript) -> Iterator[str]:
-    """Yield what the lines cannot say."""
+    """Yield advice that goes beyond the lines."""
     assert script.optimizer is not None and script.loader is not None
     yield "Each process reads its own batch, so the global batch is larger. Divide the"
     yield f"batch size, or adapt the learning rate of {script.optimizer.name} (line {script.optimizer.line})."
@@ -242,7 +242,7 @@ def _remarks(script: TrainingScript) -> Iterator[str]:
     for node in ast.walk(ast.parse(script.text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if node.value.startswith("cuda:"):
-                yield f'line {node.lineno}: write "cuda" instead of "{node.value}": each process has a GPU of its own'
+                yield f'line {node.lineno}: write "cuda" instead of "{node.value}", because each rank has its own GPU'
             elif node.value == "shuffle" and spread:
                 yield f"line {node.lineno}: remove shuffle, because the sampler replaces it"
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "DataParallel":
@@ -254,10 +254,10 @@ def _remarks(script: TrainingScript) -> Iterator[str]:
 
 
 def apply_lines(text: str, lines: Sequence[AddedLine]) -> str:
-    """Return the script with the lines in it."""
+    """Return the script with the lines applied."""
     rows = text.splitlines()
     in_order = sorted(lines, key=lambda each: each.line)
-    for added in in_order[::-1]:  # Of several before the same line, the last one first.
+    for added in in_order[::-1]:  # Going backwards, the numbers of earlier lines stay valid.
         stop = added.last if added.replaces else added.line - 1
         rows[added.line - 1 : stop] = added.text.splitlines()
     return "\n".join(rows) + "\n"

@@ -138,9 +138,9 @@ def _operators(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
 
 
 def _rollout(deployment: Json, where: str) -> Diagnosis:
-    """Judge whether all replicas are ready and of the newest revision.
+    """Check whether all replicas are ready and have the newest revision.
 
-    With one faulty value the newest replica never gets ready, while the earlier ones stay.
+    After a faulty change, the newest replica never becomes ready, and earlier ones keep running.
     """
     meta, wanted, status = deployment["metadata"], deployment["spec"].get("replicas", 1), deployment.get("status", {})
     ready, updated = status.get("readyReplicas", 0), status.get("updatedReplicas", 0)
@@ -148,13 +148,15 @@ def _rollout(deployment: Json, where: str) -> Diagnosis:
     extra = status.get("unavailableReplicas", 0)
     text = f"operator {where}: {ready} of {wanted} replicas are ready"
     if behind or extra:
-        text += f", {updated} of {wanted} are of the newest revision and {extra} of all are unavailable"
+        text += f", {updated} of {wanted} have the newest revision, {extra} unavailable"
     progress: Json = next((c for c in status.get("conditions", ()) if c.get("type") == "Progressing"), {})
     if progress.get("status") == "False":
         text += f" ({progress.get('reason')}: {progress.get('message')})"
     whole = ready >= wanted > 0 and not behind and not extra and progress.get("status") != "False"
     log = f"kubectl -n {meta['namespace']} logs --prefix --tail=20 -l app.kubernetes.io/name=ddpjob-operator"
-    return Diagnosis(whole, text, f"look at its pods' logs: {log}; a rollout in progress is judged again in a minute")
+    return Diagnosis(
+        whole, text, f"read its pods' logs with `{log}`; if a rollout is in progress, check again in a minute"
+    )
 
 
 def _watched(deployment: Json) -> list[str]:
@@ -179,8 +181,8 @@ def _rights(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
                 lacking.append(f"{verb} {what}" + (f" (for {use})" if use else ""))
     if lacking:
         remedy = (
-            f"ask for the ClusterRole edit in namespace {namespace}: the chart adds DDPJobs to it, but not with "
-            "watchNamespaces or userRoles.create=false, in which case a Role has to name them"
+            f"ask for the ClusterRole edit in namespace {namespace}, to which the chart adds DDPJobs; with the chart's "
+            "watchNamespaces or userRoles.create=false, ask for a Role that names them"
         )
         yield Diagnosis(False, f"your rights in namespace {namespace}: you may not {', '.join(lacking)}", remedy)
     else:

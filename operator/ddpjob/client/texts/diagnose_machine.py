@@ -1,6 +1,6 @@
-"""`ddpjob doctor` without a cluster: whether this machine can run jobs with `ddpjob run`.
+"""`ddpjob doctor` without a cluster: checks whether this machine can run jobs.
 
-torch is asked in a process of its own, because the operator's package never imports it.
+torch is queried in a separate process, because the operator's package never imports it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 print(json.dumps([torch.__version__, torch.version.cuda or "", torch.distributed.is_available(), gpus]))
 """
 _LITTLE_SHARED_MEMORY, _LITTLE_DISK = 256 * 2**20, 2**30
-"""Bytes below which a data loader with workers, or a checkpoint, soon finds no room. Docker gives a
-container 64 MiB of shared memory."""
+"""Bytes below which a data loader with workers, or a checkpoint, soon runs out of space. Docker
+gives a container 64 MiB of shared memory."""
 
 
 def checks_of_machine(shared_memory: Path = Path("/dev/shm")) -> Iterator[Diagnosis]:
@@ -43,7 +43,7 @@ def checks_of_machine(shared_memory: Path = Path("/dev/shm")) -> Iterator[Diagno
 
 
 def _torch_and_gpus() -> Iterator[Diagnosis]:
-    install = "pip install torch, into the Python named above"
+    install = "install torch for the Python named above (pip install torch)"
     said = ""
     try:
         asked = subprocess.run(
@@ -59,13 +59,13 @@ def _torch_and_gpus() -> Iterator[Diagnosis]:
         yield Diagnosis(False, f"torch: {why}", install)
         return
     built = f"CUDA {cuda}" if cuda else "without CUDA"
-    remedy = "this torch has no torch.distributed; install another build"
+    remedy = "this torch has no torch.distributed; install a different build"
     yield Diagnosis(bool(distributed), f"torch {version}, {built}", remedy)
     listed = len(usable_gpus())
     if gpus:
         yield Diagnosis(True, f"GPUs: {len(gpus)} ({', '.join(dict.fromkeys(gpus))})")
     elif listed:
-        remedy = "the driver is too old for this torch" if cuda else "install a torch with CUDA"
+        remedy = "the driver is too old for this torch" if cuda else "install a build of torch with CUDA"
         yield Diagnosis(False, f"GPUs: nvidia-smi lists {listed}, torch finds none", f"{remedy} (see pytorch.org)")
     else:
         yield Diagnosis(True, "GPUs: none; jobs train on the CPU (gpusPerNode: 0)")
@@ -90,9 +90,9 @@ def _ports() -> Diagnosis:
 
 
 def _disk() -> Diagnosis:
-    """Judge the place where runs are kept, which may not exist yet."""
+    """Check the disk of the folder of runs, which may not exist yet."""
     runs = runs_folder()
     there = next(folder for folder in (runs, *runs.parents) if folder.exists())
     if not os.access(there, os.W_OK | os.X_OK):
-        return Diagnosis(False, f"disk: {there} cannot be written", f"{RUNS_VARIABLE} names another folder for runs")
-    return _room("disk", there, _LITTLE_DISK, f"free some space; {RUNS_VARIABLE} names another folder for runs")
+        return Diagnosis(False, f"disk: {there} is not writable", f"set {RUNS_VARIABLE} to a different folder for runs")
+    return _room("disk", there, _LITTLE_DISK, f"free some space, or set {RUNS_VARIABLE} to a different folder for runs")

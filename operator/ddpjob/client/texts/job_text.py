@@ -1,4 +1,4 @@
-"""Describes a job in words: a row, a description, and why it is not done yet.
+"""Describes a job in words: its row, its description, and the reason why it waits or failed.
 
 These texts use only the job's object, pods and events.
 """
@@ -104,7 +104,7 @@ def readable(body: Json) -> Iterator[None]:
 
 
 def warnings(bodies: Sequence[Json]) -> Iterator[str]:
-    """Yield a line for each job that trains without a group, which its row does not show."""
+    """Yield a line for each job that trains without a group, because its row does not show that."""
     for body in bodies:
         status = JobStatus.read(body.get("status") or {})
         running = status.condition(ConditionType.RUNNING)
@@ -162,8 +162,8 @@ def describe(body: Json, pods: Sequence[PodLine], events: Sequence[Happened], no
             yield "  " + restart_line(restart, now)
         if any(restart.continued_from == UNKNOWN for restart in status.restarts.recent):
             yield (
-                "  How many steps they repeated is unknown, because the script does not say where it continued. "
-                "ddpjob_report.Snapshots makes it known."
+                "  The number of repeated steps is unknown, because the script does not report where it continued. "
+                "ddpjob_report.Snapshots reports it."
             )
     if status.avoided_nodes:
         yield "\nAvoided Kubernetes nodes:"
@@ -211,7 +211,7 @@ def _nodes(job: DDPJob) -> str:
 
 
 def _ranks(status: JobStatus) -> str:
-    """Return which nodes have the ranks from 0 on, if ranks do not follow the indices."""
+    """Return the nodes in the order of their ranks, unless that is the order of their indices."""
     runs: list[list[int]] = []
     for index in status.rank_order:
         if runs and index == runs[-1][-1] + 1:
@@ -230,18 +230,18 @@ def _progress(status: JobStatus) -> str:
 
 
 def time_is_left(status: JobStatus) -> bool:
-    """Whether to mention the remaining time: not if the job has ended or is suspended."""
+    """Whether to mention the remaining time, because the job has not ended and is not suspended."""
     return not (status.terminal or status.holds(ConditionType.SUSPENDED))
 
 
 def restart_counts(status: JobStatus, most: int) -> str:
-    """Return how many of the allowed restarts were used; empty if none were."""
+    """Return how many of the allowed restarts were used; empty before the first restart."""
     counts = status.restarts
     return f"{counts.counted} of {counts.limit(most)} counted, {counts.uncounted} not counted" if counts.total else ""
 
 
 def _repeated_work(status: JobStatus) -> str:
-    """Return how much work was made twice, and after how many restarts that is unknown."""
+    """Return the repeated work, and the number of restarts for which it is unknown."""
     counts = status.restarts
     parts = [f"{count(counts.repeated_steps, 'step')}, {counts.repeated_seconds:.1f} s"]
     parts = parts if counts.repeated_steps else []
@@ -250,7 +250,10 @@ def _repeated_work(status: JobStatus) -> str:
 
 
 def at_risk(status: JobStatus) -> str:
-    """Return what a loss now repeats; empty if no state is held in memory, or nothing trains."""
+    """Return the work that a loss now would repeat.
+
+    It is empty if no state is held in memory, or if the job has ended.
+    """
     steps = status.progress.get(AT_RISK)
     return f"at most {count(int(steps), 'step')}" if is_number(steps) and not status.terminal else ""
 
@@ -273,7 +276,7 @@ def slot_lines(status: JobStatus) -> Iterator[str]:
 
 
 def _pods(pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
-    """Yield the pods that need attention by name, and the number of the others."""
+    """Yield a row for each pod that needs attention, and the number of the others."""
     notable = [pod for pod in pods if pod.state not in ("Running", "Completed")]
     quiet = [pod for pod in pods if pod not in notable]
     listed = pods if len(pods) <= _SHOWN else notable[:_SHOWN]
@@ -330,7 +333,7 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     if held and deleted is not None:
         ago = _since(deleted, now)
         yield (
-            f"It was deleted {ago} ago, and the operator leaves it alone until the finalizer {held[0]} "
+            f"It was deleted {ago} ago, and the operator ignores it until the finalizer {held[0]} "
             f"is removed by its owner."
         )
         return
@@ -405,14 +408,14 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     spent = last if main.reason == "RestartBudgetSpent" else None
     yield from _explained(main if spent is None else replace(main, type=ConditionType.RESTARTING, reason=spent.reason))
     if main.type is ConditionType.FAILED:
-        yield f"Next: correct it, and `ddpjob rerun {name}`: it resumes from its last checkpoint."
-        yield f"If the manifest changes, `ddpjob delete {name}` and start the new one instead."
+        yield f"Next: correct the cause, and run `ddpjob rerun {name}`, which resumes from the last checkpoint."
+        yield f"If the manifest changes, run `ddpjob delete {name}` and submit the new manifest instead."
 
 
 def missing_pod(status: JobStatus, name: str, pods: Sequence[PodLine]) -> Iterator[str]:
-    """Yield that a pod of the status does not exist, although the operator replaces pods at once.
+    """Yield a line if a pod of the status does not exist, although lost pods are replaced at once.
 
-    The user may not be allowed to list pods. Then none is listed.
+    An empty list of pods has no meaning, because the user may not be allowed to list them.
     """
     there = {pod.name for pod in pods}
     for index, slot in enumerate(status.slots) if there else ():
@@ -425,7 +428,7 @@ def missing_pod(status: JobStatus, name: str, pods: Sequence[PodLine]) -> Iterat
             return
 
 
-_BESIDE = (
+_SIDE_CONDITIONS = (
     *(ConditionType.FAST_RECOVERY, ConditionType.RANKS_ORDERED, ConditionType.ISOLATED, ConditionType.NODES_HEALTHY),
     *(ConditionType.CHECKPOINTS_COPIED, ConditionType.SNAPSHOTS_HELD, ConditionType.NOTIFIES),
     *(ConditionType.CLASS_APPLIED, ConditionType.RANKS_KEEP_PACE),
@@ -438,13 +441,13 @@ def _notable(status: JobStatus) -> Iterator[Condition]:
     running = status.condition(ConditionType.RUNNING)
     if running is not None and running.status and running.reason not in ("GroupRuns", "NodesRun"):
         yield running
-    yield from (c for c in map(status.condition, _BESIDE) if c is not None and not c.status)
+    yield from (c for c in map(status.condition, _SIDE_CONDITIONS) if c is not None and not c.status)
 
 
 def _explained(condition: Condition) -> Iterator[str]:
-    """Yield the page's text about a condition's message or, failing that, its reason.
+    """Yield the text of PAGE about a condition's message or, failing that, its reason.
 
-    Containers' reasons that the page does not list share one text.
+    Reasons of containers that PAGE does not list share one text.
     """
     known, reason = remedies(), condition.reason
     texts = (name for name in known if name.startswith(SAID) and name[len(SAID) :] in condition.message)
@@ -458,7 +461,7 @@ def _explained(condition: Condition) -> Iterator[str]:
 
 
 SAID = "message "
-"""Name prefix of remedies that are found by an error's text."""
+"""Prefix of the names of remedies for messages that contain the rest of the name."""
 _STATUS = re.compile(r"^\([^)]*\) ")
 """A status in parentheses, which begins the page's text if the reason belongs to a true
 condition."""
@@ -467,7 +470,7 @@ condition."""
 def main_condition(status: JobStatus) -> Condition | None:
     """Return the first condition that keeps a job from training.
 
-    None if the job is training or complete.
+    Return None if the job is training or complete.
     """
     if status.holds(ConditionType.COMPLETE):
         return None
@@ -485,7 +488,7 @@ def main_condition(status: JobStatus) -> Condition | None:
     restarting = status.condition(ConditionType.RESTARTING)
     if not telling and restarting is not None and restarting.status:
         return restarting
-    # In that case nothing else is considered.
+    # Without its class, the operator considers nothing else of a job.
     lacks_class = refused if refused is not None and not refused.status else None
     return next(iter(telling or false), lacks_class)
 
@@ -495,7 +498,7 @@ def _without_status(body: Json, now: datetime) -> Iterator[str]:
     age = (now - created).total_seconds() if created is not None else 0.0
     manager = (body.get("spec") or {}).get("managedBy")
     if manager not in (None, MANAGER):
-        yield f"{name} is managed by {manager} (spec.managedBy): DDPJob's operator leaves it alone."
+        yield f"{name} is managed by {manager} (spec.managedBy), so DDPJob's operator ignores it."
         return
     yield f"{name} has no status {duration(age)} after its creation, so no operator has reconciled it."
     if age > NO_STATUS_SECONDS:

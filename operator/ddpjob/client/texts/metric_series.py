@@ -60,8 +60,8 @@ class MetricSeries:
     restarts: int = 0
     """Number of starts that were not the first of a job. Several jobs may have used the folder."""
     repeated: list[tuple[int, int]] = field(default_factory=list)
-    """Stretches of steps that were made again: the step after which training began, and the last
-    one that is known to have been made before."""
+    """Ranges of repeated steps: the step after which training began, and the last step that is
+    known to have been made before."""
     not_finite: set[int] = field(default_factory=set)
     """Training steps whose loss is NaN or infinite, which files have as null."""
     without_loss: set[int] = field(default_factory=set)
@@ -128,7 +128,7 @@ class MetricSeries:
     def after_last_loss(self) -> str:
         """Describe what the newest steps have instead of a finite loss.
 
-        Empty if they have a finite loss.
+        The text is empty if they have a finite loss.
         """
         known = sorted(self.steps.get("loss", {}))
         last = known[-1] if known else -1
