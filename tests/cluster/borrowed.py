@@ -1,4 +1,4 @@
-"""An existing cluster in place of the one that the tests build: the one that DDPJOB_TEST_KUBECONFIG names."""
+"""The existing cluster that DDPJOB_TEST_KUBECONFIG names, used instead of the tests' own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input on the real cluster: each has its clear message, and nothing is created or lost."""
+"""Bad input on the real cluster: each case has a clear message, and nothing is created or lost."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def claim(name: str, mode: str) -> dict[str, object]:
         ({"command": ["bash"]}, "exactly one of"),
     ],
 )
-def test_what_kubectl_apply_refuses(jobs: Jobs, change: dict[str, object], message: str) -> None:
+def test_kubectl_apply_refuses_invalid_manifests(jobs: Jobs, change: dict[str, object], message: str) -> None:
     with pytest.raises(ClusterError, match=re.escape(message)):
         jobs.apply(steps_job("bad", **change))
     assert not jobs.kubectl("get", "ddpjobs", "--output=name").strip()
 
 
-def test_an_image_that_cannot_be_pulled(jobs: Jobs) -> None:
+def test_an_image_that_cannot_be_pulled_is_a_condition(jobs: Jobs) -> None:
     """The registry may come back: the job waits for it, says so, and ends at its own deadline alone."""
     jobs.apply(
         job(
@@ -50,7 +50,7 @@ def test_an_image_that_cannot_be_pulled(jobs: Jobs) -> None:
     assert jobs.status("noimage")["restarts"]["counted"] == 0
 
 
-def test_an_image_without_python(jobs: Jobs) -> None:
+def test_an_image_without_python_is_reported(jobs: Jobs) -> None:
     jobs.apply(job("nopython", script="train.py", podTemplate={}))
     jobs.wait_phase("nopython", "Failed", timeout=40)
     failed = jobs.condition("nopython", "Failed")
@@ -58,7 +58,7 @@ def test_an_image_without_python(jobs: Jobs) -> None:
     assert "python3" in failed["message"]
 
 
-def test_a_script_that_does_not_exist(jobs: Jobs) -> None:
+def test_a_script_that_does_not_exist_is_reported(jobs: Jobs) -> None:
     jobs.apply(job("noscript", script="/workspace/tarin.py"))
     jobs.wait_phase("noscript", "Failed", timeout=60)
     failed = jobs.condition("noscript", "Failed")
@@ -81,7 +81,7 @@ def test_a_script_that_does_not_exist(jobs: Jobs) -> None:
         ),
     ],
 )
-def test_a_wrong_pod_template(jobs: Jobs, template: dict[str, object], message: str) -> None:
+def test_a_faulty_pod_template_is_reported(jobs: Jobs, template: dict[str, object], message: str) -> None:
     jobs.apply(steps_job("template", podTemplate=template))
     jobs.wait_phase("template", "Failed", timeout=15)
     failed = jobs.condition("template", "Failed")
@@ -90,13 +90,13 @@ def test_a_wrong_pod_template(jobs: Jobs, template: dict[str, object], message: 
     assert not jobs.pods() and not jobs.pods("coordinator"), "nothing is created"
 
 
-def test_a_pod_the_api_server_refuses(jobs: Jobs) -> None:
+def test_a_pod_that_the_api_server_refuses_is_reported(jobs: Jobs) -> None:
     jobs.apply(steps_job("refused", resources={"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}))
     jobs.wait_phase("refused", "Failed", timeout=15)
     assert "must be less than or equal to cpu limit" in jobs.condition("refused", "Failed")["message"]
 
 
-def test_a_checkpoint_folder_that_cannot_be_written(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_checkpoint_folder_that_is_not_writable_fails_the_job(jobs: Jobs, tmp_path: Path) -> None:
     checkpoints = {"hostPath": str(tmp_path), "shared": True, "readOnly": True}
     args = ["--config", "digits", "train.epochs=1"]
     jobs.apply(
@@ -113,7 +113,7 @@ def test_a_checkpoint_folder_that_cannot_be_written(jobs: Jobs, tmp_path: Path) 
     assert "/checkpoints" in message and ("write" in message or "read-only" in message.lower())
 
 
-def test_an_empty_data_folder(jobs: Jobs, tmp_path: Path) -> None:
+def test_an_empty_data_folder_is_reported(jobs: Jobs, tmp_path: Path) -> None:
     args = ["data.name=cifar10", "train.epochs=1"]
     jobs.apply(
         job(
@@ -128,7 +128,7 @@ def test_an_empty_data_folder(jobs: Jobs, tmp_path: Path) -> None:
     assert "/data" in jobs.condition("nodata", "Failed")["message"]
 
 
-def test_a_volume_that_one_node_holds_is_a_condition_and_heals(jobs: Jobs) -> None:
+def test_a_volume_that_one_node_holds_is_a_condition_until_it_is_released(jobs: Jobs) -> None:
     jobs.cluster.apply(claim("single", "ReadWriteOnce"), namespace=jobs.namespace)
     jobs.apply(steps_job("volume", 5, recovery=FAST, storage={"checkpoints": {"claimName": "single"}}))
     jobs.wait(
@@ -143,6 +143,6 @@ def test_a_volume_that_one_node_holds_is_a_condition_and_heals(jobs: Jobs) -> No
     jobs.wait("pods, once the claim is right", lambda: len(jobs.pods()) == 2, timeout=20)
 
 
-def test_too_few_machines_for_one_pod_each(jobs: Jobs) -> None:
+def test_too_few_machines_for_one_pod_each_are_a_condition(jobs: Jobs) -> None:
     jobs.apply(steps_job("crowd", 5, nodes=5, recovery=FAST))
     jobs.wait_unschedulable("crowd", "scheduling.onePodPerNode=false")

@@ -1,4 +1,4 @@
-"""The benchmark runs, and what it prints is what it measured."""
+"""The benchmark runs, and prints what it measured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def benchmark(jobs: Jobs, folder: Path, *options: str) -> subprocess.CompletedPr
     )
 
 
-def test_the_figures(jobs: Jobs, tmp_path: Path) -> None:
+def test_the_benchmark_prints_its_measurements(jobs: Jobs, tmp_path: Path) -> None:
     figures = tmp_path / "figures.csv"
     done = benchmark(jobs, tmp_path, "--runs", "2", "--step-runs", "1", "--csv", str(figures))
     assert done.returncode == 0, done.stderr

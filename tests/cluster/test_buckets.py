@@ -58,7 +58,7 @@ def metrics(jobs: Jobs) -> Json:
     return found
 
 
-def test_pods_and_the_server_are_lost_and_training_is_exact(jobs: Jobs, tmp_path: Path) -> None:
+def test_training_is_exact_although_pods_and_the_server_are_lost(jobs: Jobs, tmp_path: Path) -> None:
     objects, records = tmp_path / "s3", tmp_path / "records"
     for folder in (objects / "buckets" / BUCKET, objects / "sidecar", records):
         folder.mkdir(parents=True)

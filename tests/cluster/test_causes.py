@@ -1,6 +1,8 @@
-"""Each cause brought about for real: what `kubectl get` and `describe` say of it is the truth, and said at once.
+"""Each cause is provoked for real, and `kubectl get` and `describe` report it truthfully and at
+once.
 
-The jobs train side by side; each misbehaves when its test says so, by a clock that the test reads.
+The jobs train at the same time. Each misbehaves when its test requests it, by a clock that the test
+reads.
 """
 
 from __future__ import annotations
@@ -143,7 +145,7 @@ def test_an_image_that_cannot_be_pulled_is_reported_and_waited_for(stage: Stage)
     assert all(pod.endswith("-0") for pod in stage.jobs.pods()), "no second attempt of any pod"
 
 
-def test_a_script_that_cannot_be_imported_is_not_tried_again(stage: Stage) -> None:
+def test_a_script_that_cannot_be_imported_is_not_retried(stage: Stage) -> None:
     _, status = stage.watch.first("broken", phase("Failed"), timeout=150)
     failed = next(c for c in status["conditions"] if c["type"] == "Failed")
     assert failed["reason"] == "InitFailure"
@@ -176,7 +178,7 @@ def test_the_traceback_of_the_rank_that_raised_is_reported(stage: Stage) -> None
     assert status["restarts"]["counted"] == 1, "the other rank's connection error is a consequence"
 
 
-def test_the_memory_limit_is_reported_once_though_both_pods_met_it(stage: Stage) -> None:
+def test_a_memory_limit_that_both_pods_reach_is_reported_once(stage: Stage) -> None:
     stage.go("hungry")
     reported, status = stage.watch.first("hungry", restart("OOMKilled"))
     # The fact is the kill, some seconds after the ranks began to allocate.

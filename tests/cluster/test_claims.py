@@ -73,7 +73,7 @@ def test_a_kept_claim_holds_the_checkpoints_and_serves_the_next_job_of_the_name(
         jobs.kubectl("delete", "pvc", "kept-checkpoints")
 
 
-def test_a_claim_that_is_not_kept_goes_with_its_job(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_claim_that_is_not_kept_is_deleted_with_its_job(jobs: Jobs, tmp_path: Path) -> None:
     with volume(jobs, "gone", tmp_path) as made:
         jobs.apply(steps_job("gone", 5, recovery=FAST, storage=template(made, whenDeleted="Delete")))
         jobs.wait_phase("gone", "Complete")
@@ -82,7 +82,7 @@ def test_a_claim_that_is_not_kept_goes_with_its_job(jobs: Jobs, tmp_path: Path) 
         jobs.wait("its removal", lambda: not claims(jobs), timeout=60)
 
 
-def test_what_keeps_a_claim_from_being_made_is_a_condition_that_names_the_field(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_refused_claim_is_a_condition_that_names_the_field(jobs: Jobs, tmp_path: Path) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "disk"}}
     jobs.cluster.apply({**quota, "spec": {"hard": {"requests.storage": "1Mi"}}}, namespace=jobs.namespace)
     with volume(jobs, "full", tmp_path) as made:
@@ -102,7 +102,7 @@ def test_what_keeps_a_claim_from_being_made_is_a_condition_that_names_the_field(
         assert set(claims(jobs)) == {"full-checkpoints"}, "none is made that could not serve"
 
 
-def test_somebody_elses_claim_is_not_used(jobs: Jobs) -> None:
+def test_a_claim_of_another_owner_is_not_used(jobs: Jobs) -> None:
     spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Mi"}}}
     theirs = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "mine-checkpoints"}}
     jobs.cluster.apply({**theirs, "spec": spec}, namespace=jobs.namespace)

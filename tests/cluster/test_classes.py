@@ -75,7 +75,9 @@ def test_a_job_waits_for_its_class_and_takes_its_new_content_when_resumed(jobs: 
     assert jobs.status("job")["restarts"]["counted"] <= 1
 
 
-def test_jobs_that_break_their_classs_rules_fail_with_nothing_created(jobs: Jobs, platform_team_sets: Sets) -> None:
+def test_jobs_that_break_a_rule_of_their_class_fail_before_any_pod_is_created(
+    jobs: Jobs, platform_team_sets: Sets
+) -> None:
     wide, team = classed("wide")
     wide["spec"]["nodes"] = 3
     own, _ = classed("own", podTemplate={"metadata": {"labels": {"a": "b"}}})

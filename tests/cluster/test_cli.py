@@ -123,7 +123,7 @@ def test_waiting_ends_with_the_job(cluster: Cluster, namespace: str, cli: Cli) -
     assert cli("why", "bad")[0] == 1
 
 
-def test_the_server_is_asked_about_the_job_and_its_pods(cluster: Cluster, namespace: str, cli: Cli) -> None:
+def test_validation_by_the_server_covers_the_job_and_its_pods(cluster: Cluster, namespace: str, cli: Cli) -> None:
     Path("job.yaml").write_text(JOB % "asked")
     assert cli("validate", "--server", "job.yaml")[0] == 0
     pod = "{securityContext: {sysctls: [{name: 'a b', value: c}]}}"
@@ -150,7 +150,7 @@ def test_the_server_is_asked_about_the_job_and_its_pods(cluster: Cluster, namesp
     assert cluster.kubectl_json("get", "pods", "-n", namespace)["items"] == []
 
 
-def test_code_travels_with_the_job(cluster: Cluster, namespace: str, cli: Cli) -> None:
+def test_code_is_sent_with_the_job(cluster: Cluster, namespace: str, cli: Cli) -> None:
     Path("project/lib").mkdir(parents=True)
     Path("project/train.py").write_text("import lib.a\n")
     Path("project/lib/a.py").write_text("# a\n")
@@ -180,14 +180,14 @@ def test_code_travels_with_the_job(cluster: Cluster, namespace: str, cli: Cli) -
     assert [name for name in names if "code" in name] == [made["metadata"]["name"]]
 
 
-def test_the_doctor(cluster: Cluster, cli: Cli) -> None:
+def test_the_doctor_reports_the_definition_and_the_operator(cluster: Cluster, cli: Cli) -> None:
     code, out, _ = cli("doctor")
     assert code in (0, 1)
     assert "ok    definition ddpjobs.ddpjob.io is the same as this client's" in out
     assert "everything that the commands need" in out and "operator" in out
 
 
-def test_no_cluster_is_one_clear_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_cluster_is_one_clear_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for file in ("none", "broken"):
         (tmp_path / "broken").write_text("{not: [yaml")
         assert main(["--kubeconfig", str(tmp_path / file), "get"]) == 3
@@ -205,7 +205,9 @@ def test_no_cluster_is_one_clear_line(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert "the API server at https://127.0.0.1:9 (context c) does not answer" in capfd.readouterr().err
 
 
-def test_a_job_from_its_submission_to_its_end(jobs: Jobs, cli: Cli, cluster: Cluster, namespace: str) -> None:
+def test_the_commands_follow_a_job_from_its_submission_to_its_end(
+    jobs: Jobs, cli: Cli, cluster: Cluster, namespace: str
+) -> None:
     """The one test with pods: code that travels, logs over a replacement, stacks, a kill, a restart, and `Client`."""
     words = ("submit", "--name", "live", "--nodes", "2", "--gpus", "0", "--image", python_host.IMAGE)
     steps = "--steps=10000"  # It is deleted long before its end.

@@ -1,4 +1,4 @@
-"""Nothing of the test cluster is left after its end, whatever ended it."""
+"""The test cluster leaves nothing behind, however it ended."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_a_pod(cluster: Cluster) -> None:
     processes.wait_for("the pod to run", lambda: cluster.kubectl(*phase) == "Running", cluster.settings, timeout=60)
 
 
-def test_down_after_everything_was_killed(other: Cluster) -> None:
+def test_down_cleans_up_after_everything_was_killed(other: Cluster) -> None:
     """The shims and the pods outlive their containerd: only their cgroups show whose they are."""
     other.up(nodes=1)
     run_a_pod(other)
@@ -65,7 +65,7 @@ def test_down_after_everything_was_killed(other: Cluster) -> None:
     other.down()  # Nothing to do: no error.
 
 
-def test_up_mends_a_cluster_that_has_crashed(other: Cluster) -> None:
+def test_up_repairs_a_cluster_that_has_crashed(other: Cluster) -> None:
     other.up(nodes=1)
     victim = next(process for process in processes.recorded(other.settings) if process.name == "kube-apiserver")
     os.kill(victim.pid, signal.SIGKILL)
@@ -74,7 +74,7 @@ def test_up_mends_a_cluster_that_has_crashed(other: Cluster) -> None:
     assert other.ready_nodes() == {"n1"}
 
 
-def test_an_api_server_alone_is_up_soon_and_becomes_a_cluster_with_nodes(other: Cluster) -> None:
+def test_an_api_server_alone_starts_fast_and_becomes_a_cluster_with_nodes(other: Cluster) -> None:
     other.up(nodes=0)
     assert {process.name for process in processes.recorded(other.settings)} == {"etcd", "kube-apiserver"}
     other.kubectl("create", "namespace", "kept")
@@ -84,7 +84,7 @@ def test_an_api_server_alone_is_up_soon_and_becomes_a_cluster_with_nodes(other: 
     assert other.ready_nodes() == {"n1"}
 
 
-def test_up_that_was_killed_in_the_middle_leaves_nothing_that_the_next_one_minds(other: Cluster) -> None:
+def test_a_killed_up_leaves_nothing_that_disturbs_the_next_one(other: Cluster) -> None:
     command, env = command_line(other, "up", "--nodes", "1")
     starting = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
     processes.wait_for(

@@ -1,4 +1,4 @@
-"""The real images: how large they are, whom they run as, and that an unchanged checkout costs nothing."""
+"""The real images: their size, their user, and that an unchanged checkout builds nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def log_of(cluster: Cluster, namespace: str, image: str, command: list[str], nod
     return cluster.kubectl("logs", "pod", "--namespace", namespace)
 
 
-def test_operator_image_is_small_and_runs_without_rights(
+def test_the_operators_image_is_small_and_runs_without_rights(
     cluster: Cluster, operator_image: builder.Image, namespace: str
 ) -> None:
     assert operator_image.size <= 250e6
@@ -55,7 +55,7 @@ def test_unchanged_image_is_not_loaded_again(
     assert time.monotonic() - start < 5 * slowness()
 
 
-def test_failed_build_names_the_command_and_its_words(image_tools: Settings, tmp_path: Path) -> None:
+def test_a_failed_build_shows_the_command_and_its_output(image_tools: Settings, tmp_path: Path) -> None:
     dockerfile = tmp_path / "Dockerfile"
     dockerfile.write_text("ARG BASE_IMAGE\nFROM ${BASE_IMAGE} AS broken\nRUN echo said-before-the-end; exit 3\n")
     with pytest.raises(

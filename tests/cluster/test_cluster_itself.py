@@ -1,4 +1,4 @@
-"""The test cluster is what the other tests take it for."""
+"""The test cluster has the properties that the other tests assume."""
 
 from __future__ import annotations
 
@@ -127,14 +127,14 @@ except urllib.error.HTTPError as error:
     assert f"system:serviceaccount:{namespace}:default" in log
 
 
-def test_logs_and_exec(cluster: Cluster, namespace: str) -> None:
+def test_logs_and_exec_work(cluster: Cluster, namespace: str) -> None:
     cluster.apply(python_host.pod("talker", ["sh", "-c", "echo said; exec sleep 600"], "n2"), namespace=namespace)
     wait_for_phase(cluster, namespace, "talker", "Running")
     assert cluster.kubectl("logs", "talker", "--namespace", namespace) == "said\n"
     assert cluster.kubectl("exec", "talker", "--namespace", namespace, "--", "cat", "/etc/hostname") == "talker\n"
 
 
-def test_name_of_a_new_pod_is_known_in_two_seconds_even_after_it_was_asked_for(
+def test_the_name_of_a_new_pod_resolves_in_two_seconds_even_after_a_failed_lookup(
     cluster: Cluster, namespace: str
 ) -> None:
     """A negative answer that is kept would cost a replaced pod seconds."""
@@ -192,7 +192,7 @@ def test_gpus_are_scheduled_by_their_number(cluster: Cluster, namespace: str) ->
         cluster.set_gpus("n2", 0, resource)
 
 
-def test_an_image_that_is_nowhere_fails_soon(cluster: Cluster, namespace: str) -> None:
+def test_an_image_that_does_not_exist_fails_soon(cluster: Cluster, namespace: str) -> None:
     """Nothing is pulled, because nothing leaves the machine."""
     pod = python_host.pod("nowhere", SLEEP, "n1")
     pod["spec"]["containers"][0] |= {"image": "registry.example/nowhere:1", "imagePullPolicy": "IfNotPresent"}
@@ -210,7 +210,7 @@ def test_an_image_that_is_nowhere_fails_soon(cluster: Cluster, namespace: str) -
 
 
 @pytest.mark.slow
-def test_a_node_that_is_cut_off_is_lost_and_comes_back(cluster: Cluster, third_node: str) -> None:
+def test_a_partitioned_node_is_lost_and_returns(cluster: Cluster, third_node: str) -> None:
     assert third_node in cluster.ready_nodes()
     cluster.cut(third_node)
     lost_after = processes.wait_for("the loss", lambda: third_node not in cluster.ready_nodes(), timeout=30)

@@ -1,4 +1,4 @@
-"""A machine that cannot run the cluster says why: as a skip on a developer's, as a failure where CI=true."""
+"""A machine that cannot run the cluster reports why: as a skip, or as a failure if CI=true."""
 
 from __future__ import annotations
 

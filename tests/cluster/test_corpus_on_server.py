@@ -48,13 +48,13 @@ def _replace(api: Cluster, path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", _named("valid"))
-def test_valid(api: Cluster, case: Case) -> None:
+def test_a_valid_case_is_accepted_by_the_server(api: Cluster, case: Case) -> None:
     """Accepted, and stored as the reader would store it: the defaults are the same."""
     assert json.loads(_create(api, case.path))["spec"] == read_manifests(case.path)[0].checked()["spec"]
 
 
 @pytest.mark.parametrize("case", _named("invalid"))
-def test_invalid(api: Cluster, case: Case) -> None:
+def test_an_invalid_case_is_refused_by_the_server(api: Cluster, case: Case) -> None:
     with pytest.raises(ClusterError) as caught:
         _create(api, case.path)
     for text in case.says:
@@ -74,7 +74,7 @@ def test_a_status_has_one_owner(api: Cluster) -> None:
 
 
 @pytest.mark.parametrize("case", _named("updates"))
-def test_updates(api: Cluster, case: Case, tmp_path: Path) -> None:
+def test_an_update_is_accepted_or_refused_by_the_server(api: Cluster, case: Case, tmp_path: Path) -> None:
     """Really stored and really replaced: transition rules are not seen by a dry run of a creation."""
     old, new = (tmp_path / "old.yaml", tmp_path / "new.yaml")
     for path, document in zip((old, new), case.documents(), strict=True):

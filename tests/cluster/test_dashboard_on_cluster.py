@@ -1,4 +1,6 @@
-"""The chart's dashboard on a real cluster: two viewers with different rights, and nobody without a token."""
+"""The chart's dashboard on a real cluster: two viewers with different rights, and no access without
+a token.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def ask(url: str, token: str = "", **headers: str) -> tuple[int, str]:
         return refused.code, refused.read().decode()
 
 
-def test_two_viewers_see_their_own_namespaces_and_nobody_sees_more(dashboard: Release, teams: dict[str, str]) -> None:
+def test_two_viewers_see_only_their_own_namespaces(dashboard: Release, teams: dict[str, str]) -> None:
     first, second = teams
     with forwarded(dashboard) as address:
         processes.wait_for(

@@ -41,7 +41,7 @@ def data_job(name: str, **data: object) -> Json:
     return job(name, script=str(SCRIPTS / "data_names.py"), storage={"data": place}, scheduling=spread)
 
 
-def test_a_node_s_pods_share_what_one_of_them_has_fetched(jobs: Jobs, tmp_path: Path) -> None:
+def test_the_pods_of_a_node_share_the_data_that_one_of_them_has_fetched(jobs: Jobs, tmp_path: Path) -> None:
     objects, cache = tmp_path / "s3", tmp_path / "cache"
     contents = fill(tmp_path / "local", objects)
     service = {"selector": {"app": "s3"}, "ports": [{"port": PORT}]}

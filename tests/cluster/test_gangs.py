@@ -1,6 +1,7 @@
-"""Gangs on Kubernetes' own scheduler: jobs that each need all GPUs, a replacement, and preemption by priority.
+"""Gangs on Kubernetes' own scheduler: jobs that each need all GPUs, a replacement, and preemption
+by priority.
 
-The GPUs are made up: the scheduler alone deals with them.
+The GPUs are fictitious, because only the scheduler deals with them.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def test_two_jobs_that_deadlock_with_half_of_the_gpus_each_run_in_turn_as_gangs(
     jobs.wait_phase("two", "Complete")
 
 
-def test_one_of_two_gangs_runs_and_the_other_holds_nothing_until_it_can(jobs: Jobs, gpus: Gpus) -> None:
+def test_one_of_two_gangs_runs_and_the_other_holds_no_node_meanwhile(jobs: Jobs, gpus: Gpus) -> None:
     for name in ("one", "two"):
         jobs.apply(sleeping_job(name, 8))
     for name in ("one", "two"):
@@ -141,7 +142,7 @@ def test_a_lost_pod_of_a_gang_is_replaced_at_once_and_spares_come_later(jobs: Jo
     assert jobs.status("again")["rendezvous"]["generation"] == 0
 
 
-def test_a_preempted_job_gives_up_all_its_gpus_and_continues_when_there_is_room(
+def test_a_preempted_job_releases_all_its_gpus_and_continues_later(
     jobs: Jobs, gpus: Gpus, priorities: tuple[str, str], tmp_path: Path
 ) -> None:
     """One GPU would have been enough for the other. The state is on a volume, or its pods would keep it."""

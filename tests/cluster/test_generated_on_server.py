@@ -1,6 +1,8 @@
-"""Made-up jobs on a real API server: its verdicts are those of `ddpjob validate`, and the operator survives them all.
+"""Generated jobs on a real API server: its verdicts match `ddpjob validate`, and the operator
+survives all of them.
 
-DDPJOB_GENERATED=20 tries 20 times as many. A failure names the number of its job: `Maker(NUMBER)` makes it again.
+DDPJOB_GENERATED=20 tries 20 times as many. A failure names the number of its job: `Maker(NUMBER)`
+makes it again.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def as_kubectl_sends(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e21 else value
 
 
-def test_the_verdicts_of_the_api_server_are_those_of_validate(jobs: Jobs, ask: Ask) -> None:
+def test_the_api_servers_verdicts_match_those_of_validate(jobs: Jobs, ask: Ask) -> None:
     path = PATH.format(jobs.namespace) + "?dryRun=All&fieldValidation=Strict"
 
     def compare(number: int) -> str:
@@ -100,9 +102,7 @@ def accepted(namespace: str, ask: Ask) -> dict[str, Json]:
     return made
 
 
-def test_what_is_accepted_is_reconciled_and_so_is_a_forged_status(
-    jobs: Jobs, ask: Ask, operator: OperatorProcess
-) -> None:
+def test_accepted_jobs_and_forged_statuses_are_reconciled(jobs: Jobs, ask: Ask, operator: OperatorProcess) -> None:
     """Each job has a condition, whatever its spec and its status hold, and a healthy job beside them completes."""
     accepted_jobs = accepted(jobs.namespace, ask)
     made = {name: job for name, job in accepted_jobs.items() if not _managed_elsewhere(job)}

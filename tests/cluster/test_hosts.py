@@ -1,4 +1,4 @@
-"""The operator's watch of Kubernetes nodes, on Node objects that no kubelet stands behind."""
+"""The operator's watch of Kubernetes nodes, on Node objects without kubelets."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_readiness_taint_and_deletion_are_reported_and_heartbeats_are_not(cluste
 
 
 @pytest.mark.parametrize("expired", [False, True], ids=["continues from its version", "its version has expired"])
-def test_what_an_interrupted_watch_has_missed_is_reported(cluster: Cluster, ghost: str, expired: bool) -> None:
+def test_changes_that_an_interrupted_watch_has_missed_are_reported(cluster: Cluster, ghost: str, expired: bool) -> None:
     async def test(watch: HostWatch, reported: Reported) -> None:
         running = asyncio.create_task(watch.run())
         await asyncio.to_thread(create, cluster, ghost)
@@ -128,7 +128,7 @@ def test_what_an_interrupted_watch_has_missed_is_reported(cluster: Cluster, ghos
     watching(test, ghost)
 
 
-def test_without_the_right_nodes_are_not_known_and_that_is_said_once(
+def test_without_the_right_nodes_are_unknown_which_is_reported_once(
     cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     config = json.loads(cluster.kubectl("config", "view", "--raw", "--output=json"))

@@ -1,4 +1,4 @@
-"""What is in the real images, and what is not: seen by programs that run in them."""
+"""The contents of the real images, found by programs that run in them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(
     return ended["exitCode"], cluster.kubectl("logs", "pod", "--namespace", namespace)
 
 
-def test_trainer_compiles(cluster: Cluster, trainer_image: builder.Image, namespace: str) -> None:
+def test_the_trainers_image_can_compile(cluster: Cluster, trainer_image: builder.Image, namespace: str) -> None:
     """As a user that a platform has chosen (group 0)."""
     code, log = run(
         cluster, namespace, trainer_image, ["python3", "-c", COMPILE], "n1", runAsUser=1000680000, runAsGroup=0
@@ -57,7 +57,7 @@ def test_trainer_compiles(cluster: Cluster, trainer_image: builder.Image, namesp
     assert (code, log.splitlines()[-2:]) == (0, ["1000680000 True True", "compiled"]), log
 
 
-def test_trainer_runs_as_its_own_user_without_the_operators_packages(
+def test_the_trainer_runs_as_its_own_user_without_the_operators_packages(
     cluster: Cluster, trainer_image: builder.Image, namespace: str
 ) -> None:
     program = (
@@ -68,7 +68,9 @@ def test_trainer_runs_as_its_own_user_without_the_operators_packages(
     assert run(cluster, namespace, trainer_image, ["python3", "-c", program], "n2") == (0, "10001 True True None\n")
 
 
-def test_trainer_has_what_triton_builds_with(cluster: Cluster, trainer_image: builder.Image, namespace: str) -> None:
+def test_the_trainers_image_has_tritons_build_tools(
+    cluster: Cluster, trainer_image: builder.Image, namespace: str
+) -> None:
     """Its launcher is a C extension, compiled when the first kernel runs on a GPU."""
     program = (
         "import pathlib, subprocess, sysconfig; "
@@ -89,7 +91,7 @@ def test_trainer_has_what_triton_builds_with(cluster: Cluster, trainer_image: bu
         (["sh", "-c", "touch /opt/venv/file || touch /etc/file"], "Permission denied"),
     ],
 )
-def test_operator_image_lacks(
+def test_the_operators_image_lacks_what_it_does_not_need(
     cluster: Cluster, operator_image: builder.Image, namespace: str, program: list[str], words: str
 ) -> None:
     code, log = run(cluster, namespace, operator_image, program, "n2")
@@ -97,7 +99,9 @@ def test_operator_image_lacks(
     assert words in log
 
 
-def test_operator_says_what_it_lacks(cluster: Cluster, operator_image: builder.Image, namespace: str) -> None:
+def test_the_operators_image_reports_what_it_lacks(
+    cluster: Cluster, operator_image: builder.Image, namespace: str
+) -> None:
     """Without the chart's Secret, and as a user without a name."""
     command = ["env", "DDPJOB_OPERATOR_LEASE_NAMESPACE=x", "python3", "-m", "ddpjob.controller"]
     code, log = run(

@@ -1,4 +1,4 @@
-"""The chart: what it renders, and the operator that Helm installs with it."""
+"""The chart: its rendered objects, and the operator that Helm installs from it."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ def every_value(tmp_path: Path) -> Path:
     return file
 
 
-def test_lint_accepts_defaults_and_every_value(cluster: Cluster, every_value: Path) -> None:
+def test_helm_lint_accepts_the_defaults_and_every_value(cluster: Cluster, every_value: Path) -> None:
     for words in ((), ("--values", str(every_value)), ("--set", "watchNamespaces={one,two}")):
         assert "0 chart(s) failed" in helm(cluster, "lint", "--strict", str(CHART), *words)
 
 
-def test_every_value_arrives(cluster: Cluster, every_value: Path) -> None:
+def test_every_value_has_its_effect(cluster: Cluster, every_value: Path) -> None:
     documents = render(cluster, "--values", str(every_value))
     (deployment,) = of_kind(documents, "Deployment")
     pod = deployment["spec"]["template"]
@@ -232,7 +232,7 @@ def test_a_list_of_namespaces_needs_no_cluster_role(cluster: Cluster) -> None:
         ("metrics.port=0,metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.enabled"),
     ],
 )
-def test_a_wrong_value_is_named(cluster: Cluster, setting: str, words: str) -> None:
+def test_an_invalid_value_is_reported(cluster: Cluster, setting: str, words: str) -> None:
     with pytest.raises(ClusterError) as refused:
         render(cluster, "--set", setting)
     assert words in str(refused.value).replace(".", "/") or words in str(refused.value)
@@ -270,7 +270,7 @@ def uninstalled(release: Release) -> Iterator[Release]:
     release.uninstall()
 
 
-def test_runs_jobs_of_its_namespaces_alone(uninstalled: Release, jobs: Jobs) -> None:
+def test_the_operator_runs_jobs_only_in_its_namespaces(uninstalled: Release, jobs: Jobs) -> None:
     """Without any right over the whole cluster, not even to read the definition of DDPJob."""
     release = uninstalled
     release.install("--set", f"watchNamespaces={{{jobs.namespace}}}")
@@ -319,7 +319,7 @@ ALLOWED = {
 FORBIDDEN = ("secrets", "deployments.apps", "namespaces", "serviceaccounts", "leases.coordination.k8s.io")
 
 
-def test_rights_are_what_the_operator_calls_and_nothing_more(installed_operator: Release) -> None:
+def test_the_operator_has_exactly_the_rights_that_it_uses(installed_operator: Release) -> None:
     """By the rules, and by what the API server answers."""
     role = installed_operator.json("get", "clusterrole", "ddpjob-operator")
     rights: dict[str, set[str]] = {}
@@ -342,7 +342,7 @@ def test_rights_are_what_the_operator_calls_and_nothing_more(installed_operator:
     assert not can(installed_operator, "create", "pods", subresource="exec")
 
 
-def test_only_its_own_lease(installed_operator: Release) -> None:
+def test_the_operator_may_use_only_its_own_lease(installed_operator: Release) -> None:
     release = installed_operator
     assert can(release, "update", "leases.coordination.k8s.io/ddpjob-operator", release.namespace)
     for name in ("ddpjob-operator-0-of-2", "ddpjob-operator-9-of-10"):  # while an upgrade changes `shards`
@@ -405,7 +405,7 @@ def key_of(release: Release) -> bytes:
     return base64.b64decode(release.json("get", "secret", "ddpjob-operator-key")["data"]["key"])
 
 
-def test_key_outlives_upgrade_and_new_installation(installed_operator: Release) -> None:
+def test_the_key_survives_an_upgrade_and_a_new_installation(installed_operator: Release) -> None:
     release = installed_operator
     key = key_of(release)
     assert len(key) == 48
@@ -455,7 +455,7 @@ def test_the_second_replica_takes_over(installed_operator: Release, jobs: Jobs) 
     jobs.wait_phase("after", "Complete")
 
 
-def test_three_shards_one_killed_and_nothing_is_done_twice(
+def test_with_three_shards_and_one_replica_killed_no_action_is_repeated(
     installed_operator: Release, cluster: Cluster, namespace: str
 ) -> None:
     """A job per shard loses its operator, and then a pod. With one shard again, one replica acts for all."""
@@ -515,7 +515,7 @@ def test_a_second_operator_for_one_of_its_namespaces_is_refused(uninstalled: Rel
     second.uninstall()
 
 
-def test_another_name_keeps_the_key(installed_operator: Release) -> None:
+def test_an_installation_under_a_different_name_keeps_the_key(installed_operator: Release) -> None:
     release = installed_operator
     key = key_of(release)
     release.install("--set", "fullnameOverride=renamed")
@@ -524,7 +524,7 @@ def test_another_name_keeps_the_key(installed_operator: Release) -> None:
     assert base64.b64decode(renamed) == key_of(release) == key
 
 
-def test_an_operator_that_has_moved_with_its_key_continues_with_the_same_pods(
+def test_an_operator_that_was_moved_with_its_key_continues_with_the_same_pods(
     installed_operator: Release, jobs: Jobs, tmp_path: Path
 ) -> None:
     """To another namespace and name, as docs/upgrade.md says."""

@@ -133,7 +133,7 @@ def says(jobs: Jobs, name: str, words: str, kind: str = "Suspended") -> Callable
     return lambda: words in jobs.condition(name, kind).get("message", "")
 
 
-def test_one_that_fits_runs_where_its_flavor_is_and_the_next_waits_for_its_end(
+def test_a_job_that_fits_runs_on_its_flavor_and_the_next_waits_for_its_end(
     jobs: Jobs, queue: Queue, tmp_path: Path
 ) -> None:
     queue.offer(gpus=3)
@@ -157,7 +157,7 @@ def test_one_that_fits_runs_where_its_flavor_is_and_the_next_waits_for_its_end(
     jobs.wait("all quota is free", lambda: queue.used() == 0)
 
 
-def test_a_job_in_a_queue_that_is_not_there_or_that_can_never_hold_it_says_so(jobs: Jobs, queue: Queue) -> None:
+def test_a_job_whose_queue_is_missing_or_too_small_reports_it(jobs: Jobs, queue: Queue) -> None:
     jobs.apply(queued(sleeping("early")))
     jobs.wait("no queue", says(jobs, "early", "LocalQueue team doesn't exist"))
     queue.offer(gpus=1)
@@ -192,7 +192,7 @@ def test_a_job_of_a_higher_priority_takes_the_quota_and_the_other_continues_late
     assert jobs.status("low").get("restarts", {}).get("counted", 0) == 0
 
 
-def test_a_stopped_queue_ends_the_pods_and_lets_the_job_continue_when_it_is_opened(
+def test_a_stopped_queue_ends_the_pods_and_reopening_it_continues_the_job(
     jobs: Jobs, queue: Queue, tmp_path: Path
 ) -> None:
     queue.offer(gpus=2)
@@ -218,7 +218,7 @@ def test_a_stopped_queue_ends_the_pods_and_lets_the_job_continue_when_it_is_open
     assert jobs.status("drained").get("restarts", {}).get("counted", 0) == 0
 
 
-def test_deaths_of_the_operator_and_of_kueue_on_the_way_lose_and_double_nothing(
+def test_deaths_of_the_operator_and_of_kueue_lose_and_repeat_nothing(
     jobs: Jobs, queue: Queue, operator: OperatorProcess, tmp_path: Path
 ) -> None:
     queue.offer(gpus=2)
@@ -251,7 +251,7 @@ def test_deaths_of_the_operator_and_of_kueue_on_the_way_lose_and_double_nothing(
     assert all(conditions(it)["Finished"] == ("True", "Succeeded") for it in workloads(jobs).values())
 
 
-def test_other_sizes_are_exchanged_in_place(jobs: Jobs, queue: Queue) -> None:
+def test_sizes_change_in_place(jobs: Jobs, queue: Queue) -> None:
     queue.offer(gpus=3)
     elastic = {"elastic": {"minNodes": 1, "maxNodes": 8}, "nodes": 1}
     jobs.apply(queued(steps_job("sized", 100_000, **{**TRAINING, **elastic})))

@@ -55,7 +55,7 @@ def test_accelerate_sums_over_two_pods(jobs: Jobs) -> None:
     assert masters(jobs) == {"accelerate-0-0.accelerate"}, "the name of index 0's pod"
 
 
-def test_mp_spawn_by_a_tcp_address_outlives_the_pod_with_that_address(jobs: Jobs, tmp_path: Path) -> None:
+def test_mp_spawn_with_a_tcp_address_survives_the_loss_of_that_pod(jobs: Jobs, tmp_path: Path) -> None:
     storage = {"checkpoints": {"hostPath": str(tmp_path), "shared": True}}
     command = [sys.executable, LAUNCHED, "--spawn", "--until", "/checkpoints/enough"]
     jobs.apply(launched("spawn", command, storage=storage))

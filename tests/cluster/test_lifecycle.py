@@ -23,7 +23,7 @@ def running_pods(jobs: Jobs) -> list[str]:
     ]
 
 
-def test_suspend_and_resume(jobs: Jobs) -> None:
+def test_a_job_is_suspended_and_resumed(jobs: Jobs) -> None:
     jobs.apply(steps_job("pause", 1000, nodes=1))
     jobs.wait_phase("pause", "Running")
     patch(jobs, "pause", runPolicy={"suspend": True})
@@ -101,7 +101,7 @@ def test_a_deadline_ends_the_job_and_its_time_to_live_removes_it(jobs: Jobs) -> 
     )
 
 
-def test_clean_pod_policies(jobs: Jobs) -> None:
+def test_the_clean_pod_policy_decides_which_pods_are_deleted(jobs: Jobs) -> None:
     sidecar = {
         "name": "shadow",
         "image": job("x")["spec"]["image"],
@@ -122,7 +122,7 @@ def test_clean_pod_policies(jobs: Jobs) -> None:
     )
 
 
-def test_the_classical_layout_survives_its_master(jobs: Jobs) -> None:
+def test_a_job_with_placement_master_survives_the_loss_of_its_master(jobs: Jobs) -> None:
     jobs.apply(steps_job("classic", 120, rendezvous={"placement": "Master"}))
     jobs.wait_phase("classic", "Running")
     assert not jobs.pods("coordinator")
@@ -133,7 +133,7 @@ def test_the_classical_layout_survives_its_master(jobs: Jobs) -> None:
     assert "rank" in jobs.kubectl("logs", "classic-0-1", "--container=trainer")
 
 
-def test_any_command_gets_what_torchrun_reads(jobs: Jobs) -> None:
+def test_any_command_gets_torchruns_variables(jobs: Jobs) -> None:
     script = steps_job("x")["spec"]["script"]
     command = ["/bin/sh", "-c", f"exec python3 -m torch.distributed.run {script} --steps=120"]
     jobs.apply(job("shell", command=command))
@@ -144,7 +144,7 @@ def test_any_command_gets_what_torchrun_reads(jobs: Jobs) -> None:
     assert (status["restarts"]["counted"], status["restarts"]["uncounted"]) == (0, 1)
 
 
-def test_a_deleted_job_takes_everything_with_it_and_its_name_is_free(jobs: Jobs) -> None:
+def test_a_deleted_job_leaves_nothing_and_its_name_is_free(jobs: Jobs) -> None:
     jobs.apply(steps_job("again", 1000, nodes=1, recovery=FAST))
     jobs.wait_phase("again", "Running")
     jobs.kubectl("delete", "ddpjob", "again", "--wait=true")

@@ -1,4 +1,6 @@
-"""Kubernetes nodes go: drained, tainted, deleted, cut off. Jobs continue elsewhere, and what was left behind ends."""
+"""Kubernetes nodes are drained, tainted, deleted and partitioned. Jobs continue elsewhere, and
+leftover pods end.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,7 @@ def alive(pod: str, uid: str) -> list[int]:
     return found
 
 
-def test_a_drained_node_moves_a_job_without_loss_and_one_pod_at_a_time(stage: Stage, checkpoints: Path) -> None:
+def test_draining_a_node_moves_a_job_without_loss_one_pod_at_a_time(stage: Stage, checkpoints: Path) -> None:
     leaving = stage.running("moved", "n3", refuge=False)
     staying = stage.pod_on("moved", "n1")
     stage.jobs.wait(
@@ -202,7 +204,7 @@ def test_a_lost_node_tainted_out_of_service_is_not_waited_for(stage: Stage) -> N
     assert recorded["reason"] in stage.jobs.kubectl("describe", "ddpjob", "tainted")
 
 
-def test_a_node_whose_object_is_deleted_is_left(stage: Stage) -> None:
+def test_a_job_leaves_a_node_whose_object_is_deleted(stage: Stage) -> None:
     pod = stage.running("deleted", "n5")
     uid = stage.uid("deleted")
     assert alive(pod, uid)
@@ -220,7 +222,7 @@ def test_a_node_whose_object_is_deleted_is_left(stage: Stage) -> None:
     processes.wait_for(f"the end of {pod}", lambda: not alive(pod, uid), timeout=30)
 
 
-def test_a_node_without_a_network_is_left_and_its_zombies_end(stage: Stage) -> None:
+def test_a_job_leaves_a_partitioned_node_and_the_leftover_pods_end(stage: Stage) -> None:
     names = ("cut", "cut-fast")
     pods = {name: stage.running(name, "n6") for name in names}
     uids = {name: stage.uid(name) for name in names}
@@ -246,7 +248,7 @@ def test_a_node_without_a_network_is_left_and_its_zombies_end(stage: Stage) -> N
         assert len(restarts(stage.jobs.status(name))) == 1, "the zombie did not disturb those that have taken its place"
 
 
-def test_a_spare_takes_over_from_a_node_without_a_network_which_then_is_the_spare(stage: Stage) -> None:
+def test_a_spare_takes_over_from_a_partitioned_node_whose_pod_becomes_the_spare(stage: Stage) -> None:
     name, nodes = "spared", ("n1", "n2", "n4")
     stage.offer(name, *nodes)
     recovery = {"mode": "Fast", "nodeLostAfterSeconds": 120}

@@ -1,4 +1,6 @@
-"""Notifications of real jobs: receivers that take them, hang, redirect and err, and an operator that is killed."""
+"""Notifications of real jobs: receivers that accept, hang, redirect and fail, and an operator that
+is killed.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,7 @@ def state(jobs: Jobs, name: str) -> str:
     return str(next((n["state"] for n in jobs.status(name).get("notifications", ())), ""))
 
 
-def test_receivers_get_what_happened_and_none_is_in_anothers_way(jobs: Jobs, web: Web) -> None:
+def test_receivers_get_their_notifications_and_do_not_delay_each_other(jobs: Jobs, web: Web) -> None:
     jobs.apply(ending("stuck", "hangs"))
     jobs.apply(ending("moved", "moved"))
     jobs.wait("a receiver hangs", lambda: web.came("/hangs"), timeout=120)
@@ -110,7 +112,7 @@ def test_receivers_get_what_happened_and_none_is_in_anothers_way(jobs: Jobs, web
     assert web.url not in jobs.kubectl("get", "ddpjobs,events", "--output=yaml")
 
 
-def test_an_operator_that_is_killed_while_it_sends_sends_it_again_with_the_same_id(
+def test_an_operator_killed_while_it_sends_repeats_the_notification_with_its_id(
     jobs: Jobs, web: Web, operator: OperatorProcess
 ) -> None:
     jobs.apply(ending("job", "hangs"))

@@ -14,7 +14,9 @@ from testcluster.cluster import Cluster
 DYING = Path(__file__).parent / "dying_operator.py"
 
 
-def test_it_dies_before_and_after_every_call(jobs: Jobs, operator: OperatorProcess, tmp_path: Path) -> None:
+def test_a_job_completes_although_the_operator_dies_before_and_after_every_call(
+    jobs: Jobs, operator: OperatorProcess, tmp_path: Path
+) -> None:
     seen = tmp_path / "seen"
     operator.kill()
     operator.start(sys.executable, str(DYING), str(seen))

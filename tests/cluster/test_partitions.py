@@ -141,7 +141,7 @@ def partitioned(jobs: Jobs, cluster: Cluster, tmp_path: Path) -> Iterator[Partit
         cluster.set_gpus(node, 0, CONTROL)
 
 
-def test_two_groups_never_train_at_once_whatever_is_cut_and_whatever_the_clocks_say(partitioned: Partitioned) -> None:
+def test_two_groups_never_train_at_once_under_any_partition_and_clock_error(partitioned: Partitioned) -> None:
     stage, began = partitioned, time.monotonic()
 
     def note(what: str) -> None:

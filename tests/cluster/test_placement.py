@@ -35,7 +35,7 @@ def say(cluster: Cluster, node: str, unhealthy: bool) -> None:
     cluster.kubectl("patch", "node", node, "--subresource=status", "--type=strategic", "--patch", patch)
 
 
-def test_a_pod_leaves_a_node_that_an_agent_calls_unhealthy(four: Cluster, jobs: Jobs) -> None:
+def test_a_pod_leaves_a_node_that_an_agent_reports(four: Cluster, jobs: Jobs) -> None:
     jobs.apply(steps_job("moved", 100000, "--sleep=0.2"))
     jobs.wait("the job to run", lambda: jobs.status("moved").get("phase") == "Running", timeout=120)
     node = node_of(jobs, "moved-1-0")
@@ -61,7 +61,7 @@ RACK = "test.ddpjob.io/rack"
 NODES_ONLY = [{"key": "ddpjob.io/role", "operator": "In", "values": ["node"]}]
 
 
-def test_all_pods_run_in_one_domain_and_so_do_their_replacements(four: Cluster, jobs: Jobs) -> None:
+def test_all_pods_and_their_replacements_run_in_one_domain(four: Cluster, jobs: Jobs) -> None:
     for rack, nodes in {"a": ("n1", "n2"), "b": ("n3", "n4")}.items():
         four.kubectl("label", "nodes", *nodes, "--overwrite", f"{RACK}={rack}")
     scheduling = {"sameTopology": RACK}
@@ -90,7 +90,7 @@ def ranks_in_logs(jobs: Jobs, name: str) -> dict[str, int]:
     return {pod: rank for pod, rank in found.items() if pod.startswith(f"{name}-")}
 
 
-def test_pods_of_one_rack_have_neighbouring_ranks(cluster: Cluster, jobs: Jobs) -> None:
+def test_pods_of_one_rack_have_adjacent_ranks(cluster: Cluster, jobs: Jobs) -> None:
     """Two pods on each of two nodes, of which no node has pods of neighbouring indices alone."""
     name = "ranks"
     for node, rack in {"n1": "b", "n2": "a"}.items():

@@ -1,4 +1,4 @@
-"""What a job's pods get: GPUs by resource name, shared memory, names, environment, storage."""
+"""A job's pods: GPUs by resource name, shared memory, names, environment and storage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gpus(cluster: Cluster) -> Iterator[str]:
         cluster.set_gpus(node, 0, resource)
 
 
-def test_gpus_by_resource_name(jobs: Jobs, gpus: str) -> None:
+def test_gpus_are_requested_by_resource_name(jobs: Jobs, gpus: str) -> None:
     jobs.apply(steps_job("many", 3, recovery=FAST, gpusPerNode=4, gpuResource=gpus))
     jobs.wait_unschedulable("many", f"Insufficient {gpus}")
     jobs.kubectl("delete", "ddpjob", "many")
@@ -42,7 +42,7 @@ def test_a_pod_that_has_lost_its_device_is_replaced_at_once(jobs: Jobs, gpus: st
     assert "lost-0-0" in jobs.pods() and "lost-1-1" in jobs.pods()
 
 
-def test_what_a_pod_finds(jobs: Jobs) -> None:
+def test_a_pod_has_its_environment_names_and_volumes(jobs: Jobs) -> None:
     jobs.apply(
         steps_job(
             "look", 1000, storage={"sharedMemory": "64Mi"}, env=[{"name": "GREETING", "value": "hello $(DDPJOB_NAME)"}]
@@ -76,7 +76,7 @@ def test_what_a_pod_finds(jobs: Jobs) -> None:
     assert "finalizers" not in body["metadata"] and not any("kopf" in key for key in body["metadata"]["annotations"])
 
 
-def test_two_jobs_of_one_name_in_two_namespaces_and_one_machine(jobs: Jobs, cluster: Cluster) -> None:
+def test_two_jobs_of_one_name_run_in_two_namespaces_on_one_machine(jobs: Jobs, cluster: Cluster) -> None:
     other = Jobs(cluster, f"{jobs.namespace}-b")
     create_namespace(cluster, other.namespace)
     try:
@@ -88,7 +88,7 @@ def test_two_jobs_of_one_name_in_two_namespaces_and_one_machine(jobs: Jobs, clus
         cluster.kubectl("delete", "namespace", other.namespace, "--wait=false")
 
 
-def test_several_processes_on_one_node(jobs: Jobs) -> None:
+def test_several_processes_run_on_one_node(jobs: Jobs) -> None:
     jobs.apply(job("procs", script=steps_job("x")["spec"]["script"], args=["--steps=3"], nodes=1, procsPerNode=2))
     jobs.wait_phase("procs", "Complete", timeout=120)
     log = jobs.kubectl("logs", "procs-0-0")

@@ -14,7 +14,7 @@ PREFERS_N1 = {
 }
 
 
-def test_a_defective_node_is_left_to_others_and_the_links_are_checked(jobs: Jobs) -> None:
+def test_a_job_leaves_a_defective_node_and_the_links_are_checked(jobs: Jobs) -> None:
     env = {"PYTHONPATH": f"{CHECKOUT}/tests/runtime/scripts/faulty", "FAULT": "product", "FAULTY": "n1"}
     manifest = steps_job(
         "checked", 5,

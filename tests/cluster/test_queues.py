@@ -1,4 +1,6 @@
-"""Jobs in a queue of Kueue's, against Kueue's own definitions: the test plays the part of its controllers."""
+"""Jobs in a queue of Kueue, against Kueue's own definitions. The test plays the part of its
+controllers.
+"""
 
 from __future__ import annotations
 
@@ -107,14 +109,14 @@ def test_a_job_waits_runs_is_evicted_and_continues(jobs: Jobs, cluster: Cluster)
     jobs.wait("nothing is left", lambda: not workloads(jobs) and not jobs.pods())
 
 
-def test_a_job_that_is_deleted_while_it_waits_leaves_nothing(jobs: Jobs) -> None:
+def test_a_job_that_is_deleted_while_it_waits_leaves_nothing_behind(jobs: Jobs) -> None:
     jobs.apply(queued(steps_job("early", 5, **CPU)))
     only(jobs)
     jobs.kubectl("delete", "ddpjob", "early")
     jobs.wait("nothing is left", lambda: not workloads(jobs))
 
 
-def test_a_job_of_another_controller_is_left_alone_and_cannot_be_taken_over(jobs: Jobs) -> None:
+def test_a_job_of_a_different_controller_is_left_alone_and_cannot_be_taken_over(jobs: Jobs) -> None:
     theirs = "kueue.x-k8s.io/multikueue"
     jobs.apply(queued(steps_job("theirs", 5, managedBy=theirs)))
     jobs.apply(steps_job("ours", 5, nodes=1, recovery=FAST))

@@ -1,4 +1,4 @@
-"""The main promise, on real pods: one may be deleted by force, it is replaced, the job completes."""
+"""The main promise on real pods: a pod that is deleted by force is replaced, and the job completes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_spare_takes_over_and_a_new_coordinator_disturbs_nothing(jobs: Jobs) -
     assert status["restarts"]["recent"][-1]["reason"] == "CoordinatorLost"
 
 
-def test_a_script_continues_after_its_last_step_although_it_saves_nothing(jobs: Jobs) -> None:
+def test_a_script_that_saves_nothing_continues_after_its_last_step(jobs: Jobs) -> None:
     """From the memory of the other pod; the weights are those of the job that nobody disturbs."""
     for name in ("memory", "undisturbed"):
         script, args = str(EXAMPLES / "snapshots.py"), ["--steps=400"]

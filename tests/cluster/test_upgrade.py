@@ -1,7 +1,10 @@
-"""From this release to an invented next one, back, and forth again, while jobs run: nothing that runs may notice.
+"""An upgrade to an invented next release, the rollback, and a second upgrade while jobs run, which
+must not notice.
 
-The next one is this checkout with another version of the protocol and one more field of the status. Once there is a
-release, its tag takes the place of this checkout. What the operator decides on its own of such jobs is in
+The next release is this checkout with a different protocol version and one more field of the
+status. Once there is a
+release, its tag takes the place of this checkout. The operator's own decisions about such jobs are
+tested in
 unit/core/test_upgraded_jobs.py, from a recorded status.
 """
 
@@ -75,7 +78,7 @@ def with_grace(manifest: Json) -> Json:
     return manifest
 
 
-def test_jobs_outlive_an_upgrade_and_the_way_back(releases: Releases, jobs: Jobs) -> None:
+def test_jobs_survive_an_upgrade_and_a_rollback(releases: Releases, jobs: Jobs) -> None:
     releases.this()
     jobs.apply(with_grace(steps_job("fast", 100000, recovery={"mode": "Fast"})))
     jobs.apply(with_grace(steps_job("standard", 100000)))

@@ -89,7 +89,7 @@ def group_of(pod: Json) -> str:
     return str(pod["metadata"].get("annotations", {}).get(GROUP_NAME, ""))
 
 
-def test_volcano_takes_the_group_that_a_job_gets(jobs: Jobs) -> None:
+def test_volcano_accepts_the_group_of_a_job(jobs: Jobs) -> None:
     """By the API server's strict validation. No scheduler of that name runs: the pods wait for one."""
     jobs.apply(by_volcano(steps_job("grouped", 5, spares=1), queue="team"))
     jobs.wait("its pods", lambda: {"grouped-0-0", "grouped-1-0"} <= set(jobs.pods()))
@@ -102,7 +102,7 @@ def test_volcano_takes_the_group_that_a_job_gets(jobs: Jobs) -> None:
     jobs.wait("nothing is left", lambda: not groups(jobs) and not jobs.pods())
 
 
-def test_one_of_two_jobs_runs_and_the_other_holds_nothing_meanwhile(
+def test_one_of_two_jobs_runs_and_the_other_holds_no_node_meanwhile(
     jobs: Jobs, volcano: None, gpus: Callable[[int], None]
 ) -> None:
     for name in ("one", "two"):

@@ -74,7 +74,7 @@ class Fault:
 
 
 Faults = Callable[[str, str], "Fault | None"]
-"""(method, path) to what becomes of the request; None: it is answered."""
+"""Maps (method, path) to the fault of the request. None means no fault."""
 
 
 class ApiServer:
@@ -84,11 +84,13 @@ class ApiServer:
         self.store, self.kept = store, history
         self.faults: Faults = lambda method, path: None
         self.gone_as_event = False
-        """Whether a watch from an expired version hears so in its stream, not by its HTTP status."""
+        """Whether a watch from an expired version gets the error in its stream, instead of as its
+        HTTP status.
+        """
         self.drop_events: Callable[[str, Json], bool] = lambda kind, body: False
         """Events that no watch receives: what a client must survive when a watch has a gap."""
         self.status_schema: Json | None = schema_of("status")
-        """Of the CRD in the cluster; None: it is not installed."""
+        """The CRD in the cluster. None means that it is not installed."""
         self.serves_gangs = False
         """Whether there are PodGroups, of Kubernetes and of Volcano, which most clusters do not serve."""
         self.serves_queues = False
@@ -97,10 +99,10 @@ class ApiServer:
         """Whether the index of the published schemas lists the CRD."""
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         self.acted: list[tuple[str, str]] = []
-        """Writes that took place, whether or not the client got an answer."""
+        """Writes that took place, whether or not the client got a response."""
         self.events: list[Json] = []
         self.read_whole: set[tuple[str, str]] = set()
-        """Method and kind of requests that were answered with whole objects."""
+        """Method and kind of requests whose responses had whole objects."""
         self.url = ""
         self.watching = 0
         self._oldest = store.version
@@ -113,7 +115,7 @@ class ApiServer:
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[ApiServer]:
-        """Listens on a free port of loopback."""
+        """Listen on a free loopback port."""
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(app, shutdown_timeout=0.1, keepalive_timeout=3600)
@@ -127,26 +129,28 @@ class ApiServer:
             await runner.cleanup()
 
     def compact(self) -> None:
-        """As etcd does: watches from versions before this one have expired."""
+        """Expire watches from versions before the current one, as etcd does."""
         self._history.clear()
         self._oldest = self.store.version
 
     def restore(self, backup: Backup) -> None:
-        """As from a backup of etcd: versions go back, and no watch from a later one hears of that."""
+        """Restore versions as from a backup of etcd. They go back, and no watch from a later one is
+        notified.
+        """
         self.store.restore(backup)
         self._history.clear()
         self._oldest = self.store.version
         self.break_watches()
 
     def break_watches(self) -> None:
-        """Every watch's connection ends."""
+        """End every watch's connection."""
         for response in list(self._watches):
             transport = response._req.transport if response._req is not None else None
             if transport is not None:
                 transport.abort()
 
     def send_error(self, code: int, reason: str) -> None:
-        """Every watch hears of an error in its stream."""
+        """Send an error in every watch's stream."""
         self._errors += 1
         status = {"kind": "Status", "status": "Failure", "code": code, "reason": reason, "message": "", "metadata": {}}
         self._error = json.dumps({"type": "ERROR", "object": status}).encode() + b"\n"
@@ -352,7 +356,7 @@ class ApiServer:
 
 
 class RandomFaults:
-    """Faults of all kinds at random, by a seed. `spare` names parts of paths that stay whole."""
+    """Play random faults of all kinds by a seed. Paths that contain a part of `spare` have none."""
 
     def __init__(self, chance: random.Random, rate: float, spare: tuple[str, ...] = ()) -> None:
         self.random, self.rate, self.spare = chance, rate, spare
@@ -409,7 +413,7 @@ def _discover(path: str) -> Json | None:
 
 
 def _selector(text: str) -> Callable[[Json], bool]:
-    """Of a label selector with `a=b` and `a in (b,c)`."""
+    """Evaluate a label selector with `a=b` and `a in (b,c)`."""
     wanted: dict[str, set[str]] = {}
     for part in re.findall(r"[^,(]+(?:\([^)]*\))?", text):
         name, _, value = part.strip(", ").partition("=")

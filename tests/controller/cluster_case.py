@@ -45,7 +45,7 @@ class Case:
         self.add("job")
 
     def add(self, name: str, nodes: int = 2, status: dict[str, Any] | None = None, **spec: Any) -> None:
-        """One more job."""
+        """Add a job."""
         self.server.store.create(
             "DDPJob",
             {
@@ -56,7 +56,7 @@ class Case:
         )
 
     async def change(self, **spec: Any) -> None:
-        """The job's user changes its spec, and the operator follows."""
+        """Change the spec as the job's user, and let the operator follow."""
         body = self.server.store.get("DDPJob", "job")
         body["spec"] = {**body["spec"], **spec}
         body["metadata"]["generation"] += 1
@@ -66,7 +66,7 @@ class Case:
             await self.reconcile()
 
     def finish(self, name: str) -> None:
-        """The job is Complete, and its nodes have ended."""
+        """Complete the job, and end its nodes."""
         body = self.server.store.get("DDPJob", name)
         moment = self.server.store.clock.stamp()
         complete = {
@@ -112,11 +112,11 @@ class Case:
         return {o["name"] for o in self.server.store.get("ConfigMap", JOBS)["metadata"]["ownerReferences"]}
 
     def asked(self, part: str) -> int:
-        """How many GETs had this in their path."""
+        """Number of GETs with this in their path."""
         return sum(method == "GET" and part in path for method, path, _ in self.server.requests)
 
     def fault_once(self, method: str, part: str, fault: Fault) -> None:
-        """The next request of this kind, and no other."""
+        """Apply a fault to the next request of this kind only."""
         left = [fault]
         self.server.faults = lambda m, path: left.pop() if left and m == method and part in path else None
 
@@ -153,12 +153,12 @@ def in_case(**settings: Any) -> Callable[[Test], Test]:
 
 
 async def seen() -> None:
-    """Time for the watches to show what has happened."""
+    """Wait until the watches have shown all changes."""
     await asyncio.sleep(0.1)
 
 
 def digest(data: dict[str, str]) -> str:
-    """As the name of a ConfigMap of the runtime ends."""
+    """Return the suffix of the name of the runtime's ConfigMap."""
     files = ((name.encode(), b64decode(text)) for name, text in sorted(data.items()))
     return hashlib.sha256(b"".join(b"%s\0%d\0%s" % (n, len(c), c) for n, c in files)).hexdigest()[:16]
 
@@ -177,7 +177,7 @@ def use_up_the_quota_of_secrets(c: Case) -> None:
 
 
 async def delete_token(c: Case) -> None:
-    """The job's Secret, and a pod waits for it."""
+    """Create the job's Secret, and a pod that waits for it."""
     [secret] = c.server.store.all("Secret")
     c.server.store.remove("Secret", secret)
     pod = c.server.store.get("Pod", "job-0-0")

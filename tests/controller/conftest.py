@@ -14,7 +14,7 @@ from .world import loop_moment
 
 @pytest.fixture(autouse=True)
 def virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the controller measures by the machine's clock is measured by the loop's."""
+    """Measure times in the controller with the loop's clock instead of the machine's."""
     clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
     for module in (kubernetes_cluster, election):
         monkeypatch.setattr(module, "time", clock)

@@ -52,7 +52,7 @@ class HttpSimulation(Simulation):
         self.servers.append(await listen(process, address))
 
     def close(self) -> None:
-        """No coordinator listens any more."""
+        """Close the listeners of all coordinators."""
         for server in self.servers:
             server.close()
 
@@ -113,13 +113,13 @@ class Replicas(ReplicaTasks):
         self.tasks[name] = asyncio.create_task(run())
 
     async def stop(self, name: str, *, crash: bool = False) -> None:
-        """By SIGTERM, or by SIGKILL: then nothing of it reaches the server any more."""
+        """End it by SIGTERM, or by SIGKILL, after which it sends nothing more."""
         for rest in self.rests.pop(name, []):
             rest.dead = crash
         await super().stop(name)
 
     def check(self) -> None:
-        """No replica has ended, and no two have acted at once."""
+        """Check that no replica has ended and no two have acted at once."""
         assert not self.overlaps, self.overlaps
         for name, task in self.tasks.items():
             if task.done() and not task.cancelled():
@@ -143,7 +143,9 @@ class MortalRest(Rest):
 
 
 class HttpStory(Story):
-    """A seed's story with whole operators. What befalls the operator in memory befalls it here by HTTP."""
+    """A seed's story with whole operators. Faults of the operator in memory become HTTP faults
+    here.
+    """
 
     left_out = frozenset({"kill-operator", "conflicts", "watch-gap", "lossy", "key", "init-failure"})
     replicas: Replicas
@@ -158,7 +160,7 @@ class HttpStory(Story):
                 await self._harass()
 
     async def _harass(self) -> None:
-        """Now and then something becomes of the watches, or of a replica."""
+        """Disturb the watches or a replica from time to time."""
         what = self.random.random()
         if what < 0.02:
             self.server.break_watches()
@@ -171,7 +173,7 @@ class HttpStory(Story):
             self.replicas.start(name)
 
     async def _idempotent(self) -> None:
-        """Two seconds without a change are without a write of anything but status and Lease."""
+        """Check that two seconds without a change have no writes except of status and Lease."""
 
     async def _end(self) -> None:
         self.server.faults = lambda method, path: None

@@ -1,6 +1,5 @@
-"""The Kubernetes implementation of the port.
-
-What it caches and for how long, and what it makes of the server's answers.
+"""The Kubernetes implementation of the port: its caches, and its handling of the server's
+responses.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from .world import loop_moment
 
 
 @in_case()
-async def test_nothing_is_asked_while_nothing_changes(c: Case) -> None:
+async def test_no_request_is_sent_while_nothing_changes(c: Case) -> None:
     for _ in range(3):
         await c.reconcile()
         await seen()
@@ -42,7 +41,7 @@ async def test_nothing_is_asked_while_nothing_changes(c: Case) -> None:
 
 
 @in_case()
-async def test_of_what_only_has_to_exist_the_contents_are_never_read(c: Case) -> None:
+async def test_contents_of_objects_that_only_have_to_exist_are_never_read(c: Case) -> None:
     """A namespace's runtime has 240 kB."""
     for _ in range(3):
         await c.reconcile()
@@ -53,7 +52,7 @@ async def test_of_what_only_has_to_exist_the_contents_are_never_read(c: Case) ->
 
 
 @in_case()
-async def test_an_event_says_that_a_defect_of_the_operator_keeps_it_from_its_job(
+async def test_an_event_reports_a_defect_of_the_operator(
     c: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as broken:
@@ -70,14 +69,14 @@ async def test_an_event_says_that_a_defect_of_the_operator_keeps_it_from_its_job
 
 
 @in_case()
-async def test_a_failed_request_is_no_defect(c: Case) -> None:
+async def test_a_failed_request_is_not_a_defect(c: Case) -> None:
     c.server.faults = lambda method, path: Fault(500) if method != "GET" and "/events" not in path else None
     await c.reconcile()
     assert c.server.events == []
 
 
 @in_case()
-async def test_what_it_writes_itself_wakes_nobody_and_what_others_write_does(c: Case) -> None:
+async def test_own_writes_wake_no_job_and_writes_of_others_do(c: Case) -> None:
     await seen()
     c.woken.clear()
     c.server.drop_events = lambda kind, body: True  # Which may come before the answer, and then wake.
@@ -109,7 +108,7 @@ async def test_what_it_writes_itself_wakes_nobody_and_what_others_write_does(c: 
 
 
 @in_case()
-async def test_a_watch_that_is_late_hides_nothing_that_the_operator_has_done(c: Case) -> None:
+async def test_a_late_watch_does_not_hide_the_operators_own_actions(c: Case) -> None:
     c.server.drop_events = lambda kind, body: True
     for _ in range(3):
         await c.reconcile()
@@ -124,7 +123,7 @@ async def test_a_watch_that_is_late_hides_nothing_that_the_operator_has_done(c: 
 
 
 @in_case()
-async def test_a_status_that_others_have_written_is_read_again_at_once(c: Case) -> None:
+async def test_a_status_written_by_others_is_read_again_at_once(c: Case) -> None:
     await c.reconcile()
     pod = c.server.store.get("Pod", "job-0-0")
     pod["status"] = {"phase": "Running", "podIP": "127.0.0.9"}
@@ -144,7 +143,7 @@ async def test_a_status_that_others_have_written_is_read_again_at_once(c: Case) 
 
 
 @in_case()
-async def test_a_job_that_went_with_its_namespace_and_the_role_in_it_is_forgotten(c: Case) -> None:
+async def test_a_job_deleted_with_its_namespace_and_its_role_is_forgotten(c: Case) -> None:
     await c.reconcile()
     c.server.faults = lambda method, path: Fault(403, reason="Forbidden")
     with pytest.raises(Refused):
@@ -171,13 +170,13 @@ async def test_a_job_that_has_ended_costs_no_request(c: Case) -> None:
 
     c.cluster.coordinators.report = report  # type: ignore[assignment]
     assert await c.reconcile() is None
-    assert c.server.requests == asked == [], "nor is the address that the coordinator had asked"
+    assert c.server.requests == asked == [], "the coordinator's former address gets no request either"
 
 
 @pytest.mark.parametrize("ready", [True, False, None])
 @in_case()
-async def test_a_node_that_seems_lost_is_read_before_anything_is_decided(c: Case, ready: bool | None) -> None:
-    """True: the watch is late; False: it is not; None: the Kubernetes node does not exist."""
+async def test_a_node_that_seems_lost_is_read_before_any_decision(c: Case, ready: bool | None) -> None:
+    """True: the watch is late. False: it is not. None: the Kubernetes node does not exist."""
     await c.reconcile()
     pod = c.server.store.get("Pod", "job-0-0")
     pod["spec"]["nodeName"], pod["status"] = "new", {"phase": "Running"}
@@ -203,7 +202,7 @@ async def test_a_node_that_seems_lost_is_read_before_anything_is_decided(c: Case
 
 
 @in_case()
-async def test_an_unavailable_api_server_gives_no_node_up(c: Case) -> None:
+async def test_during_an_outage_of_the_api_server_no_node_is_lost(c: Case) -> None:
     await c.reconcile()
     pod = c.server.store.get("Pod", "job-0-0")
     pod["spec"]["nodeName"], pod["status"] = "new", {"phase": "Running"}
@@ -215,7 +214,7 @@ async def test_an_unavailable_api_server_gives_no_node_up(c: Case) -> None:
 
 
 @in_case()
-async def test_creations_of_all_jobs_together_are_bounded(c: Case) -> None:
+async def test_simultaneous_creations_of_all_jobs_are_limited(c: Case) -> None:
     under_way, most = 0, 0
     create = c.cluster._create
 
@@ -246,7 +245,7 @@ async def test_creations_of_all_jobs_together_are_bounded(c: Case) -> None:
 
 
 @in_case()
-async def test_what_it_writes_itself_is_seen_by_the_next_reconcile(c: Case) -> None:
+async def test_own_writes_are_seen_by_the_next_reconcile(c: Case) -> None:
     await c.reconcile()
     assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
     for _ in range(3):
@@ -264,7 +263,7 @@ async def test_what_it_writes_itself_is_seen_by_the_next_reconcile(c: Case) -> N
     ("method", "part"), [("POST", "/pods"), ("POST", "/services"), ("PUT", "/status"), ("POST", "/configmaps")]
 )
 @in_case()
-async def test_a_write_without_an_answer_repeats_nothing_that_has_succeeded(
+async def test_a_write_without_a_response_repeats_no_successful_write(
     c: Case, how: str, method: str, part: str
 ) -> None:
     c.fault_once(method, part, Fault(how))
@@ -278,7 +277,7 @@ async def test_a_write_without_an_answer_repeats_nothing_that_has_succeeded(
 
 
 @in_case()
-async def test_a_status_of_another_version_is_a_conflict(c: Case) -> None:
+async def test_a_status_of_a_different_version_is_a_conflict(c: Case) -> None:
     job = await c.job()
     c.server.store.changed("DDPJob", c.server.store.get("DDPJob", "job"))
     with pytest.raises(Conflict):
@@ -289,7 +288,7 @@ async def test_a_status_of_another_version_is_a_conflict(c: Case) -> None:
 
 
 @in_case()
-async def test_a_written_status_is_known_without_the_rest_of_the_job_coming_back(c: Case) -> None:
+async def test_a_written_status_is_known_without_reading_the_whole_job(c: Case) -> None:
     c.server.drop_events = lambda kind, body: True
     for again in range(3):
         await c.reconcile()
@@ -300,7 +299,7 @@ async def test_a_written_status_is_known_without_the_rest_of_the_job_coming_back
 
 
 @in_case()
-async def test_a_written_status_is_not_read_again_where_kopf_shows_it_before_the_answer(c: Case) -> None:
+async def test_a_written_status_is_not_read_again_if_kopf_shows_it_first(c: Case) -> None:
     asked = c.asked("/ddpjobs/job")
     c.server.faults = lambda method, path: Fault("late", seconds=1.0) if method == "PUT" else None
     for _ in range(3):
@@ -319,7 +318,7 @@ async def test_a_written_status_is_not_read_again_where_kopf_shows_it_before_the
 
 
 @in_case()
-async def test_a_name_that_exists_is_its_own_or_taken(c: Case) -> None:
+async def test_an_existing_name_is_the_jobs_own_or_taken(c: Case) -> None:
     job = await c.job()
     body = c.server.store.create("Pod", owned_by(job))
     await c.cluster.create(job, owned_by(job))  # its own
@@ -340,7 +339,7 @@ async def test_a_name_that_exists_is_its_own_or_taken(c: Case) -> None:
 
 
 @in_case()
-async def test_a_service_that_has_lost_its_labels_is_looked_for_until_it_is_gone(
+async def test_a_service_that_has_lost_its_labels_is_looked_up_until_it_is_gone(
     c: Case,
 ) -> None:
     """No watch shows it, and the operator has no right to write it."""
@@ -361,7 +360,7 @@ async def test_a_service_that_has_lost_its_labels_is_looked_for_until_it_is_gone
 
 
 def _make_a_claim(c: Case, **more: Any) -> None:
-    """Have the job make the claim of its checkpoints."""
+    """Let the job create the claim for its checkpoints."""
     spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
     body = c.server.store.get("DDPJob", "job")
     body["spec"]["storage"] = {"checkpoints": {"claimTemplate": {"spec": spec}}}
@@ -371,7 +370,7 @@ def _make_a_claim(c: Case, **more: Any) -> None:
 
 
 @in_case(classes=JobClasses.read({"team": {"spec": {"image": "team/train:1"}}}))
-async def test_a_job_is_read_with_its_class_as_soon_as_that_is_written(c: Case) -> None:
+async def test_a_job_is_read_with_its_class_as_soon_as_the_class_is_recorded(c: Case) -> None:
     body = c.server.store.get("DDPJob", "job")
     del body["spec"]["image"]
     body["spec"]["className"] = "team"
@@ -390,7 +389,7 @@ async def test_a_job_is_read_with_its_class_as_soon_as_that_is_written(c: Case) 
 
 
 @in_case()
-async def test_a_claim_is_made_once_and_one_without_an_owner_is_known_by_its_label(c: Case) -> None:
+async def test_a_claim_is_created_once_and_recognized_by_its_label_without_an_owner(c: Case) -> None:
     _make_a_claim(c)
     await asyncio.sleep(1)
     await reconcile(c.cluster, KEY, loop_moment)
@@ -404,7 +403,7 @@ async def test_a_claim_is_made_once_and_one_without_an_owner_is_known_by_its_lab
 
 
 @in_case()
-async def test_a_claim_that_is_lost_under_a_job_is_seen_when_a_pod_is_missing(c: Case) -> None:
+async def test_a_lost_claim_of_a_job_is_noticed_when_a_pod_is_missing(c: Case) -> None:
     _make_a_claim(c, status={"trained": True})
     await seen()
     await c.reconcile()
@@ -441,8 +440,10 @@ async def test_deletions_and_labels_never_hit_a_namesake(c: Case) -> None:
     assert c.pods() == []
 
 
-def test_a_reconcile_waits_for_no_coordinator() -> None:
-    """Only the first report is waited for: outside of the reconcile, and until the first request has failed."""
+def test_a_reconcile_does_not_wait_for_a_coordinator() -> None:
+    """Only the first report is waited for, outside of the reconcile and until the first request has
+    failed.
+    """
 
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -477,8 +478,8 @@ def test_a_reconcile_waits_for_no_coordinator() -> None:
 
 
 @virtual
-async def test_a_coordinator_is_asked_as_soon_as_the_status_says_that_it_runs() -> None:
-    """All pods run at the same moment: nothing else wakes the job before its next reconcile, up to a minute later."""
+async def test_a_coordinator_gets_a_request_as_soon_as_the_status_says_that_it_runs() -> None:
+    """All pods start at the same moment, so nothing else would wake the job for up to a minute."""
     asked = asyncio.Event()
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -513,8 +514,8 @@ async def test_a_deleted_job_is_forgotten(c: Case) -> None:
 
 
 @in_case()
-async def test_what_a_pod_was_at_last_is_known_for_a_while(c: Case) -> None:
-    """An operator that is late sees nothing of an eviction but the pod's end."""
+async def test_the_last_state_of_a_pod_is_remembered_for_a_while(c: Case) -> None:
+    """An operator that is late sees only the end of an evicted pod."""
     await c.reconcile()
     pod = c.server.store.get("Pod", "job-0-0")
     evicted = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
@@ -527,7 +528,7 @@ async def test_what_a_pod_was_at_last_is_known_for_a_while(c: Case) -> None:
 
 
 @in_case()
-async def test_the_token_s_secret_is_created_once_and_never_read(c: Case) -> None:
+async def test_the_tokens_secret_is_created_once_and_never_read(c: Case) -> None:
     """The operator has no right to read Secrets: one that exists is this job's, by its name."""
     await c.reconcile()
     [secret] = c.server.store.all("Secret")
@@ -546,7 +547,7 @@ async def test_the_token_s_secret_is_created_once_and_never_read(c: Case) -> Non
 
 @pytest.mark.parametrize("restarted", [False, True])
 @in_case()
-async def test_a_deleted_token_is_made_once_until_the_kubelet_looks_again(c: Case, *, restarted: bool) -> None:
+async def test_a_deleted_token_is_created_once_until_the_kubelet_looks_again(c: Case, *, restarted: bool) -> None:
     await c.reconcile()
     for _ in range(2):
         await delete_token(c)
@@ -575,5 +576,5 @@ async def test_the_jobs_of_a_namespace_know_who_has_a_folder_and_who_waits_for_r
         observed = await c.cluster.observe(JobKey("space", name))
         assert observed is not None
         worlds[name] = (observed.world.folder_user, observed.world.others_wait)
-    assert worlds["first"] == ("", True) and worlds["third"] == ("", True), "each sees the other wait"
+    assert worlds["first"] == ("", True) and worlds["third"] == ("", True), "each sees that the other one waits"
     assert worlds["second"][0].startswith("first, which is ") and not worlds["second"][1], "it does not wait itself"

@@ -1,4 +1,6 @@
-"""One replica acts at any time, whatever becomes of the requests for the Lease; and some replica acts again soon."""
+"""One replica acts at any time, whatever happens to requests for the Lease, and some replica soon
+acts again.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from .world import ReplicaTasks, api_server, connected, on_server
 
 
 class Candidates(ReplicaTasks):
-    """Replicas of the operator that only take part in the election. `acting` are those that act now."""
+    """Replicas of the operator that only take part in the election. `acting` holds those that act
+    now.
+    """
 
     def __init__(self, server: ApiServer) -> None:
         super().__init__(server)
@@ -52,12 +56,12 @@ class Candidates(ReplicaTasks):
             self.idle_since = loop.time()
 
     def start(self, name: str) -> None:
-        """Its process begins."""
+        """Start the replica's process."""
         self.tasks[name] = asyncio.create_task(self.replica(name))
 
 
 async def elect(seed: int, minutes: float = 4.0) -> Candidates:
-    """Two or three replicas under random faults, and then a calm minute."""
+    """Play two or three replicas under random faults, then a calm minute."""
     chance = random.Random(seed)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(api_server())
@@ -115,7 +119,7 @@ async def test_a_replica_that_dies_is_replaced_after_its_lease(server: ApiServer
     assert (spec["holderIdentity"], spec["leaseDurationSeconds"]) == ("b", LEASE_SECONDS)
     server.faults = lambda method, path: Fault("reset")
     await asyncio.sleep(RENEW_SECONDS + RETRY_SECONDS + 0.5)
-    assert not replicas.acting, "who cannot renew ends before its lease does"
+    assert not replicas.acting, "a replica that cannot renew ends before its lease does"
     server.faults = lambda method, path: None
     await asyncio.sleep(LEASE_SECONDS)
     assert replicas.acting == {"b"}
@@ -123,7 +127,9 @@ async def test_a_replica_that_dies_is_replaced_after_its_lease(server: ApiServer
 
 
 @pytest.mark.parametrize("fault", [Fault("hang"), Fault("reset"), Fault(503), Fault(401, reason="Unauthorized")])
-def test_an_api_server_that_is_away_for_a_minute_ends_nothing(fault: Fault, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_of_the_api_server_for_a_minute_ends_no_replica(
+    fault: Fault, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main() -> None:
         async with api_server() as server:
             replicas = Candidates(server)
@@ -146,9 +152,7 @@ def test_an_api_server_that_is_away_for_a_minute_ends_nothing(fault: Fault, capl
 
 @pytest.mark.parametrize("seed", range(2))
 @on_server
-async def test_an_api_server_that_refuses_half_of_all_requests_costs_nobody_the_lease(
-    server: ApiServer, seed: int
-) -> None:
+async def test_no_lease_is_lost_if_the_api_server_refuses_half_of_all_requests(server: ApiServer, seed: int) -> None:
     replicas, chance = Candidates(server), random.Random(seed)
     replicas.start("a")
     await asyncio.sleep(1)
@@ -162,7 +166,7 @@ async def test_an_api_server_that_refuses_half_of_all_requests_costs_nobody_the_
 
 
 @on_server
-async def test_what_others_write_into_a_lease_is_read_and_kept(server: ApiServer) -> None:
+async def test_fields_that_others_write_into_a_lease_are_kept(server: ApiServer) -> None:
     replicas = Candidates(server)
     replicas.start("a")
     await asyncio.sleep(5)
@@ -181,7 +185,7 @@ async def test_what_others_write_into_a_lease_is_read_and_kept(server: ApiServer
 
 
 @on_server
-async def test_a_renewal_that_succeeded_without_an_answer_loses_nothing(server: ApiServer) -> None:
+async def test_a_renewal_that_succeeded_without_a_response_loses_nothing(server: ApiServer) -> None:
     replicas = Candidates(server)
     replicas.start("a")
     await asyncio.sleep(0.5)

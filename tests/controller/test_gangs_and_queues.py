@@ -17,7 +17,7 @@ from .world import api_server, connected, followed
 
 
 @in_case()
-async def test_a_cluster_that_serves_no_gangs_gets_none_and_is_not_asked_again_soon(c: Case) -> None:
+async def test_a_cluster_that_serves_no_gangs_gets_none_and_few_requests_about_them(c: Case) -> None:
     await c.reconcile()
     await asyncio.sleep(300)
     assert len(c.pods()) == 3 and not list(c.server.store.all("PodGroup"))
@@ -25,8 +25,8 @@ async def test_a_cluster_that_serves_no_gangs_gets_none_and_is_not_asked_again_s
 
 
 @virtual
-async def test_what_may_not_be_listed_is_not_used() -> None:
-    """As after an upgrade of the image without that of the chart."""
+async def test_an_api_that_may_not_be_listed_is_not_used() -> None:
+    """This happens after an upgrade of the image without the chart."""
     async with api_server() as server, connected(server) as rest:
         server.serves_gangs = True
         meta = {"name": "job", "namespace": "space", "uid": "uid"}
@@ -38,7 +38,7 @@ async def test_what_may_not_be_listed_is_not_used() -> None:
 
 
 @in_case(serves_gangs=True)
-async def test_a_cluster_that_serves_gangs_gets_one_per_generation_and_loses_the_last(c: Case) -> None:
+async def test_a_job_has_one_gang_per_generation_and_deletes_the_last(c: Case) -> None:
     await c.reconcile()
     (group,) = c.server.store.all("PodGroup")
     assert group["metadata"]["name"] == "job-gang-0"
@@ -69,8 +69,8 @@ async def test_volcano_gets_groups_of_its_own_kind(c: Case) -> None:
 
 
 @in_case(serves_gangs=True)
-async def test_the_group_of_a_job_that_has_ended_goes_when_its_nodes_have_ended(c: Case) -> None:
-    """It stayed until the job was deleted, which may be never."""
+async def test_the_group_of_an_ended_job_is_deleted_when_its_nodes_have_ended(c: Case) -> None:
+    """Regression: it stayed until the job was deleted, which may never happen."""
     await c.reconcile()
     c.finish("job")
     for _ in range(4):
@@ -91,7 +91,7 @@ async def test_a_group_that_its_pods_still_hold_is_deleted_once(c: Case) -> None
 
 
 @in_case(serves_queues=True)
-async def test_a_job_in_a_queue_asks_runs_with_its_flavor_and_gives_back(c: Case) -> None:
+async def test_a_job_in_a_queue_requests_quota_runs_with_its_flavor_and_releases_it(c: Case) -> None:
     c.server.store.create("ResourceFlavor", {"metadata": {"name": "spot"}, "spec": SPOT}, "")
     put_into_queue(c)
     await seen()
@@ -125,8 +125,8 @@ async def test_a_job_in_a_queue_asks_runs_with_its_flavor_and_gives_back(c: Case
 
 @refused_by(Fault(403, reason="Forbidden"), "right")
 @in_case(serves_queues=True)
-async def test_what_kueue_cannot_be_let_know_holds_up_nothing_else(c: Case, policy: Fault) -> None:
-    """Kueue's own webhook judges each change of a Workload, and is away with Kueue: pods are replaced all the same."""
+async def test_a_failed_notification_of_kueue_delays_nothing_else(c: Case, policy: Fault) -> None:
+    """Kueue's own webhook validates each change of a Workload and is down together with Kueue."""
     put_into_queue(c)
     await seen()
     await c.reconcile()
@@ -146,7 +146,7 @@ async def test_what_kueue_cannot_be_let_know_holds_up_nothing_else(c: Case, poli
 
 
 @in_case(serves_queues=True)
-async def test_without_the_right_to_read_flavors_no_pod_runs_elsewhere(c: Case) -> None:
+async def test_without_the_right_to_read_flavors_no_pod_runs_on_other_nodes(c: Case) -> None:
     put_into_queue(c)
     await seen()
     await c.reconcile()
@@ -159,7 +159,7 @@ async def test_without_the_right_to_read_flavors_no_pod_runs_elsewhere(c: Case) 
 
 
 @in_case(serves_queues=True)
-async def test_a_priority_is_that_of_the_class(c: Case) -> None:
+async def test_the_priority_comes_from_its_class(c: Case) -> None:
     put_into_queue(c, **{PRIORITY_LABEL: "urgent"})
     await seen()
     assert await c.reconcile() == BLOCKED_POLL
@@ -174,7 +174,7 @@ async def test_a_priority_is_that_of_the_class(c: Case) -> None:
 
 
 @in_case(serves_queues=True)
-async def test_a_workload_of_another_namespace_grants_nothing(c: Case) -> None:
+async def test_a_workload_of_a_different_namespace_grants_nothing(c: Case) -> None:
     """Its labels may name any job."""
     put_into_queue(c)
     await seen()

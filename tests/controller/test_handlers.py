@@ -1,4 +1,4 @@
-"""How kopf is set to watch."""
+"""How kopf is configured to watch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ddpjob.controller.handlers import kopf_settings
 from ddpjob.controller.operator_settings import Settings
 
 
-def test_an_api_server_that_is_away_for_long_does_not_end_the_operator() -> None:
+def test_a_long_outage_of_the_api_server_does_not_end_the_operator() -> None:
     backoffs = kopf_settings(Settings(key=b"0123456789abcdef")).networking.error_backoffs
     assert isinstance(backoffs, Iterable)
-    assert not isinstance(backoffs, Sized), "kopf counts the tries of a sized one"
+    assert not isinstance(backoffs, Sized), "kopf counts attempts if the sequence has a length"
     for _ in range(2):
         tries = list(itertools.islice(backoffs, 100))
-        assert len(tries) == 100, "it never ends, for no request"
+        assert len(tries) == 100, "the sequence never ends, for any request"
         assert tries[0] == 1
         assert max(tries) <= 5

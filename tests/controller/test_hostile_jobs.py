@@ -1,4 +1,4 @@
-"""Jobs that a tenant has made as large as the API server takes: what they cost the operator."""
+"""Jobs that a tenant has made as large as the API server accepts, and their cost for the operator."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_a_template_above_the_limit_fails_its_job_and_is_not_kept(c: Case,
 
 
 @in_case()
-async def test_a_job_whose_other_fields_are_too_large_fails_as_well(c: Case) -> None:
+async def test_a_job_whose_other_fields_are_too_large_also_fails(c: Case) -> None:
     c.add("wordy", args=["x" * 60_000] * 5)
     await seen()
     await reconcile(c.cluster, KEY._replace(name="wordy"), loop_moment)
@@ -64,7 +64,7 @@ async def test_a_job_whose_other_fields_are_too_large_fails_as_well(c: Case) -> 
     assert message.startswith("spec: has more than 256 KiB of text")
 
 
-def test_a_template_is_searched_once_and_a_large_one_not_in_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_is_searched_once_and_a_large_one_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     searched, in_threads = list[Json](), list[Json]()
 
     def searching(template: Json) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ def test_a_template_is_searched_once_and_a_large_one_not_in_the_event_loop(monke
 
 
 @in_case()
-async def test_of_a_job_that_has_ended_nothing_is_kept_that_pods_are_made_from(c: Case) -> None:
+async def test_the_pod_template_of_an_ended_job_is_not_kept_in_memory(c: Case) -> None:
     variables = [{"name": f"A{n}", "value": "x"} for n in range(500)]
     c.add("ended", podTemplate={"spec": {"hostNetwork": True}}, env=variables, args=["x"] * 500)
     await seen()
@@ -109,7 +109,7 @@ async def test_of_a_job_that_has_ended_nothing_is_kept_that_pods_are_made_from(c
     assert after.spec.template_hash == before.spec.template_hash
 
 
-def test_pages_of_lists_are_bounded_by_their_bytes() -> None:
+def test_pages_of_lists_are_limited_by_their_bytes() -> None:
     sizes: list[int] = []
 
     async def main() -> None:

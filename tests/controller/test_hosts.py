@@ -1,4 +1,4 @@
-"""The watch of Kubernetes nodes: what it knows is what there is, also after gaps, expired versions and errors."""
+"""The watch of Kubernetes nodes matches the cluster, also after gaps, expired versions and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .world import api_server, connected, on_server
 
 
 class Reported:
-    """What the watch has reported."""
+    """Nodes as the watch has reported them."""
 
     def __init__(self) -> None:
         self.hosts: Hosts | None = None
@@ -26,7 +26,7 @@ class Reported:
         self.changed.append(changed)
 
     def ready(self) -> dict[str, bool]:
-        """By name."""
+        """Nodes by name."""
         return {name: host.ready for name, host in (self.hosts or {}).items() if not host.deleted}
 
 
@@ -35,7 +35,7 @@ def watch_errors() -> float:
 
 
 def add(server: ApiServer, name: str, ready: bool = True) -> None:
-    """A node joins."""
+    """Add a node."""
     server.store.create("Node", {"metadata": {"name": name}, "spec": {}, "status": status(server, ready)}, "")
 
 
@@ -45,19 +45,19 @@ def status(server: ApiServer, ready: bool) -> dict[str, object]:
 
 
 def turn(server: ApiServer, name: str, ready: bool) -> None:
-    """A node's readiness changes."""
+    """Change a node's readiness."""
     body = server.store.get("Node", name, "")
     body["status"] = status(server, ready)
     server.store.changed("Node", body)
 
 
 def truth(server: ApiServer) -> dict[str, bool]:
-    """What there is."""
+    """Nodes as they are in the cluster."""
     return {b["metadata"]["name"]: b["status"]["conditions"][0]["status"] == "True" for b in server.store.all("Node")}
 
 
 async def watching(server: ApiServer, reported: Reported, seconds: float = 0.0) -> asyncio.Task[None]:
-    """A watch that runs."""
+    """Run a watch."""
 
     async def watch() -> None:
         async with connected(server) as rest:
@@ -116,7 +116,7 @@ async def test_a_label_that_changes_is_reported(server: ApiServer) -> None:
 
 @pytest.mark.parametrize("as_event", [False, True])
 @on_server
-async def test_what_happened_in_a_gap_is_known_after_it(server: ApiServer, as_event: bool) -> None:
+async def test_changes_during_a_gap_are_known_after_it(server: ApiServer, as_event: bool) -> None:
     add(server, "a")
     add(server, "b")
     server.gone_as_event = as_event
@@ -137,7 +137,7 @@ async def test_what_happened_in_a_gap_is_known_after_it(server: ApiServer, as_ev
 
 
 @on_server
-async def test_a_list_whose_pages_expire_is_begun_again(server: ApiServer) -> None:
+async def test_a_list_whose_pages_expire_is_restarted(server: ApiServer) -> None:
     for number in range(700):
         add(server, f"n{number}")
     reported, pages = Reported(), iter([None, Fault(410, reason="Expired"), None, None, None, None, None])
@@ -148,13 +148,13 @@ async def test_a_list_whose_pages_expire_is_begun_again(server: ApiServer) -> No
 
 
 @on_server
-async def test_nodes_that_may_not_be_read_are_not_known_and_are_asked_for_again(server: ApiServer) -> None:
+async def test_nodes_that_may_not_be_read_are_unknown_and_requested_again(server: ApiServer) -> None:
     add(server, "a")
     server.faults = lambda method, path: Fault(403, reason="Forbidden")
     reported, errors = Reported(), watch_errors()
     task = await watching(server, reported, 60)
     assert reported.hosts is None
-    assert len(server.requests) == 1, "no storm"
+    assert len(server.requests) == 1, "there is no storm of requests"
     assert watch_errors() == errors, "the right may be withheld on purpose"
     server.faults = lambda method, path: None
     await asyncio.sleep(600)
@@ -168,7 +168,7 @@ async def test_nodes_that_may_not_be_read_are_not_known_and_are_asked_for_again(
 
 @pytest.mark.parametrize("seed", range(6))
 @virtual
-async def test_under_random_faults_the_watch_knows_the_truth_in_the_end(seed: int) -> None:
+async def test_under_random_faults_the_watch_finally_matches_the_cluster(seed: int) -> None:
     chance = random.Random(seed)
     async with api_server() as server:
         for number in range(6):

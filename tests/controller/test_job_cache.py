@@ -1,4 +1,4 @@
-"""What the operator knows of the jobs: by kopf's watch alone, whatever becomes of that."""
+"""The operator knows jobs by kopf's watch alone, whatever happens to it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Jobs:
         return [asked.removeprefix(path) for method, asked, _ in self.server.requests if asked.startswith(path)]
 
     def hide(self, hidden: Callable[[str], bool]) -> None:
-        """The watch shows no event of these jobs."""
+        """Hide the events of these jobs from the watch."""
         self.server.drop_events = lambda kind, body: kind == KIND and hidden(body["metadata"]["name"])
 
 
@@ -64,7 +64,7 @@ async def jobs(*names: str) -> AsyncIterator[Jobs]:
 
 
 @virtual
-async def test_a_job_is_known_only_because_kopf_has_shown_it() -> None:
+async def test_a_job_is_known_only_after_kopf_has_shown_it() -> None:
     async with jobs("known") as j:
         assert j.nodes("known") == 2
         j.hide(lambda name: True)
@@ -79,7 +79,7 @@ async def test_a_job_is_known_only_because_kopf_has_shown_it() -> None:
 
 
 @virtual
-async def test_each_version_is_read_once_and_the_operator_s_own_never() -> None:
+async def test_each_version_is_read_once_and_the_operators_own_never() -> None:
     async with jobs("job") as j:
         j.server.requests.clear()
         body = j.change("job", nodes=3)
@@ -111,7 +111,7 @@ async def test_many_jobs_are_read_in_pages_and_few_one_by_one() -> None:
 
 
 @virtual
-async def test_what_was_deleted_while_kopf_did_not_watch_is_gone_with_its_next_list() -> None:
+async def test_a_deletion_that_kopf_missed_is_found_with_its_next_list() -> None:
     async with jobs("stays", "goes") as j:
         j.hide(lambda name: name == "goes")
         j.server.store.delete(KIND, "goes")
@@ -125,7 +125,7 @@ async def test_what_was_deleted_while_kopf_did_not_watch_is_gone_with_its_next_l
 
 
 @virtual
-async def test_the_last_job_s_unseen_deletion_is_found_within_a_minute() -> None:
+async def test_the_unseen_deletion_of_the_last_job_is_found_within_a_minute() -> None:
     async with jobs("job") as j:
         j.hide(lambda name: True)
         j.server.store.delete(KIND, "job")
@@ -145,7 +145,7 @@ async def test_a_job_that_is_deleted_while_it_is_read_stays_deleted() -> None:
 
 
 @virtual
-async def test_a_job_that_is_read_slowly_holds_up_no_other() -> None:
+async def test_a_slow_read_of_a_job_delays_no_other_job() -> None:
     async with jobs("slow", "quick") as j:
         j.server.faults = lambda method, path: Fault("hang") if path.endswith("/ddpjobs/slow") else None
         j.change("slow", nodes=3)
@@ -157,7 +157,7 @@ async def test_a_job_that_is_read_slowly_holds_up_no_other() -> None:
 
 @pytest.mark.parametrize("status", [403, 500, 503])
 @virtual
-async def test_a_job_that_cannot_be_read_now_is_read_later(status: int) -> None:
+async def test_a_failed_read_of_a_job_is_retried(status: int) -> None:
     async with jobs("job") as j:
         j.server.faults = lambda method, path: Fault(status) if path.endswith("/ddpjobs/job") else None
         j.change("job", nodes=3)
@@ -169,7 +169,7 @@ async def test_a_job_that_cannot_be_read_now_is_read_later(status: int) -> None:
 
 
 @virtual
-async def test_a_job_that_cannot_be_read_at_all_holds_up_no_other() -> None:
+async def test_an_unreadable_job_delays_no_other_job() -> None:
     async with api_server() as server, connected(server) as rest:
         j = Jobs(server, rest)
         j.server.store.create(KIND, {"metadata": {"name": "odd", "uid": "odd"}, "status": {}, "spec": {"nodes": []}})
@@ -182,7 +182,7 @@ async def test_a_job_that_cannot_be_read_at_all_holds_up_no_other() -> None:
 
 
 @virtual
-async def test_an_error_that_ends_kopf_costs_no_event() -> None:
+async def test_an_error_that_ends_kopf_loses_no_event() -> None:
     async with jobs("job") as j:
         j.server.send_error(500, "InternalError")
         j.change("job", nodes=3)

@@ -57,7 +57,7 @@ def value(name: str, **labels: str) -> float:
 
 
 class Counted:
-    """What has been counted since it was made."""
+    """Values counted since the creation of this object."""
 
     def __init__(self) -> None:
         self.before = self._all()
@@ -98,7 +98,7 @@ def counted() -> Iterator[Counted]:
     yield Counted()
 
 
-def test_a_start_is_counted_and_measured_from_the_times_in_the_status(counted: Counted) -> None:
+def test_a_start_is_counted_and_measured_by_the_times_in_the_status(counted: Counted) -> None:
     one = Job()
     assert counted() == {}, "the operator has not begun to work on it"
     one.becomes({"phase": "Pending", "startTime": "2026-01-01T00:00:00Z"})
@@ -116,15 +116,15 @@ def test_a_start_is_counted_and_measured_from_the_times_in_the_status(counted: C
     }
 
 
-def test_an_operator_that_starts_again_counts_nothing_twice(counted: Counted) -> None:
-    """What it finds has been counted before; only what changes from then on is new."""
+def test_a_restarted_operator_counts_nothing_twice(counted: Counted) -> None:
+    """Existing counts were exported before, so only later changes are new."""
     complete = running(7, (restart(seconds=1.0),), conditions=[condition("Complete")], phase="Complete")
     for found in (running(5), complete):
         Job(found)
     assert counted() == {}
 
 
-def test_a_job_of_another_controller_has_no_series_that_say_it_waits(counted: Counted) -> None:
+def test_a_job_of_a_different_controller_has_no_series_that_say_it_waits(counted: Counted) -> None:
     accounts = JobAccounts()
     theirs = {**SPEC, "managedBy": "kueue.x-k8s.io/multikueue"}
     metadata = {"name": "job", "namespace": "space", "uid": "uid"}
@@ -135,14 +135,14 @@ def test_a_job_of_another_controller_has_no_series_that_say_it_waits(counted: Co
     assert found["ddpjob_jobs"][("Pending",)] == 0
 
 
-def test_what_another_operator_acts_on_is_its_to_count(counted: Counted) -> None:
+def test_jobs_of_a_different_operator_are_counted_by_that_operator(counted: Counted) -> None:
     other = Job(acts=False)
     other.becomes({"phase": "Pending"})
     other.becomes({"phase": "Failed", "conditions": [condition("Failed", "InvalidPod")]})
     assert counted() == {} and other.accounts.jobs() == []
 
 
-def test_a_job_that_its_class_refuses_has_failed_for_that_reason(counted: Counted) -> None:
+def test_a_job_refused_by_its_class_has_failed_for_that_reason(counted: Counted) -> None:
     one = Job({"phase": "Pending"})
     one.becomes({"phase": "Failed", "conditions": [condition("Failed", "ClassRefused")]})
     assert counted() == {"ddpjob_jobs_failed_total ClassRefused": 1}
@@ -182,7 +182,7 @@ def test_restarts_beyond_those_that_a_status_holds_are_counted_too(counted: Coun
     }
 
 
-def test_a_planned_restart_and_a_coordinators_loss_are_no_recoveries(counted: Counted) -> None:
+def test_planned_restarts_and_lost_coordinators_are_not_recoveries(counted: Counted) -> None:
     one = Job(running(10))
     scaled = restart("Scaled", counted=False, seconds=2.0)
     lost = restart("CoordinatorLost", counted=False, seconds=0.0, round=0)
@@ -195,7 +195,7 @@ def test_a_planned_restart_and_a_coordinators_loss_are_no_recoveries(counted: Co
 
 
 @pytest.mark.parametrize(("reason", "label"), [("RestartBudgetSpent", "RestartBudgetSpent"), ("Made-up", "Other")])
-def test_ends_are_counted_by_reasons_that_are_known(counted: Counted, reason: str, label: str) -> None:
+def test_only_known_reasons_of_ends_are_counted(counted: Counted, reason: str, label: str) -> None:
     one = Job(running(1))
     one.becomes({"phase": "Failed", "conditions": [condition("Failed", reason)]})
     two = Job(running(1))
@@ -203,7 +203,7 @@ def test_ends_are_counted_by_reasons_that_are_known(counted: Counted, reason: st
     assert counted() == {f"ddpjob_jobs_failed_total {label}": 1, "ddpjob_jobs_completed_total": 1}
 
 
-def test_a_cause_that_is_not_the_operators_makes_no_series(counted: Counted) -> None:
+def test_an_unknown_cause_creates_no_series(counted: Counted) -> None:
     one = Job(running(1))
     one.becomes(running(1, (restart("x" * 200, seconds=1.0),)))
     assert set(counted()) == {
@@ -297,7 +297,7 @@ def test_a_stalled_job_trains_nothing() -> None:
 
 
 def test_a_job_that_does_not_train_has_no_speed() -> None:
-    """A sum over jobs would count what they did before they broke, or were suspended."""
+    """Otherwise a sum over jobs would include speeds from before a break or a suspension."""
     progress = {"step": 4, "samplesPerSecond": 10.5}
     one = Job(running(4, progress=progress))
     assert scraped(one.accounts)["ddpjob_train_samples_per_second"] == {("space", "job"): 10.5}
@@ -313,7 +313,7 @@ def test_a_queue_that_the_cluster_does_not_serve_is_not_one_that_is_full(reason:
     assert found["ddpjob_job_queue_not_served"] == {("space", "job"): shown}
 
 
-def test_progress_of_a_hostile_script_makes_no_labels_and_no_other_series() -> None:
+def test_progress_of_a_hostile_script_adds_no_labels_and_no_series() -> None:
     hostile = {"step": "many", "loss": float("inf"), "epoch": True, "metrics": {f"m{n}": n for n in range(100)}}
     progress = {**hostile, "samplesPerSecond": 10.5, "checkpointTime": 1}
     progress["metrics"]["checkpointTime"] = 1.7e9
@@ -326,7 +326,7 @@ def test_progress_of_a_hostile_script_makes_no_labels_and_no_other_series() -> N
     }
 
 
-def test_a_job_takes_its_series_with_it_and_a_successor_begins_at_0() -> None:
+def test_a_jobs_series_end_with_it_and_a_successor_begins_at_0() -> None:
     one = Job(running(1))
     one.seconds = 10
     one.becomes(running(1), uid="another")
@@ -335,7 +335,7 @@ def test_a_job_takes_its_series_with_it_and_a_successor_begins_at_0() -> None:
     assert not any(name.startswith("ddpjob_job_") for name in scraped(one.accounts))
 
 
-def test_jobs_beyond_a_limit_have_no_series_and_the_living_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_beyond_a_limit_have_no_series_and_running_jobs_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_metrics, "MOST_JOBS", 3)
     accounts = JobAccounts()
     for number in range(5):

@@ -1,4 +1,4 @@
-"""kopf's watch of the DDPJobs: in a thread and an event loop of its own, in real time."""
+"""kopf's watch of the DDPJobs, in a separate thread and event loop and in real time."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_kopf_gets_names_and_versions_of_jobs_and_pages_of_bounded_size(
     assert len(asked) == len(limits) + 1, "one watch, which continues after an event"
 
 
-async def test_a_watch_that_always_ends_is_not_begun_again_at_once(
+async def test_a_watch_that_always_ends_is_restarted_after_a_pause(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """kopf asks again without a pause, which would keep an API server busy with nothing else."""
@@ -103,7 +103,7 @@ async def test_a_watch_that_always_ends_is_not_begun_again_at_once(
 
 
 @pytest.mark.parametrize("namespaces", [(), ("space",)])
-async def test_kopf_s_watch_begins_again_after_an_error_that_ends_kopf(
+async def test_kopfs_watch_restarts_after_an_error_that_ends_kopf(
     namespaces: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(handlers, "RETRY", 0.2)
@@ -134,14 +134,16 @@ async def test_kopf_s_watch_begins_again_after_an_error_that_ends_kopf(
         await until(lambda: ("DELETED", "before") in seen)
         assert not following.done() and not younger[0].done(), "nothing else of the process has ended with it"
         lists = [query for _, path, query in server.requests if path.endswith("/ddpjobs") and "watch" not in query]
-        assert lists and all(int(query["limit"]) <= 500 for query in lists), "an answer with all jobs could be any size"
+        assert lists and all(int(query["limit"]) <= 500 for query in lists), (
+            "a response with all jobs could have any size"
+        )
         for task in (following, *younger):
             task.cancel()
         await asyncio.gather(following, *younger, return_exceptions=True)
 
 
 async def test_a_term_that_ends_while_kopf_starts_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would follow the jobs for ever, for a leader that is none."""
+    """Otherwise it would follow the jobs forever without being the leader."""
     begun, ended_term, run = threading.Event(), threading.Event(), asyncio.run
 
     def slow_start(main: Any) -> None:

@@ -1,4 +1,6 @@
-"""A leader's term: what it reads, in which order it works, and what it asks for; through faults of the API server."""
+"""A leader's term under faults of the API server: what it reads, requests, and in which order it
+works.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ SETTINGS = {"key": b"0123456789abcdef", "health_port": 0, "metrics_port": 0}
 def add(
     server: ApiServer, name: str, namespace: str = "space", ended: bool = False, nodes: int = 2, note: str = ""
 ) -> None:
-    """A job; one that has ended has nothing left but its object."""
+    """Create a job. An ended one has only its object left."""
     moment = server.store.clock.stamp()
     complete = {"type": "Complete", "status": "True", "reason": "Finished", "message": "", "lastTransitionTime": moment}
     status = {
@@ -71,7 +73,7 @@ class Watched:
         return len(list(self.server.store.all("Pod")))
 
     def asked(self) -> list[tuple[str, str]]:
-        """Requests but for watches, the Lease and the published schema."""
+        """Requests except watches, the Lease and the published schema."""
         asked = [(m, p) for m, p, q in self.server.requests if "watch" not in q and "leases" not in p]
         return [(m, p) for m, p in asked if not p.startswith(INDEX)]
 
@@ -102,7 +104,7 @@ async def running(
 
 
 @on_server
-async def test_after_a_restart_the_living_job_comes_before_a_thousand_that_have_ended(
+async def test_after_a_restart_a_running_job_comes_before_a_thousand_ended_ones(
     server: ApiServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -121,7 +123,7 @@ async def test_after_a_restart_the_living_job_comes_before_a_thousand_that_have_
 
 
 @on_server
-async def test_after_a_restart_the_job_that_lacks_a_pod_comes_before_those_that_are_well(
+async def test_after_a_restart_a_job_that_lacks_a_pod_comes_before_healthy_ones(
     server: ApiServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -160,9 +162,7 @@ async def test_nothing_is_listed_or_read_while_nothing_changes(
 
 
 @on_server
-async def test_one_event_of_a_job_in_a_storm_of_them_is_one_reconcile(
-    server: ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_many_events_of_a_job_cause_one_reconcile(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     add(server, "job")
     async with running(server, monkeypatch) as o:
         await asyncio.sleep(10)
@@ -186,10 +186,10 @@ async def test_one_event_of_a_job_in_a_storm_of_them_is_one_reconcile(
     [(Fault(503), 60), (Fault("hang"), 60), (Fault("reset"), 60), (Fault(200), 60), (Fault(200), 6), (Fault(503), 6)],
 )
 @on_server
-async def test_what_is_deleted_while_the_api_server_is_away_is_known_when_it_is_back(
+async def test_deletions_during_an_outage_of_the_api_server_are_known_after_it(
     server: ApiServer, fault: Fault, seconds: int, as_event: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a minute the Lease was lost; after six seconds the term is the same."""
+    """After a minute the Lease is lost. After six seconds the term is the same."""
     add(server, "job")
     add(server, "deleted")
     async with running(server, monkeypatch) as o:
@@ -212,10 +212,12 @@ async def test_what_is_deleted_while_the_api_server_is_away_is_known_when_it_is_
 
 
 @on_server
-async def test_a_store_that_is_restored_from_a_backup_is_read_as_it_is(
+async def test_a_store_that_is_restored_from_a_backup_is_read_again(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its versions go back: of a watch from a later one the API server says nothing until they have caught up."""
+    """Its versions go back. The API server sends nothing on a watch from a later version until they
+    have caught up.
+    """
     add(server, "job")
     async with running(server, monkeypatch) as o:
         await asyncio.sleep(10)
@@ -238,7 +240,7 @@ async def test_a_store_that_is_restored_from_a_backup_is_read_as_it_is(
         assert "new" in o.reconciled, "kopf has begun again"
         server.requests.clear()
         await asyncio.sleep(60)
-        assert len(o.asked()) < 10, "nothing is tried again and again"
+        assert len(o.asked()) < 10, "nothing is retried repeatedly"
 
 
 @on_server
@@ -290,7 +292,7 @@ async def test_the_lease_is_kept_through_a_burst_of_slow_creations(
         assert transitions == 1
 
 
-def test_without_an_election_it_acts_again_by_itself_and_is_ready_when_all_is_read(
+def test_without_an_election_it_restarts_its_term_and_is_ready_when_all_is_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
@@ -322,10 +324,10 @@ async def test_only_watched_namespaces_are_read(server: ApiServer, monkeypatch: 
 
 @pytest.mark.parametrize("unreadable", ["", "/pods", "/networkpolicies"])
 @on_server
-async def test_a_watched_namespace_that_may_not_be_read_holds_up_no_other(
+async def test_a_watched_namespace_that_may_not_be_read_delays_no_other(
     server: ApiServer, unreadable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its Role goes with it when it is deleted."""
+    """Its Role is deleted together with the namespace."""
     for namespace in ("a", "gone"):
         add(server, "job", namespace=namespace)
     denied = True
@@ -346,7 +348,7 @@ async def test_a_watched_namespace_that_may_not_be_read_holds_up_no_other(
 
 
 @virtual
-async def test_objects_as_large_as_the_api_server_takes_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_objects_as_large_as_the_api_server_accepts_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with api_server() as server, running(server, monkeypatch, lease=False) as o:
         await asyncio.sleep(2)
         add(server, "large", note="x" * 1_500_000)
@@ -427,7 +429,7 @@ def without(*fields: str) -> dict[str, Any]:
 
 
 @on_server
-async def test_an_operator_that_is_newer_than_the_crd_acts_on_nothing_and_says_so(
+async def test_an_operator_that_is_newer_than_the_crd_does_nothing_and_reports_it(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     add(server, "job")
@@ -458,7 +460,7 @@ async def test_an_operator_that_is_newer_than_the_crd_acts_on_nothing_and_says_s
 
 
 @on_server
-async def test_a_later_crd_that_has_what_is_needed_is_enough(
+async def test_a_later_crd_with_the_needed_fields_is_sufficient(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(server, "job")
@@ -471,7 +473,7 @@ async def test_a_later_crd_that_has_what_is_needed_is_enough(
 
 @pytest.mark.parametrize("how", [403, 404, 503, "hang", "reset"])
 @on_server
-async def test_where_the_schema_cannot_be_read_it_acts(
+async def test_an_operator_that_cannot_read_the_schema_acts(
     server: ApiServer, how: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(server, "job")
@@ -482,7 +484,7 @@ async def test_where_the_schema_cannot_be_read_it_acts(
 
 
 @on_server
-async def test_without_the_crd_it_waits_for_it(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_the_crd_the_operator_waits_for_it(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.status_schema = None
     async with running(server, monkeypatch) as o:
         await asyncio.sleep(30)
@@ -497,7 +499,9 @@ async def test_without_the_crd_it_waits_for_it(server: ApiServer, monkeypatch: p
 async def test_a_crd_that_is_served_but_not_listed_stops_nothing(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even one that is installed later: a proxy may hide it from the index for ever."""
+    """This includes one that is installed later, because a proxy may hide it from the index
+    forever.
+    """
     server.status_schema, server.is_published = None, False
     async with running(server, monkeypatch) as o:
         await asyncio.sleep(60)
@@ -540,8 +544,8 @@ async def test_the_probes_show_whether_the_process_works() -> None:
         assert statuses == [200, 503, 200, 200]
 
 
-def test_a_reconcile_that_ends_with_its_term_is_no_failed_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An alert calls failed ones a defect of the operator."""
+def test_a_reconcile_that_ends_with_its_term_does_not_count_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An alert reports failed reconciles as a defect of the operator."""
 
     def count(result: str) -> float:
         name = "ddpjob_operator_reconcile_duration_seconds_count"

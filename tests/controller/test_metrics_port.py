@@ -1,4 +1,6 @@
-"""The port of the operator's metrics: whoever asks, however often, costs the operator no more than a bounded share."""
+"""The port of the operator's metrics: requests cost the operator a bounded share, whatever their
+number.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def ask(port: int) -> tuple[int, str, bytes]:
         return answer.status, answer.headers["Content-Type"], answer.read()
 
 
-def test_a_text_is_made_once_for_all_who_ask_within_a_moment(
+def test_a_text_is_rendered_once_for_all_requests_within_a_moment(
     served: Callable[[Callable[[], bytes]], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operator_metrics, "SHARE", 0.001)
@@ -62,14 +64,14 @@ def test_a_text_is_made_once_for_all_who_ask_within_a_moment(
     assert text.made == 1
 
 
-def test_a_text_is_made_again_when_it_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_text_is_rendered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator_metrics, "FRESH_SECONDS", 0.0)
     monkeypatch.setattr(operator_metrics, "SHARE", 1e9)
     page = Page(Text())
     assert [page.text(), page.text()] == [b"text 1\n", b"text 2\n"]
 
 
-def test_connections_beyond_a_number_are_refused(
+def test_connections_above_a_limit_are_refused(
     served: Callable[[Callable[[], bytes]], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operator_metrics._Handler, "timeout", 600.0)
@@ -87,7 +89,7 @@ def test_connections_beyond_a_number_are_refused(
     assert ask(port)[0] == 200, "they are gone"
 
 
-def test_a_connection_that_is_silent_ends(
+def test_a_silent_connection_is_closed(
     served: Callable[[Callable[[], bytes]], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operator_metrics._Handler, "timeout", 0.1)

@@ -1,4 +1,4 @@
-"""Two releases over one namespace: one acts."""
+"""If two releases watch one namespace, one of them acts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLAIMS = "/apis/coordination.k8s.io/v1/namespaces/space/leases"
 
 
 @virtual
-async def test_of_two_releases_one_acts_and_the_other_follows_when_it_is_gone() -> None:
+async def test_of_two_releases_one_acts_and_the_other_takes_over_when_it_is_gone() -> None:
     async with api_server() as server, connected(server) as rest:
         first, second = NamespaceClaims(rest, "a/operator"), NamespaceClaims(rest, "b/operator")
         replica = NamespaceClaims(rest, "a/operator")
@@ -41,7 +41,7 @@ async def test_of_two_releases_one_acts_and_the_other_follows_when_it_is_gone() 
 
 
 @virtual
-async def test_many_jobs_of_a_namespace_ask_once() -> None:
+async def test_many_jobs_of_a_namespace_cause_one_request() -> None:
     async with api_server() as server, connected(server) as rest:
         claims = NamespaceClaims(rest, "a/operator")
         assert all(await asyncio.gather(*(claims.mine("space") for _ in range(50))))
@@ -49,8 +49,10 @@ async def test_many_jobs_of_a_namespace_ask_once() -> None:
 
 
 @virtual
-async def test_namespaces_that_nobody_asks_for_any_more_are_forgotten() -> None:
-    """A namespace for each run of a pipeline: an operator that runs for months would keep something of each."""
+async def test_unused_namespaces_are_forgotten() -> None:
+    """With a namespace for each run of a pipeline, an operator would otherwise accumulate them for
+    months.
+    """
     async with api_server() as server, connected(server) as rest:
         claims = NamespaceClaims(rest, "a/operator")
         for number in range(50):
@@ -60,14 +62,14 @@ async def test_namespaces_that_nobody_asks_for_any_more_are_forgotten() -> None:
 
 
 @virtual
-async def test_without_the_right_to_hold_leases_it_acts_as_before() -> None:
+async def test_without_the_right_to_hold_leases_the_operator_acts_without_them() -> None:
     async with api_server() as server, connected(server) as rest:
         server.faults = lambda method, path: Fault(403, reason="Forbidden")
         assert await NamespaceClaims(rest, "a/operator").mine("space")
 
 
 @virtual
-async def test_an_api_server_that_is_away_gives_no_claim_and_takes_none_before_its_time() -> None:
+async def test_during_an_outage_claims_are_neither_given_up_nor_taken_early() -> None:
     async with api_server() as server, connected(server) as rest:
         held, new = NamespaceClaims(rest, "a/operator"), NamespaceClaims(rest, "a/operator")
         assert await held.mine("space")
@@ -99,7 +101,7 @@ async def left_alone() -> AsyncIterator[tuple[ApiServer, Leader]]:
 
 
 @virtual
-async def test_the_operator_touches_no_job_of_a_namespace_that_another_has_claimed() -> None:
+async def test_the_operator_touches_no_job_in_a_namespace_that_another_has_claimed() -> None:
     async with left_alone() as (server, leader):
         assert {path for method, path in server.acted if method != "GET"} == {CLAIMS}
         assert not leader.accounts.jobs(), "the other one counts and exports them"
@@ -111,8 +113,10 @@ async def test_the_operator_touches_no_job_of_a_namespace_that_another_has_claim
 
 
 @virtual
-async def test_a_job_that_is_gone_is_forgotten_by_the_operator_that_had_left_it_alone() -> None:
-    """Else each job that ever lived in another operator's namespace would be looked at every few seconds, for ever."""
+async def test_a_deleted_job_that_was_left_to_another_operator_is_forgotten() -> None:
+    """Otherwise each job that ever existed in that namespace would be looked at every few seconds,
+    forever.
+    """
     async with left_alone() as (server, leader):
         server.store.delete("DDPJob", "job")
         await asyncio.sleep(1)

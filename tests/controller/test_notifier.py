@@ -1,4 +1,4 @@
-"""Notifications over HTTP: receivers that answer, hang, redirect, err and flood."""
+"""Notifications over HTTP: receivers that answer, hang, redirect, fail and flood."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def hangs(request: web.Request) -> web.StreamResponse:
     return web.Response()
 
 
-async def test_it_is_posted_once_with_its_id_and_the_job_is_woken(server: Web, tmp_path: Path) -> None:
+async def test_a_notification_is_posted_once_with_its_id_and_wakes_the_job(server: Web, tmp_path: Path) -> None:
     server.handlers["/team"] = fine
     scene = Scene(server, tmp_path, "team")
     for _ in range(3):
@@ -109,7 +109,7 @@ async def test_it_is_posted_once_with_its_id_and_the_job_is_woken(server: Web, t
     await scene.notifier.close()
 
 
-async def test_a_receiver_that_errs_is_tried_again_and_then_given_up(server: Web, tmp_path: Path) -> None:
+async def test_a_failing_receiver_is_retried_and_then_given_up(server: Web, tmp_path: Path) -> None:
     async def errs(request: web.Request) -> web.StreamResponse:
         return web.Response(status=500, text="secret of the receiver")
 
@@ -122,7 +122,7 @@ async def test_a_receiver_that_errs_is_tried_again_and_then_given_up(server: Web
     await scene.notifier.close()
 
 
-async def test_one_that_heals_gets_it(server: Web, tmp_path: Path) -> None:
+async def test_a_receiver_that_recovers_gets_the_notification(server: Web, tmp_path: Path) -> None:
     async def heals(request: web.Request) -> web.StreamResponse:
         return web.Response(status=503 if len(server.got) < 3 else 204)
 
@@ -150,10 +150,10 @@ async def test_a_receiver_may_ask_for_a_pause_within_bounds(
     await scene.notifier.close()
 
 
-async def test_a_pause_that_is_no_number_is_no_fault(
-    server: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each try ended with an exception, and was no try: none was the last one."""
+async def test_an_invalid_pause_is_ignored(server: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each attempt ended with an exception and did not count, so the attempts never
+    ended.
+    """
     monkeypatch.setattr(module, "TRIES", 1)
 
     async def busy(request: web.Request) -> web.StreamResponse:
@@ -194,7 +194,7 @@ async def test_a_receiver_that_hangs_delays_no_other_one(
     await scene.notifier.close()
 
 
-async def test_a_hanging_receiver_is_left_after_its_time(
+async def test_a_hanging_receiver_is_given_up_after_a_timeout(
     server: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SECONDS", 0.1)
@@ -206,7 +206,7 @@ async def test_a_hanging_receiver_is_left_after_its_time(
     await scene.notifier.close()
 
 
-async def test_a_namespace_that_floods_a_receiver_leaves_a_worker_to_others(server: Web, tmp_path: Path) -> None:
+async def test_a_namespace_that_floods_a_receiver_leaves_workers_to_others(server: Web, tmp_path: Path) -> None:
     async def slow_for_vision(request: web.Request) -> web.StreamResponse:
         if "flood" in request.headers["Idempotency-Key"]:
             await asyncio.sleep(3600)
@@ -222,7 +222,7 @@ async def test_a_namespace_that_floods_a_receiver_leaves_a_worker_to_others(serv
     await scene.notifier.close()
 
 
-async def test_an_answer_s_body_is_not_read(server: Web, tmp_path: Path) -> None:
+async def test_the_body_of_a_response_is_not_read(server: Web, tmp_path: Path) -> None:
     async def floods(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -256,7 +256,7 @@ async def test_a_url_is_never_shown(
     await scene.notifier.close()
 
 
-async def test_a_url_that_is_replaced_is_used_for_the_next_try(server: Web, tmp_path: Path) -> None:
+async def test_a_replaced_url_is_used_for_the_next_attempt(server: Web, tmp_path: Path) -> None:
     server.handlers["/new"] = fine
 
     async def gone(request: web.Request) -> web.StreamResponse:
@@ -270,7 +270,7 @@ async def test_a_url_that_is_replaced_is_used_for_the_next_try(server: Web, tmp_
     await scene.notifier.close()
 
 
-async def test_what_no_status_waits_for_is_forgotten_and_not_sent(server: Web, tmp_path: Path) -> None:
+async def test_a_notification_that_no_status_waits_for_is_dropped(server: Web, tmp_path: Path) -> None:
     server.handlers["/team"] = fine
     scene = Scene(server, tmp_path, "team")
     scene.notifier.send(JOB, "id", "team", BODY)
@@ -300,6 +300,6 @@ def test_receivers_are_settings() -> None:
 @pytest.mark.parametrize(
     "wrong", ['{"../key": ["*"]}', '{"team": "vision"}', '{"team": [1]}', '["team"]', "{", '{"team": ["vision"]}']
 )
-def test_wrong_receivers_are_named(wrong: str) -> None:
+def test_invalid_receivers_are_reported(wrong: str) -> None:
     with pytest.raises(SettingsError, match="DDPJOB_OPERATOR_RECEIVERS"):
         Settings.from_environment(KEY | {"DDPJOB_OPERATOR_RECEIVERS": wrong})

@@ -1,4 +1,6 @@
-"""Shards: each is acted for by one replica at any time, by all replicas alike in the end, and nothing is done twice."""
+"""Shards: each has one acting replica at any time, replicas get equal shares, and no action is
+repeated.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ class Dealt(ReplicaTasks):
 
 
 async def deal(seed: int, minutes: float = 4.0) -> None:
-    """Two to four replicas, two to four shards, random faults, kills, upgrades of their number; and a calm end."""
+    """Play two to four replicas and shards, random faults, kills, changes of the number of shards,
+    and a calm end.
+    """
     chance = random.Random(seed)
     random.seed(seed)
     async with AsyncExitStack() as stack:
@@ -124,7 +128,7 @@ async def test_three_replicas_start_with_a_shard_each_and_one_that_dies_is_repla
 
 
 @on_server
-async def test_a_replica_alone_acts_for_all_shards_and_gives_the_second_its_share(server: ApiServer) -> None:
+async def test_a_single_replica_acts_for_all_shards_and_shares_them_with_a_second(server: ApiServer) -> None:
     dealt = Dealt(server)
     dealt.start("a", 4)
     await asyncio.sleep(PATIENCE * 4)
@@ -140,7 +144,9 @@ async def test_a_replica_alone_acts_for_all_shards_and_gives_the_second_its_shar
 
 @pytest.mark.parametrize(("count", "seconds"), [(1, 1.5), (3, 1.5)])
 @on_server
-async def test_a_slow_api_server_leaves_every_shard_its_replica(server: ApiServer, count: int, seconds: float) -> None:
+async def test_with_a_slow_api_server_every_shard_keeps_its_replica(
+    server: ApiServer, count: int, seconds: float
+) -> None:
     """Each request takes so long, and taking a Lease takes four."""
     server.faults = lambda method, path: Fault("slow", seconds=seconds)
     dealt = Dealt(server)

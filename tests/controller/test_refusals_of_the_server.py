@@ -1,4 +1,4 @@
-"""What quotas, policies and an API server that is busy refuse, and what is made of that."""
+"""Refusals by quotas, policies and a busy API server, and how the operator handles them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def the_room_of_a_pod_is_used(c: Case, key: JobKey) -> None:
 
 
 @in_case()
-async def test_what_a_quota_refuses_is_tried_less_and_less_and_room_is_used_at_once(c: Case) -> None:
+async def test_a_refusal_by_a_quota_is_retried_less_and_less_and_room_is_used_at_once(c: Case) -> None:
     key = await a_job_with_room_for_four_pods(c)
     tries = []
     for second in range(300):
@@ -76,7 +76,7 @@ async def test_room_is_used_at_once_after_the_first_refusal_too(c: Case) -> None
 
 
 @in_case()
-async def test_what_one_job_was_refused_is_not_held_against_the_next_one_of_its_name(c: Case) -> None:
+async def test_a_refusal_of_one_job_does_not_affect_a_later_job_of_its_name(c: Case) -> None:
     """Deleted and created between two looks, as by `kubectl replace --force` while a watch is away."""
     c.fault_once("POST", "/pods", Fault(422, reason="Invalid", message="spec.nodeSelector: Invalid value"))
     await c.reconcile()
@@ -89,7 +89,7 @@ async def test_what_one_job_was_refused_is_not_held_against_the_next_one_of_its_
 
 
 @in_case()
-async def test_many_pods_that_are_refused_at_the_same_time_wait_as_long_as_one(c: Case) -> None:
+async def test_many_pods_that_are_refused_together_wait_as_long_as_one(c: Case) -> None:
     c.add("big", nodes=64)
     await seen()
     down = True
@@ -126,7 +126,7 @@ async def test_many_pods_that_are_refused_at_the_same_time_wait_as_long_as_one(c
     ids=lambda v: str(getattr(v, "how", getattr(v, "__name__", v))),
 )
 @in_case()
-async def test_what_a_creation_that_fails_is_called(c: Case, fault: Fault, raised: type[Exception]) -> None:
+async def test_a_failed_creation_is_classified(c: Case, fault: Fault, raised: type[Exception]) -> None:
     job = await c.job()
     c.fault_once("POST", "/pods", fault)
     with pytest.raises(raised):
@@ -139,7 +139,7 @@ async def test_what_a_creation_that_fails_is_called(c: Case, fault: Fault, raise
     ids=["webhook", "its own"],
 )
 @in_case()
-async def test_a_500_is_the_same_for_all_that_is_changed(c: Case, said: str, *, is_refused: bool) -> None:
+async def test_a_500_is_handled_alike_for_all_changes(c: Case, said: str, *, is_refused: bool) -> None:
     """A webhook may be away for long, and then holds up nothing else; a fault of the server's own is over soon."""
     await c.reconcile()
     c.server.faults = lambda m, path: Fault(500, message=said) if m != "GET" else None
@@ -157,7 +157,7 @@ async def test_a_500_is_the_same_for_all_that_is_changed(c: Case, said: str, *, 
 
 
 @in_case()
-async def test_an_event_that_is_refused_is_logged_only(c: Case) -> None:
+async def test_a_refused_event_is_only_logged(c: Case) -> None:
     job = await c.job()
     await c.cluster.record(job, Event(True, "Reason", "words " * 1000))
     assert len(c.server.events[0]["note"].encode()) <= 1000
@@ -167,11 +167,11 @@ async def test_an_event_that_is_refused_is_logged_only(c: Case) -> None:
 
 
 @in_case()
-async def test_throttling_is_waited_for_as_long_as_the_server_says(c: Case) -> None:
+async def test_throttling_is_waited_for_as_long_as_the_server_requests(c: Case) -> None:
     c.fault_once("PUT", "/ddpjobs/job", Fault(429, {"Retry-After": "7"}))
     assert await c.reconcile() == 7
     c.fault_once("GET", "/ddpjobs/job", Fault(503, {"Retry-After": "3600"}))
-    assert await c.reconcile() == 60, "not for as long as the page of a proxy says"
+    assert await c.reconcile() == 60, "not for as long as a proxy's page requests"
     c.fault_once("GET", "/ddpjobs/job", Fault(503))
     assert await c.reconcile() == 2, "what became of the status is read first"
 

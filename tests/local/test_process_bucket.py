@@ -1,4 +1,6 @@
-"""Jobs whose checkpoints last in a bucket alone, on a real S3 server that is cut off while disks are lost."""
+"""Jobs whose only lasting checkpoints are in a bucket, on a real S3 server that is partitioned
+while disks are lost.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,7 @@ def test_the_built_in_trainer_finds_the_bucket_by_the_manifest(
     assert refused.returncode == 2 and "would resume from its copies in s3://" in refused.stderr
 
 
-def test_without_credentials_nothing_is_started(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_credentials_no_job_starts(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
     run = machine.run(manifest(storage=storage(1)))
@@ -130,7 +132,9 @@ def test_without_credentials_nothing_is_started(machine: Machine, monkeypatch: p
     assert "secretName: Secret keys cannot be read on this machine; export AWS_ACCESS_KEY_ID and" in run.output
 
 
-def test_a_node_is_lost_with_the_parts_of_its_ranks(server: Server, machine: Machine, tmp_path: Path) -> None:
+def test_a_job_survives_the_loss_of_a_node_with_its_ranks_parts(
+    server: Server, machine: Machine, tmp_path: Path
+) -> None:
     """Each pod has a disk of its own: no node ever has a whole checkpoint."""
     small = ["data.name=digits", "data.batch=200", "data.micro_batches=4", "ddp.ordered=true", "model.width=16",
              "train.epochs=6", "train.log_every=1", "train.threads=1", "checkpoint.every_steps=4",

@@ -16,7 +16,7 @@ from process_harness import Machine, manifest
 LOOP = ["bash", "-c", "while true; do echo at work; sleep 0.2; done"]
 
 
-def test_the_commands_from_another_terminal(machine: Machine) -> None:
+def test_the_commands_work_from_another_terminal(machine: Machine) -> None:
     run = machine.start(manifest(command=LOOP))
     run.until(lambda r: r.status.get("phase") == "Running")
 
@@ -52,7 +52,7 @@ def test_the_commands_from_another_terminal(machine: Machine) -> None:
     assert machine.command("get", "job").returncode == 2
 
 
-def test_a_signal_is_named_as_what_suspended_the_job(machine: Machine) -> None:
+def test_a_signal_is_reported_as_the_reason_of_a_suspension(machine: Machine) -> None:
     run = machine.start(manifest(command=LOOP))
     run.until(lambda r: r.status.get("phase") == "Running")
     assert machine.command("stop", "job").stdout == "job: stopped\n"
@@ -63,7 +63,7 @@ def test_a_signal_is_named_as_what_suspended_the_job(machine: Machine) -> None:
     assert machine.command("wait", "job").returncode == 1
 
 
-def test_what_init_writes_survives_a_kill(machine: Machine) -> None:
+def test_a_script_written_by_init_survives_a_kill(machine: Machine) -> None:
     assert machine.command("init").returncode == 0
     job = yaml.safe_load((machine.folder / "job.yaml").read_text())
     job["spec"]["args"] = ["--epochs=20"]
@@ -77,7 +77,7 @@ def test_what_init_writes_survives_a_kill(machine: Machine) -> None:
     assert run.status["restarts"]["uncounted"] == 1
 
 
-def test_the_client(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_client_works_on_local_jobs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPJOB_RUNS", str(machine.runs))
     monkeypatch.chdir(machine.folder)
     client = Client("local")

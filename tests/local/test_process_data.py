@@ -1,4 +1,6 @@
-"""storage.data.url on this machine: a real S3 server that is slow, away, or has something else than it says."""
+"""storage.data.url on this machine: a real S3 server that is slow, unreachable, or has different
+content than listed.
+"""
 
 from __future__ import annotations
 
@@ -111,9 +113,7 @@ def test_two_nodes_of_one_machine_fetch_once_and_later_only_changes(server: Serv
     line.close()
 
 
-def test_a_fetch_that_is_killed_is_continued_by_the_next_one_and_slow_is_not_dead(
-    server: Server, machine: Machine
-) -> None:
+def test_a_killed_fetch_is_continued_by_the_next_one_and_slow_is_not_dead(server: Server, machine: Machine) -> None:
     size = 8_000_000
     expected = fill(server, {"one.bin": size, "two.bin": 1000})
     line = Line(server.port, answers_per_second=500_000)
@@ -131,7 +131,7 @@ def test_a_fetch_that_is_killed_is_continued_by_the_next_one_and_slow_is_not_dea
     line.close()
 
 
-def test_a_bucket_that_is_away_is_waited_for_and_costs_no_restart(server: Server, machine: Machine) -> None:
+def test_an_unreachable_bucket_is_waited_for_and_costs_no_restart(server: Server, machine: Machine) -> None:
     expected = fill(server, SIZES)
     line = SlowLine(server.port)
     line.cut = True
@@ -144,7 +144,7 @@ def test_a_bucket_that_is_away_is_waited_for_and_costs_no_restart(server: Server
     line.close()
 
 
-def test_an_object_whose_checksum_differs_is_never_used(server: Server, machine: Machine) -> None:
+def test_an_object_with_a_wrong_checksum_is_never_used(server: Server, machine: Machine) -> None:
     fill(server, {"one.bin": 100_000})
     damaged = server.folder / "datasets" / "a" / "one.bin"
     moment = damaged.stat()
@@ -167,7 +167,7 @@ def test_an_object_whose_checksum_differs_is_never_used(server: Server, machine:
         ({"url": f"s3://{BUCKET}/nothing/here"}, "has no objects: check storage.data.url"),
     ],
 )
-def test_a_bucket_that_is_wrong_fails_the_job_at_once(server: Server, machine: Machine, place: Json, says: str) -> None:
+def test_a_wrong_bucket_fails_the_job_at_once(server: Server, machine: Machine, place: Json, says: str) -> None:
     body = job(server.port)
     body["spec"]["storage"]["data"].update(place)
     run = machine.run(body)
@@ -185,7 +185,7 @@ def test_wrong_keys_fail_the_job_at_once(server: Server, machine: Machine, monke
     assert "HTTP 403" in failed["message"] and "wrong-secret-9f3e" not in run.everything()
 
 
-def test_data_of_the_command_line_is_used_in_the_bucket_s_place(machine: Machine, tmp_path: Path) -> None:
+def test_data_of_the_command_line_replaces_the_buckets(machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("x")
     run = machine.run(job(1), "--data", str(tmp_path / "mine"))

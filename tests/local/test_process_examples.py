@@ -142,7 +142,7 @@ def from_memory(run: Run) -> list[dict[str, Any]]:
     return [restart for restart in restarts if restart.get("continuedFrom") == "memory"]
 
 
-def test_the_tutorial_s_script_trains_on_two_nodes(machine: Machine) -> None:
+def test_the_tutorials_script_trains_on_two_nodes(machine: Machine) -> None:
     """As a reader does it: the page's second script, and the manifest that `ddpjob init` writes."""
     page = (EXAMPLES.parent / "docs" / "one-gpu-to-two-nodes.md").read_text()
     _, script = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)

@@ -68,7 +68,7 @@ WRONG: list[tuple[str, dict[str, Any] | str, list[str]]] = [
 ]
 
 
-def test_a_script_is_no_manifest(machine: SameProcess) -> None:
+def test_a_script_is_not_a_manifest(machine: SameProcess) -> None:
     """Who knows torchrun names the script; its colons were faults of YAML."""
     machine.write("for i in range(3):\n    print(i)\n", "my train.py")
     refused = machine.command("run", "my train.py")
@@ -79,7 +79,9 @@ def test_a_script_is_no_manifest(machine: SameProcess) -> None:
 @pytest.mark.parametrize(
     ("job", "words"), [(job, words) for _, job, words in WRONG], ids=[name for name, _, _ in WRONG]
 )
-def test_refused(machine: SameProcess, job: dict[str, Any] | str, words: list[str]) -> None:
+def test_a_manifest_that_cannot_run_here_is_refused(
+    machine: SameProcess, job: dict[str, Any] | str, words: list[str]
+) -> None:
     refused = machine.command("run", str(machine.write(job)))
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert all(word in refused.stderr for word in words), refused.stderr
@@ -87,25 +89,25 @@ def test_refused(machine: SameProcess, job: dict[str, Any] | str, words: list[st
     assert not machine.runs.exists()
 
 
-def test_a_file_that_is_not_there(machine: SameProcess) -> None:
+def test_a_missing_manifest_is_reported(machine: SameProcess) -> None:
     refused = machine.command("run", "no.yaml")
     assert refused.returncode == 2 and "no.yaml does not exist" in refused.stderr.replace(": ", " ")
 
 
-def test_checkpoints_that_cannot_be_written(machine: SameProcess) -> None:
+def test_a_checkpoint_folder_that_is_not_writable_is_reported(machine: SameProcess) -> None:
     (machine.runs / "job").mkdir(parents=True)
     (machine.runs / "job" / "checkpoints").write_text("in the way")
     refused = machine.command("run", str(machine.write(manifest(command=["true"]))))
     assert refused.returncode == 2 and "checkpoints" in refused.stderr and "Traceback" not in refused.stderr
 
 
-def test_runs_that_cannot_be_written(machine: SameProcess) -> None:
+def test_a_folder_of_runs_that_is_not_writable_is_reported(machine: SameProcess) -> None:
     machine.runs.write_text("in the way")
     refused = machine.command("run", str(machine.write(manifest(command=["true"]))))
     assert refused.returncode == 2 and "DDPJOB_RUNS" in refused.stderr and "Traceback" not in refused.stderr
 
 
-def test_commands_on_what_is_not_there(machine: SameProcess) -> None:
+def test_commands_on_missing_jobs_and_pods_are_refused(machine: SameProcess) -> None:
     for words in (["stop", "no"], ["kill", "no-0-0"], ["logs", "no-0-0"], ["suspend", "no"], ["get", "no"]):
         refused = machine.command(*words)
         assert refused.returncode == 2 and "no job no" in refused.stderr and "was run in" in refused.stderr, (
@@ -113,7 +115,7 @@ def test_commands_on_what_is_not_there(machine: SameProcess) -> None:
         )
 
 
-def test_validate(machine: SameProcess) -> None:
+def test_validate_reports_the_faults_of_a_manifest(machine: SameProcess) -> None:
     right, wrong = (
         machine.write(manifest("right"), "right.yaml"),
         machine.write(manifest("wrong", nodes=0), "wrong.yaml"),
@@ -122,7 +124,7 @@ def test_validate(machine: SameProcess) -> None:
     assert checked.returncode == 2 and "right is valid" in checked.stdout and "spec.nodes" in checked.stderr
 
 
-def test_a_full_disk_is_named_with_its_file(machine: SameProcess) -> None:
+def test_a_full_disk_is_reported_with_its_file(machine: SameProcess) -> None:
     """Played by a limit on the size of files: as with a full disk, the fault of writing names no file."""
     file, limits = str(machine.write(manifest(command=["true"]))), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
@@ -135,7 +137,7 @@ def test_a_full_disk_is_named_with_its_file(machine: SameProcess) -> None:
     assert submitted.stderr == f"{machine.runs}/job/submitted.json: File too large\n"
 
 
-def test_no_free_ports(machine: SameProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_free_ports_are_reported(machine: SameProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """They ended in a traceback."""
     monkeypatch.setattr("ddpjob.local.local_platform._is_free", lambda port: False)
     answer = machine.command("run", str(machine.write(manifest(command=["true"]))))
@@ -152,7 +154,7 @@ def test_without_ports_no_checkpoints_are_set_aside(machine: SameProcess, monkey
     assert (machine.runs / "job" / "checkpoints" / "model.pt").exists()
 
 
-def test_checkpoints_on_a_disk_that_is_not_mounted(machine: SameProcess) -> None:
+def test_an_unmounted_checkpoint_disk_is_reported(machine: SameProcess) -> None:
     """`File exists` was said of a link that leads nowhere."""
     (machine.runs / "job").mkdir(parents=True)
     (machine.runs / "job" / "checkpoints").symlink_to("/no/such/disk")
@@ -162,7 +164,7 @@ def test_checkpoints_on_a_disk_that_is_not_mounted(machine: SameProcess) -> None
     )
 
 
-def test_a_folder_of_any_name_and_modules(
+def test_a_folder_of_any_name_and_modules_can_be_run(
     machine: SameProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A name of Latin-1 is no UTF-8; what lies in the folder is the script's own, not the command's."""

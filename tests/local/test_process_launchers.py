@@ -25,7 +25,7 @@ def said(run: Run) -> list[str]:
     return sorted(line for log in logs for line in log.splitlines() if line.startswith("rank "))
 
 
-def test_standalone_hosts_a_store_of_its_own(machine: Machine) -> None:
+def test_torchrun_standalone_hosts_its_own_store(machine: Machine) -> None:
     run = machine.run(job("torchrun", "--standalone", "--nproc_per_node=2", LAUNCHED, nodes=1), seconds=120)
     assert run.process.returncode == 0, run.everything()
     assert said(run) == ["rank 0 of 2: 2", "rank 1 of 2: 2"]

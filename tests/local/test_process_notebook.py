@@ -1,7 +1,8 @@
-"""The notebook in examples/: each cell runs, as IPython runs it.
+"""The notebook in examples/: each cell runs as in IPython.
 
-Without a Jupyter kernel, which would be five packages more for one test: what a cell needs of it is that the source of
-its functions can be found, and that is an entry in linecache there, too.
+There is no Jupyter kernel, which would need five more packages for one test. A cell only needs the
+source of its
+functions, which is an entry in linecache, as in IPython.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.slow
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 
 
-def test_the_notebook_is_one_that_jupyter_opens() -> None:
+def test_jupyter_can_open_the_notebook() -> None:
     notebook = json.loads(NOTEBOOK.read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5) and set(notebook["metadata"])
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])

@@ -9,7 +9,7 @@ from process_harness import Machine, manifest
 FAULTS = str(Path(__file__).parents[1] / "runtime" / "scripts" / "faulty")
 
 
-def test_a_pod_that_does_not_pass_is_replaced_and_the_links_of_the_group_are_checked(tmp_path: Path) -> None:
+def test_a_pod_that_fails_the_preflight_is_replaced_and_the_groups_links_are_checked(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     env = {"PYTHONPATH": FAULTS, "FAULT": "product", "FAULTY": "job-1-0"}
     variables = [{"name": name, "value": value} for name, value in env.items()]

@@ -86,7 +86,7 @@ def test_a_script_reports_saves_in_time_and_continues(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("name", ["huggingface", "lightning", "accelerate"])
-def test_a_framework_s_callback_resumes_after_the_loss_of_a_pod(machine: Machine, name: str) -> None:
+def test_a_frameworks_callback_resumes_after_the_loss_of_a_pod(machine: Machine, name: str) -> None:
     """Asked to end, all ranks save and none repeats a step. Accelerate also loses a pod without notice before that:
     the others take seconds to import, at every start of a worker.
     """

@@ -1,4 +1,6 @@
-"""`ddpjob run` with real processes: to the end, through losses and failures, and out again without a trace."""
+"""`ddpjob run` with real processes: to completion, through losses and failures, and without
+leftovers.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def test_a_job_completes(machine: Machine) -> None:
     assert "of 2 begins at step 0" in machine.command("logs", "job-1-0").stdout
 
 
-def test_digits_with_a_node_killed(machine: Machine) -> None:
+def test_digits_train_through_the_loss_of_a_node(machine: Machine) -> None:
     small = ["train.epochs=6", "data.batch=128", "model.width=8", "checkpoint.every_seconds=0.3"]
     arguments = ["--config", "digits", "train.ledger=true", *small]
     run = machine.start(manifest("digits", **held(arguments, {})))
@@ -59,7 +61,7 @@ def test_digits_with_a_node_killed(machine: Machine) -> None:
     assert "PeerLost (pod digits-0-0" in shown and "test accuracy" in shown
 
 
-def test_what_has_ended_a_job_is_left_in_its_checkpoint_folder(machine: Machine) -> None:
+def test_the_end_of_a_job_is_recorded_in_its_checkpoint_folder(machine: Machine) -> None:
     bug = "import os\n\ndef fails():\n    raise TypeError(f'bug in rank {os.environ[\"RANK\"]}')\n\nfails()\n"
     (machine.folder / "bug.py").write_text(bug)
     rule = {"maxRestarts": 1, "backoff": {"initialSeconds": 1, "maxSeconds": 1}}
@@ -72,7 +74,7 @@ def test_what_has_ended_a_job_is_left_in_its_checkpoint_folder(machine: Machine)
 
 
 @pytest.mark.parametrize(("mode", "budget"), [("Standard", 0), ("Fast", 1)])
-def test_the_budget_is_spent(machine: Machine, mode: str, budget: int) -> None:
+def test_a_job_fails_when_its_budget_is_used_up(machine: Machine, mode: str, budget: int) -> None:
     run = machine.run(manifest(args=["--raise-at=2"], recovery={"mode": mode, "maxRestarts": budget}))
     assert run.process.returncode == 1, run.everything()
     failed = run.condition("Failed")
@@ -155,7 +157,7 @@ def test_a_lost_coordinator_is_replaced(machine: Machine) -> None:
     assert run.status["restarts"]["counted"] == 0
 
 
-def test_ctrl_c_saves_and_leaves_nothing(machine: Machine) -> None:
+def test_ctrl_c_saves_and_leaves_nothing_behind(machine: Machine) -> None:
     run = machine.start(manifest(args=ENDLESS))
     run.until(lambda r: r.steps() >= 3)
     assert len(run.processes()) >= 4
@@ -175,7 +177,7 @@ def test_ctrl_c_saves_and_leaves_nothing(machine: Machine) -> None:
     [("pipe", signal.SIGINT, 130), ("pipe", None, 141), ("terminal", signal.SIGHUP, 129)],
     ids=["Ctrl-C ends tee as well", "head has read enough", "the terminal is closed"],
 )
-def test_a_lost_output_saves_and_leaves_nothing(
+def test_a_closed_output_saves_and_leaves_nothing_behind(
     machine: Machine, output: str, sent: signal.Signals | None, code: int
 ) -> None:
     """Else what was written to it kept the signal from the job, which trained on, or died unsaved."""
@@ -202,7 +204,7 @@ def test_a_lost_output_saves_and_leaves_nothing(
     [(["env", "PYTHONIOENCODING=ascii"], "sch\\xf6n"), (["bash", "-c", 'exec "$@" >&-', "run"], "note: ")],
     ids=["without umlauts", "closed"],
 )
-def test_an_output_that_cannot_show_it_ends_no_job(machine: Machine, wrapper: list[str], shown: str) -> None:
+def test_an_output_that_cannot_show_a_message_ends_no_job(machine: Machine, wrapper: list[str], shown: str) -> None:
     """Neither a message with a character that the terminal's encoding lacks, nor an output closed by `>&-`."""
     job = manifest(nodes=1, command=["bash", "-c", "echo schön; exit 3"], recovery={"maxRestarts": 0})
     run = machine.start(job, wrapper=wrapper)
@@ -211,7 +213,7 @@ def test_an_output_that_cannot_show_it_ends_no_job(machine: Machine, wrapper: li
     assert "schön" in run.condition("Failed")["message"]
 
 
-def test_a_message_commands_no_terminal(machine: Machine) -> None:
+def test_a_message_cannot_control_the_terminal(machine: Machine) -> None:
     """Colours and cleared screens in what a script prints before it fails."""
     clears = ["bash", "-c", r"printf 'before\n\033[2J\033[31mred\a'; exit 3"]
     run = machine.run(manifest(nodes=1, command=clears, recovery={"maxRestarts": 0}), seconds=30)
@@ -219,7 +221,7 @@ def test_a_message_commands_no_terminal(machine: Machine) -> None:
     assert "red" in run.output and not {"\033", "\a"} & set(run.output), run.output
 
 
-def test_nohup_outlives_its_terminal(machine: Machine) -> None:
+def test_a_run_under_nohup_survives_its_terminal(machine: Machine) -> None:
     run = machine.start(manifest(args=ENDLESS, recovery=FAST), wrapper=["nohup"])
     run.until(lambda r: r.steps() >= 3)
     run.signal(signal.SIGHUP)
@@ -250,7 +252,7 @@ def test_files_that_cannot_be_written_end_no_training(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "Complete"), (3, "Failed")])
-def test_a_folder_that_is_removed_meanwhile_ends_no_job(machine: Machine, code: int, state: str) -> None:
+def test_a_folder_that_is_removed_during_the_run_ends_no_job(machine: Machine, code: int, state: str) -> None:
     ends = ["bash", "-c", f"while [ ! -e go ]; do sleep 0.1; done; exit {code}"]
     run = machine.start(manifest(command=ends, nodes=1, recovery={"maxRestarts": 0}))
     run.until(lambda r: r.status.get("phase") == "Running")
@@ -328,7 +330,7 @@ def test_a_request_that_is_not_done_is_refused(machine: Machine, monkeypatch: py
 
 
 @pytest.mark.parametrize("victim", ["torchrun", "hang"])
-def test_kill_9_of_the_runner_leaves_nothing(machine: Machine, victim: str) -> None:
+def test_kill_9_of_the_runner_leaves_nothing_behind(machine: Machine, victim: str) -> None:
     run = machine.start(manifest(args=ENDLESS) if victim == "torchrun" else manifest(command=HANG))
     run.until((lambda r: r.steps() >= 1) if victim == "torchrun" else (lambda r: len(r.processes()) >= 8))
     run.signal(signal.SIGKILL)
@@ -337,7 +339,7 @@ def test_kill_9_of_the_runner_leaves_nothing(machine: Machine, victim: str) -> N
     assert "Interrupted" in machine.command("get").stdout
 
 
-def test_a_process_that_nothing_marks_as_the_job_s_is_not_left(machine: Machine) -> None:
+def test_an_unmarked_process_of_the_job_is_ended_too(machine: Machine) -> None:
     """Its environment is another one, as with sudo, or was overwritten, as programs do that set their title."""
     stray = 'env -i "$(which setsid)" "$(which sleep)" 1000 & echo $! > $DDPJOB_POD'
     run = machine.start(manifest(command=["bash", "-c", f"{stray}; until [ -e looked ]; do sleep 0.1; done"], nodes=1))
@@ -378,7 +380,7 @@ def test_stop_of_a_run_that_ctrl_z_has_stopped_leaves_the_time_to_save(machine: 
     assert (machine.folder / "saved").exists(), run.everything()
 
 
-def test_suspend_and_resume(machine: Machine) -> None:
+def test_a_local_job_is_suspended_and_resumed(machine: Machine) -> None:
     run = machine.start(manifest(args=ENDLESS, recovery=FAST))
     run.until(lambda r: r.steps() >= 3)
     assert machine.command("suspend", "job").returncode == 0

@@ -1,4 +1,6 @@
-"""What a network reaches of `ddpjob run`: the TCP sockets on which its processes listen, all through the run."""
+"""The TCP sockets on which the processes of `ddpjob run` listen, and which of them a network can
+reach.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def watch(machine: Machine, run: Run) -> set[Where]:
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-def test_everything_of_a_job_listens_on_the_loopback_alone(machine: Machine, mode: str) -> None:
+def test_all_processes_of_a_job_listen_only_on_the_loopback(machine: Machine, mode: str) -> None:
     (machine.folder / "script.py").write_text(SCRIPT)
     what = {"script": "script.py"} if mode == "Standard" else {"module": "script"}
     job = manifest(**what, recovery={"mode": mode}, preflight={"timeoutSeconds": 1800})
@@ -51,7 +53,7 @@ def test_everything_of_a_job_listens_on_the_loopback_alone(machine: Machine, mod
     assert len(seen) > 3, seen
 
 
-def test_of_a_command_s_torchrun_the_workers_store_alone_is_reached_by_the_network(machine: Machine) -> None:
+def test_only_the_workers_store_of_a_commands_torchrun_is_reachable_by_the_network(machine: Machine) -> None:
     (machine.folder / "script.py").write_text(SCRIPT)
     job = manifest(command=["torchrun", "script.py"])
     seen = watch(machine, machine.start(job))

@@ -1,3 +1,3 @@
-"""A script with a typo in what it imports."""
+"""A script with a typing error in an import."""
 
 import numppy  # type: ignore[import-not-found]  # noqa: F401

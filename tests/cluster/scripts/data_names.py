@@ -1,4 +1,4 @@
-"""A gloo job that says which files its data folder has."""
+"""A gloo job that prints the files in its data folder."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The cluster as a whole: up, down, and what a test does with it."""
+"""The cluster as a whole: start, stop, and operations for tests."""
 
 from __future__ import annotations
 

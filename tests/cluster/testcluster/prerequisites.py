@@ -1,4 +1,6 @@
-"""What a machine must have to run the cluster; what can be installed from Debian is installed."""
+"""Requirements for a machine that runs the cluster. Missing ones are installed from Debian if
+possible.
+"""
 
 from __future__ import annotations
 

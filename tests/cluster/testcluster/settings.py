@@ -1,4 +1,4 @@
-"""Where the cluster's files lie, what its parts are called, and which addresses they have."""
+"""Paths of the cluster's files, names of its parts, and their addresses."""
 
 from __future__ import annotations
 
