@@ -24,7 +24,8 @@ def add_options(parser: argparse.ArgumentParser, cases: Sequence[Case]) -> None:
         "--patience", type=float, default=60.0, help="seconds after which a group counts as not recovered (default 60)"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement to this file")
-    add_table_option(parser, "BACKEND")
+    add_table_option(parser, "MARK")
+    parser.add_argument("--mark", help="name of the marks of --table (default loopback, gpu or cluster)")
 
 
 def chosen(names: str, cases: Sequence[Case]) -> list[Case]:
@@ -73,5 +74,5 @@ def run(backend: Backend, cases: Sequence[Case], options: argparse.Namespace) ->
     text = markdown(samples, {case.name: case.target for case in cases})
     print(text)
     if options.table:
-        write_between(options.table, backend.name, text)
+        write_between(options.table, options.mark or backend.name, text)
     return int(any(sample.seconds is None and not sample.case.startswith("stock") for sample in samples))

@@ -51,9 +51,9 @@ def mark_first():
     """Mark a state in memory as complete before its data is there."""
     write, writing = rank_snapshots.RankSnapshots._copy, rank_snapshots.RankSnapshots._writing
 
-    def marking(self, tree, owns, moment):
-        self.marked = moment
-        write(self, tree, owns, moment)
+    def marking(self, tree, copy):
+        self.marked = copy.moment
+        write(self, tree, copy)
 
     def marked(self, part, size):
         found = writing(self, part, size)

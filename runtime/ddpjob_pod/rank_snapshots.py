@@ -9,6 +9,13 @@ mapped slot. On a GPU the tensors are first cloned on the device, in stream orde
 tenth of a millisecond for 100 MB. A side stream copies the clone to the host while the next step
 runs, and then the slot is marked complete.
 
+**Private states.** What goes to all ranks, costs and private states, takes milliseconds on the
+network, more than the copy itself. So with "auto" a background thread completes the slot when
+everything has arrived, usually early in the next step. `settle` waits for that. If it is called
+before each step of an optimizer (`settles_early`), no step is made before the copy of the previous
+one is complete, so the interval still bounds what a loss repeats. Otherwise, and with a sharded
+state, the step waits for the exchange.
+
 **Interval** (`Cadence`). With "auto", the ranks agree at each copy on the interval at which copies
 take at most a hundredth of the time. A loss repeats at most this number of steps.
 
@@ -38,8 +45,10 @@ import importlib
 import math
 import mmap
 import pickle
+import queue
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -75,8 +84,10 @@ _FIRST_COPIES = 2
 _RECENT = 7
 """Number of copies whose median decides with "auto"."""
 _CHUNK_BYTES = 1 << 26
+_OWN_OVERHEAD = 64
+"""Bytes that a rank's own state takes at most in addition to its content."""
 _SIZE = struct.Struct("<Q")
-_SIZES = struct.Struct("<QQ")
+_SIZES = struct.Struct("<QQQQ")
 _COST = struct.Struct("<ddddd")
 _HELLO = struct.Struct("<QQQQQ")
 _AUTO_CODE, _NONE_CODE = 0, 2**64 - 1
@@ -95,6 +106,12 @@ class RankExchange(Protocol):
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order."""
+
+    def start_gathering(self, content: bytes) -> Callable[[], list[bytes] | None]:
+        """Begin to gather every rank's bytes, and return a function that waits for them.
+
+        It returns None if some rank's are larger than those of the last `gather_bytes` by far.
+        """
 
     def send(self, content: memoryview, to: int) -> None:
         """Send bytes to a rank that receives as many."""
@@ -136,20 +153,32 @@ class TorchExchange:
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order. This takes two collectives if they grow."""
+        while (said := self.start_gathering(content)()) is None:
+            pass
+        return said
+
+    def start_gathering(self, content: bytes) -> Callable[[], list[bytes] | None]:
+        """Begin to gather every rank's bytes. See `RankExchange`."""
         if self._distributed is None:
-            return [content]
+            return lambda: [content]
         torch = _torch()
-        while True:
-            sent = torch.zeros(_SIZE.size + self._capacity, dtype=torch.uint8)
-            own = _SIZE.pack(len(content)) + (content if len(content) <= self._capacity else b"")
-            sent[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-            every = [torch.empty_like(sent) for _ in range(self.world)]
-            self._distributed.all_gather(every, sent, group=self._group)
+        capacity = self._capacity
+        sent = torch.zeros(_SIZE.size + capacity, dtype=torch.uint8)
+        own = _SIZE.pack(len(content)) + (content if len(content) <= capacity else b"")
+        sent[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        every = [torch.empty_like(sent) for _ in range(self.world)]
+        work = self._distributed.all_gather(every, sent, group=self._group, async_op=True)
+
+        def wait_for_ranks() -> list[bytes] | None:
+            work.wait()
             texts = [bytes(each.numpy()) for each in every]
             sizes = [_SIZE.unpack_from(text)[0] for text in texts]
-            if max(sizes) <= self._capacity:
-                return [text[_SIZE.size : _SIZE.size + size] for text, size in zip(texts, sizes)]
-            self._capacity = _aligned(max(sizes))
+            if max(sizes) > capacity:
+                self._capacity = _aligned(max(sizes) * 5 // 4)
+                return None
+            return [text[_SIZE.size : _SIZE.size + size] for text, size in zip(texts, sizes)]
+
+        return wait_for_ranks
 
     def send(self, content: memoryview, to: int) -> None:
         """Send bytes to a rank that receives as many."""
@@ -271,13 +300,74 @@ class Restored:
 
 
 @dataclass
-class _Copied:
-    """A copy that is not yet complete, because its tensors are on a device."""
+class _Copy:
+    """An unfinished copy. A background thread or `RankSnapshots.settle` completes it."""
 
-    writing: Writing
+    step: int
     moment: Moment
-    event: Any
-    sources: list[Any] = field(default_factory=list)
+    content: bytes
+    """This rank's costs and its own state, for all ranks."""
+    has_own: bool
+    gathering: Callable[[], list[bytes] | None]
+    said: list[bytes] | None = None
+    """Every rank's `content`."""
+    is_agreed: bool = False
+    """Whether the costs have determined the next interval."""
+    layout: _StateLayout | None = None
+    writing: Writing | None = None
+    event: Any = None
+    """Marks the end of the transfer from a device."""
+    done: Any = None
+    """A lock that the background thread releases; None: no thread works on this copy."""
+    error: Exception | None = None
+    seconds: float = 0.0
+    """Processor time of the background thread."""
+
+    @property
+    def costs(self) -> list[Cost]:
+        return [Cost(*_COST.unpack(content[: _COST.size])) for content in self.said or ()]
+
+    @property
+    def owns(self) -> dict[int, bytes]:
+        if not self.has_own:
+            return {}
+        return {rank: content[_COST.size :] for rank, content in enumerate(self.said or ())}
+
+    def finish(self) -> None:
+        """Wait for everything that is on its way, and mark the slot as complete."""
+        if self.said is None:
+            self.said = self.gathering()
+        if self.said is None:
+            return  # A rank's own state has grown. `settle` gathers again.
+        if self.event is not None:
+            self.event.synchronize()
+            self.event = None
+        writing, self.writing = self.writing, None
+        if writing is not None and self.layout is not None and self.layout.write_owns(writing.data, self.owns):
+            writing.complete(self.moment)
+
+
+class _Finisher:
+    """A thread that finishes copies, one after the other."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[_Copy] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="ddpjob-snapshots", daemon=True).start()
+
+    def finish(self, copy: _Copy) -> None:
+        copy.done = threading.Lock()
+        copy.done.acquire()
+        self._waiting.put(copy)
+
+    def _run(self) -> None:
+        while True:
+            copy, began = self._waiting.get(), time.thread_time()
+            try:
+                copy.finish()
+            except Exception as error:
+                copy.error = error
+            copy.seconds = time.thread_time() - began
+            copy.done.release()
 
 
 class RankSnapshots:
@@ -318,7 +408,12 @@ class RankSnapshots:
         """The places of the last copy's tensors."""
         self._views: dict[int, tuple[int, _Places, list[Any]]] = {}
         self._stream: Any = None
-        self._on_the_way: _Copied | None = None
+        self._pending: _Copy | None = None
+        self._background: _Finisher | None = None
+        self.settles_early = False
+        """Whether the caller calls `settle` before each step of the optimizer."""
+        self._owns_room = 0
+        """Bytes for the ranks' own states at the end of a slot."""
         self.start: dict[str, Any] = {}
         """Where training continued, as `protocol.read_start` describes it; empty before `begin`."""
         self._made: Moment | None = None
@@ -339,6 +434,7 @@ class RankSnapshots:
 
     def use(self, exchange: RankExchange) -> None:
         """Use a different exchange with the same ranks from now on."""
+        self.settle()
         self._exchange = exchange
 
     def restore(self, rebuild: Rebuild | None = None) -> Restored | None:
@@ -474,38 +570,91 @@ class RankSnapshots:
         Raises RuntimeError if a rank is gone.
         """
         self.note(step)
-        self._settle()
+        self.settle()
         if not self.cadence.is_due(step):
             return
-        moment = Moment(self._order, step)
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.thread_time()
         pace = (began - self._since) / self._steps if self._cost.copy else 0.0
-        keeps = float(self._writes and not self._lacks)
-        cost = self._cost._replace(pace=pace, keeps=keeps, needed=float(self._lacks))
-        mine, costs = own() if own is not None else b"", [cost]
-        owns = {self._exchange.rank: mine} if own is not None else {}
-        if self._exchange.world > 1:
-            said = self._exchange.gather_bytes(_COST.pack(*cost) + mine)
-            costs = [Cost(*_COST.unpack(content[: _COST.size])) for content in said]
-            owns = {rank: content[_COST.size :] for rank, content in enumerate(said) if own is not None}
-        exchanged = time.perf_counter()
-        if self._end_if_useless(costs):
+        keeps = self._writes and not self._lacks
+        cost = self._cost._replace(pace=pace, keeps=float(keeps), needed=float(self._lacks))
+        content = _COST.pack(*cost) + (own() if own is not None else b"")
+        exchanges = time.perf_counter()
+        gathering = self._exchange.start_gathering(content)
+        copy = _Copy(step, Moment(self._order, step), content, own is not None, gathering)
+        later = self._settles_later()
+        if not later and not self._agree_on(copy):
             return
+        exchanged = time.perf_counter()
         self._count_copy()
         tree = make() if self._writes or self._together else None
         if keeps:
-            self._copy(tree, owns, moment)
+            self._copy(tree, copy)
+        self._pending = copy
         if self._sharded:
-            self._copy_to_neighbour(moment)
-        self.interval = self.cadence.copied(step, costs)
-        self.needed = max(self.needed, self._lacks)
+            self._copy_to_neighbour(copy.moment)
+        elif later:
+            self._background = self._background or _Finisher()
+            self._background.finish(copy)
+        elif copy.event is None:
+            self.settle()
         self._since, self._steps = time.perf_counter(), 0
         if self._copies > _FIRST_COPIES:
-            self._cost = Cost(self._since - exchanged, exchanged - began)
+            exchange = 0.0 if later else exchanged - exchanges
+            waits = self._sharded or self._stream is not None  # For a different node or the device.
+            # Otherwise, time that other processes took meanwhile is not a cost of the copy.
+            copying = self._since - began - exchange if waits else time.thread_time() - worked
+            self._cost = Cost(copying, exchange)
+
+    def _settles_later(self) -> bool:
+        """Whether a background thread completes the next copy.
+
+        The first copies show how large the ranks' own states are.
+        """
+        return (
+            self.settles_early
+            and self.cadence.every == AUTO
+            and self._copies > _FIRST_COPIES
+            and self._exchange.world > 1
+        )
+
+    def settle(self) -> None:
+        """Wait until the last copy is complete. Raises RuntimeError if a rank is gone."""
+        copy, self._pending = self._pending, None
+        if copy is None:
+            return
+        began = time.perf_counter()
+        if copy.done is not None:
+            self._wait_for_ranks(copy)
+        if copy.said is None:
+            copy.said = self._exchange.gather_bytes(copy.content)
+        copy.finish()
+        if not copy.is_agreed:
+            self._agree_on(copy)
+            waited = time.perf_counter() - began
+            self._cost = self._cost._replace(copy=self._cost.copy + copy.seconds + waited)
+
+    def _wait_for_ranks(self, copy: _Copy) -> None:
+        """Wait for the background thread."""
+        copy.done.acquire()
+        if copy.error is not None:
+            raise RuntimeError(f"the ranks' states cannot be exchanged: {copy.error}") from copy.error
+
+    def _agree_on(self, copy: _Copy) -> bool:
+        """Determine the next interval with all ranks. Return whether copies are still of use."""
+        if copy.said is None:
+            copy.said = copy.gathering() or self._exchange.gather_bytes(copy.content)
+        copy.is_agreed = True
+        costs = copy.costs
+        if self._end_if_useless(costs):
+            return False
+        self.interval = self.cadence.copied(copy.step, costs)
+        room = sum(len(content) for content in copy.said) + _OWN_OVERHEAD * len(copy.said) if copy.has_own else 0
+        self._owns_room = max(self._owns_room, _aligned(room * 5 // 4))
+        return True
 
     def _end_if_useless(self, costs: list[Cost]) -> bool:
         """End all copies if they can never make a whole state. Return whether they ended."""
-        self.needed = int(max(cost.needed for cost in costs))
+        self.needed = max(self._lacks, int(max(cost.needed for cost in costs)))
         is_held = any(cost.keeps for cost in costs)
         if is_held and not (self._sharded and self.needed):
             return False
@@ -535,19 +684,19 @@ class RankSnapshots:
         first = self._exchange.rank - self._exchange.local_rank
         return {part_of(number % world, world) for number in range(first - local, first + local)}
 
-    def _copy(self, tree: Any, owns: dict[int, bytes], moment: Moment) -> None:
-        layout = _StateLayout(tree, owns, self._places)
+    def _copy(self, tree: Any, copy: _Copy) -> None:
+        """Copy everything but the ranks' own states into a slot."""
+        layout = copy.layout = _StateLayout(tree, self._owns_room, self._places)
         self._places = layout.places
-        writing = self._writing(self._part, layout.size)
+        writing = copy.writing = self._writing(self._part, layout.size)
         if writing is None:
             return
         layout.write_head(writing.data)
         if any(tensor.is_cuda for tensor in layout.tensors):
-            self._copy_from_device(layout, writing, moment)
+            copy.event = self._copy_from_device(layout, writing)
             return
         for tensor, place in zip(layout.tensors, layout.places.each):
             _copy_to(writing.data[layout.base :], tensor, place)
-        writing.complete(moment)
 
     def _targets(self, data: memoryview, slot: int, layout: _StateLayout) -> list[Any]:
         """Return tensors in the slot's memory. They are reused while the layout stays the same."""
@@ -559,7 +708,7 @@ class RankSnapshots:
 
     def _copy_to_neighbour(self, moment: Moment) -> None:
         """Send this rank's part to the next node, and receive the previous node's part."""
-        self._settle()
+        self.settle()
         rank, world, step = self._exchange.rank, self._exchange.world, self._exchange.local_world
         if world <= step:
             return
@@ -590,8 +739,8 @@ class RankSnapshots:
             self._lacks = max(self._lacks, error.needed)
             return None
 
-    def _copy_from_device(self, layout: _StateLayout, writing: Any, moment: Moment) -> None:
-        """Copy in the background. The next `take` or `close` marks the copy as complete."""
+    def _copy_from_device(self, layout: _StateLayout, writing: Any) -> Any:
+        """Begin to copy, and return the event at the end of the transfer."""
         torch = _torch()
         targets = self._targets(writing.data, writing.slot, layout)
         if self._stream is None:
@@ -604,15 +753,7 @@ class RankSnapshots:
                 target.copy_(clone, non_blocking=True)
                 if clone.is_cuda:
                     clone.record_stream(self._stream)
-            event = self._stream.record_event()
-        self._on_the_way = _Copied(writing, moment, event)
-
-    def _settle(self) -> None:
-        """Mark a copy from a device as complete when it has arrived."""
-        if self._on_the_way is not None:
-            copied, self._on_the_way = self._on_the_way, None
-            copied.event.synchronize()
-            copied.writing.complete(copied.moment)
+            return self._stream.record_event()
 
     def news(self) -> dict[str, Any]:
         """Return the figures to report that have changed since the last call."""
@@ -624,8 +765,9 @@ class RankSnapshots:
         return changed
 
     def close(self) -> None:
-        """Complete an unfinished copy from a device."""
-        self._settle()
+        """Complete an unfinished copy, unless a rank is gone."""
+        with contextlib.suppress(RuntimeError):
+            self.settle()
 
 
 def _inventory(rank: int, content: bytes) -> tuple[list[Held], Moment | None]:
@@ -670,18 +812,25 @@ def _torch() -> Any:
 
 
 class _StateLayout:
-    """Where the parts of a state are in a slot: sizes, skeleton and places, then the tensors."""
+    """Where the parts of a state are in a slot.
 
-    def __init__(self, tree: Any, owns: dict[int, bytes], known: _Places | None = None) -> None:
-        """Take a state apart. `known`: the places of the last state's tensors, often the same."""
+    Sizes, skeleton and places come first, then the tensors, and the ranks' own states at the end.
+    """
+
+    def __init__(self, tree: Any, owns_room: int, known: _Places | None = None) -> None:
+        """Take a state apart.
+
+        `known`: the places of the last state's tensors, often the same.
+        """
         self._found: list[tuple[Any, tuple[int, ...] | None]] = []
         skeleton = self._without_tensors(tree, _torch())
         self.tensors = [tensor for tensor, _ in self._found]
         shapes = [(it.dtype, it.shape, it.stride(), whole) for it, whole in self._found]
         self.places = known if known is not None and known.shapes == shapes else _Places(shapes)
-        self.head = pickle.dumps((skeleton, self.places.pickled, owns), protocol=4)
+        self.head = pickle.dumps((skeleton, self.places.pickled), protocol=4)
         self.base = _aligned(_SIZES.size + len(self.head))
-        self.size = self.base + self.places.size
+        self._tail = self.base + self.places.size
+        self.size = self._tail + owns_room
 
     def _without_tensors(self, node: Any, torch: Any) -> Any:
         """Return the tree with a number in place of each tensor, and collect the tensors."""
@@ -698,14 +847,24 @@ class _StateLayout:
         return _Tensor(len(self._found) - 1)
 
     def write_head(self, data: memoryview) -> None:
-        _SIZES.pack_into(data, 0, len(self.head), self.base)
+        _SIZES.pack_into(data, 0, len(self.head), self.base, self._tail, 0)
         data[_SIZES.size : _SIZES.size + len(self.head)] = self.head
+
+    def write_owns(self, data: memoryview, owns: dict[int, bytes]) -> bool:
+        """Write the ranks' own states. Return whether there was room for them."""
+        pickled = pickle.dumps(owns, protocol=4) if owns else b""
+        if self._tail + len(pickled) > self.size:
+            return False
+        data[self._tail : self._tail + len(pickled)] = pickled
+        _SIZES.pack_into(data, 0, len(self.head), self.base, self._tail, len(pickled))
+        return True
 
 
 def _read(data: memoryview, rebuild: Rebuild | None) -> tuple[Any, dict[int, bytes]]:
     """Return a slot's tree, with copied tensors, and the ranks' private states."""
-    length, base = _SIZES.unpack_from(data, 0)
-    skeleton, pickled_places, owns = pickle.loads(data[_SIZES.size : _SIZES.size + length])
+    length, base, tail, tail_length = _SIZES.unpack_from(data, 0)
+    skeleton, pickled_places = pickle.loads(data[_SIZES.size : _SIZES.size + length])
+    owns = pickle.loads(data[tail : tail + tail_length]) if tail_length else {}
     places = pickle.loads(pickled_places)
 
     def put_together(node: Any, path: tuple[Any, ...]) -> Any:

@@ -46,13 +46,13 @@ __all__ = [
 ]
 
 
-def _measure_own_work() -> None:
-    """Find slow ranks from now on, in a job."""
+def begin() -> None:
+    """Find slow ranks from now on, in a job. Importing this module calls it."""
     if JobEnvironment.read().coordinator:
         own_work.begin(lambda stragglers: link.post({protocol.STRAGGLERS: stragglers}))
 
 
-_measure_own_work()
+begin()
 
 _NUMBERS = {"samples_per_second": "samplesPerSecond"}
 """Figures that the protocol spells differently from Python."""
@@ -109,7 +109,7 @@ def report(
     known = {name: value for name, value in read.items() if value is not None}
     if known:
         figures["metrics"] = known
-    _measure_own_work()  # The module may have been imported before the worker was forked.
+    begin()  # The module may have been imported before the worker was forked.
     if figures:
         link.post(figures)
         curve_file.add(figures)

@@ -98,6 +98,7 @@ class Snapshots:
         if snapshots.is_off:
             return
         self._snapshots = snapshots
+        self._settle_early()
         if found is not None:
             self._load(found)
             self.step, self.restored = found.moment.step, True
@@ -134,6 +135,18 @@ class Snapshots:
         self._snapshots.take(number, self._shared, self._own)
         self._large = {}
         link.post(self._snapshots.news())
+
+    def _settle_early(self) -> None:
+        """Complete the last copy before each optimizer step, so that `take` need not wait."""
+        import torch
+
+        assert self._snapshots is not None
+        settle = self._snapshots.settle
+        for thing in self._objects.values():
+            # A wrapper of an optimizer may have no hooks.
+            if isinstance(thing, torch.optim.Optimizer) and hasattr(thing, "_optimizer_step_pre_hooks"):
+                thing.register_step_pre_hook(lambda *_: settle())
+                self._snapshots.settles_early = True
 
     def _begin(self, step: int, source: str) -> None:
         assert self._snapshots is not None

@@ -167,28 +167,53 @@ def offer_report() -> None:
     import os
 
     if os.environ.get("DDPJOB_COORDINATOR"):
-        sys.meta_path.append(ReportImport())
+        sys.meta_path.insert(0, ReportImport())
 
 
 class ReportImport:
     """Import hook that puts `ddpjob_report` on sys.path when a program imports it, and not before.
+
+    Nothing is executed if the fork server has imported the same file.
 
     It has to stay there, because processes spawned by multiprocessing find modules only through
     sys.path.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find `ddpjob_report`.
-
-        Python asks this hook last, if nothing else has found a module.
-        """
+        """Find `ddpjob_report`: the image's own, or else this runtime's."""
         if name != "ddpjob_report":
             return None
-        from importlib.machinery import PathFinder
+        from importlib.util import find_spec
 
         sys.meta_path.remove(self)
-        sys.path.append(packages())
-        return PathFinder.find_spec(name)
+        spec = find_spec(name)
+        if spec is None:
+            sys.path.append(packages())
+            spec = find_spec(name)
+        ready = report_modules.get(name)
+        if spec is not None and ready is not None and ready.__spec__.origin == spec.origin:
+            spec.loader = ReadyReport(ready)  # type: ignore[assignment]
+        return spec
+
+
+class ReadyReport:
+    """Loader of the `ddpjob_report` that the fork server has imported."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def create_module(self, spec: Any) -> Any:
+        """Return the module."""
+        return self._module
+
+    def exec_module(self, module: Any) -> None:
+        """Show the modules that it uses, and do what executing it in a worker does."""
+        sys.modules.update(report_modules)
+        module.begin()
+
+
+report_modules: dict[str, Any] = {}
+"""The modules of `ddpjob_report` by name, if the fork server has imported them for its workers."""
 
 
 def packages() -> str:

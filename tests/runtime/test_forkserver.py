@@ -161,29 +161,32 @@ def started_cold(folder: Path, text: str) -> str:
     return done.stdout
 
 
-IMPORTS_COMPILED = """
-import sys, zipfile
-sys.path.insert(0, {runtime!r})
-from ddpjob_runtime.launcher.forkserver import compile_packages
-compile_packages("ddpjob_runtime")
-def compile(*_, **__): raise AssertionError("it is compiled again")
-import zipimport
-zipimport._compile_source = compile
-for name in [name for name in sys.modules if name.startswith("ddpjob")]: del sys.modules[name]
-sys.path[0] = "ddpjob_runtime"
+IMPORTS_REPORT = """
+import json, os, sys
+executed = []
+def note(event, arguments):
+    if event == "exec" and "ddpjob_" in arguments[0].co_filename:
+        executed.append(os.path.basename(arguments[0].co_filename))
+sys.addaudithook(note)
+seen = [name for name in sys.modules if name.startswith(("ddpjob_report", "ddpjob_runtime"))]
 import ddpjob_report, inspect
-print(ddpjob_report.Snapshots.__module__, ddpjob_report.__file__, len(inspect.getsource(ddpjob_report)) > 100)
+from ddpjob_report import huggingface, link
+import ddpjob_runtime.protocol
+is_same, has_source = link.protocol is ddpjob_runtime.protocol, len(inspect.getsource(ddpjob_report)) > 100
+print(json.dumps([seen, executed, is_same, has_source]))
 """
 
 
-@pytest.mark.skipif(sys.version_info < (3, 10), reason="Python 3.9 imports from archives without get_code")
-def test_workers_import_from_the_archive_without_compiling(tmp_path: Path) -> None:
-    make_archive(tmp_path, "ddpjob_runtime", "ddpjob_pod", "ddpjob_report")
-    code = IMPORTS_COMPILED.format(runtime=str(RUNTIME.parent))
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120 * slowness(), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["ddpjob_report.snapshots", "ddpjob_runtime/ddpjob_report/__init__.py", "True"]
+def test_a_forked_worker_finds_the_report_imported_once_its_program_imports_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
+    [outcome] = outcomes(tmp_path, IMPORTS_REPORT)
+    assert outcome["code"] == 0, (tmp_path / "err").read_text()
+    # The fork server has executed all modules but those that only the integration needs.
+    seen, executed, *rest = json.loads(outcome["out"])
+    assert seen == [] and rest == [True, True]
+    assert {"huggingface.py"} <= set(executed) <= {"huggingface.py", "node_memory.py", "resume.py"}
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])

@@ -117,6 +117,11 @@ def waits(kind: str, call: str = "") -> dict[str, Any]:
         "all ranks spin in NCCL": ([{**WAITS, **SPINS}, {**WAITS, **SPINS}], 25, None),
         "a rank in a lock while the others spin in item()": ([{"text": stack("item"), **SPINS}, LOCK], 45, 1),
         "two of four ranks in a lock": ([WAITS, LOCK, WAITS, LOCK], 25, None),
+        "a rank in a lock, another in a wait that is measured": (
+            [{"text": stack("counted", "/ddpjob/ddpjob_pod/own_work.py"), **SPINS}, LOCK],
+            25,
+            1,
+        ),
     }.values(),
 )
 def test_planted_hangs_are_reported_with_their_rank_and_ended(

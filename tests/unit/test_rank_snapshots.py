@@ -44,13 +44,18 @@ class Group:
             self._is_broken = True
             self._changed.notify_all()
 
-    def gather(self, number: int, rank: int, content: bytes) -> list[bytes]:
+    def start_gathering(self, number: int, rank: int, content: bytes) -> Callable[[], list[bytes]]:
+        said = self._gathered.setdefault(number, {})
         with self._changed:
-            said = self._gathered.setdefault(number, {})
             said[rank] = content
             self._changed.notify_all()
-            self._wait(lambda: len(said) == self.world)
-            return [said[each] for each in range(self.world)]
+
+        def wait() -> list[bytes]:
+            with self._changed:
+                self._wait(lambda: len(said) == self.world)
+                return [said[each] for each in range(self.world)]
+
+        return wait
 
     def send(self, rank: int, to: int, content: bytes) -> None:
         with self._changed:
@@ -104,9 +109,12 @@ class Rank:
         return self.rank // self.local_world
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
+        return self.start_gathering(content)()
+
+    def start_gathering(self, content: bytes) -> Callable[[], list[bytes]]:
         act()
         self._calls += 1
-        return self._group.gather(self._calls, self.rank, content)
+        return self._group.start_gathering(self._calls, self.rank, content)
 
     def send(self, content: memoryview, to: int) -> None:
         act()
@@ -198,6 +206,8 @@ class Job:
     chance: random.Random
     nodes: int
     sharded: bool
+    later: bool = False
+    """Whether copies are completed later than `take`, and at the latest before the next optimizer step."""
     truth: dict[tuple[Moment, int], dict[str, Any]] = field(default_factory=dict)
     continued: Moment | None = None
     made: int = 0
@@ -220,16 +230,25 @@ class Job:
         starts: dict[int, Restored | None] = {}
 
         def train(rank: Rank) -> None:
-            kept = opened(rank, self.folder(present[rank.rank]), order, sharded=self.sharded)
+            every = AUTO if self.later else 1
+            kept = opened(rank, self.folder(present[rank.rank]), order, every, sharded=self.sharded)
+            kept.settles_early = self.later
             found = starts[rank.rank] = kept.restore()
             first = found.moment.step if found else 0
             kept.begin(first, protocol.MEMORY)
             for step in range(first + 1, first + 1 + steps):
                 rank.gather_bytes(b"gradients")
+                if self.later:
+                    kept.settle()
                 reached[rank.rank] = step
                 part = rank.rank if self.sharded else 0
                 self.truth[Moment(order, step), part] = state(step, order, part)
-                kept.take(step, lambda step=step, part=part: state(step, order, part))
+                own = f"{number}:{step}:{rank.rank}".encode()
+                kept.take(
+                    step,
+                    lambda step=step, part=part: state(step, order, part),
+                    None if self.sharded else lambda own=own: own,
+                )
 
         newest = self._newest(present)
         Group(world).run(train, budgets)
@@ -271,25 +290,84 @@ class Job:
             assert found is not None
             wanted = self.truth[moment, rank if self.sharded else 0]
             assert is_same(found.tree, wanted), "the state is the one that was made then"
+            for each, own in found.owns.items():
+                assert own == f"{moment.order[1]}:{moment.step}:{each}".encode(), "and what each rank had is, too"
+            assert self.sharded or len(found.owns) >= self.nodes - 1
 
 
 def torment(folder: Callable[[int], Path], seed: int) -> None:
     """Kill one training's incarnations, each at random points. Raises AssertionError."""
     chance = random.Random(seed)
-    job = Job(folder, chance, chance.choice((2, 3)), sharded=bool(seed % 2))
+    job = Job(folder, chance, chance.choice((2, 3)), bool(seed % 2), later=seed % 4 == 2)
     for node in range(job.nodes):
         shutil.rmtree(folder(node))
     for number in range(1, 9):
         job.incarnation(number)
 
 
-@pytest.mark.usefixtures("killable")
+class Lazy:
+    """Completes no copy itself: `settle` has to."""
+
+    def finish(self, copy: Any) -> None:
+        """Do nothing."""
+
+
+@pytest.fixture
+def lazy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All copies after the first one are completed as late as possible. Each step is copied."""
+    monkeypatch.setattr(rank_snapshots, "_Finisher", Lazy)
+    monkeypatch.setattr(rank_snapshots, "_FIRST_COPIES", 1)
+    monkeypatch.setattr(rank_snapshots, "SHARE", 1e9)
+
+
+@pytest.mark.usefixtures("killable", "lazy")
 def test_kills_at_any_point_repeat_at_most_one_step_and_change_no_state(nodes: Callable[[int], Path]) -> None:
     for seed in range(16):
         torment(nodes, seed)
 
 
-@pytest.mark.usefixtures("killable")
+@pytest.mark.usefixtures("lazy")
+@pytest.mark.parametrize(("settles", "newest"), [(True, 4), (False, 3)])
+def test_settling_before_each_optimizer_step_saves_a_step(
+    settles: bool, newest: int, nodes: Callable[[int], Path]
+) -> None:
+    def train(rank: Rank) -> None:
+        kept = opened(rank, nodes(rank.node), every=AUTO)
+        kept.settles_early = True
+        kept.restore()
+        kept.begin(0, protocol.SCRATCH)
+        for step in range(1, 5):
+            kept.take(step, lambda step=step: state(step, (0, 0)), lambda: b"own")
+        if settles:
+            kept.settle()  # All ranks die after the optimizer's fifth step.
+
+    Group(2).run(train)
+    assert [SnapshotStore(nodes(node)).held()[-1].moment.step for node in (0, 1)] == [newest] * 2
+
+
+def test_a_later_copy_does_not_wait_for_the_other_ranks(
+    nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_snapshots, "SHARE", 1e9)
+    returned = threading.Event()
+
+    def train(rank: Rank) -> int:
+        kept = opened(rank, nodes(rank.node), every=AUTO)
+        kept.settles_early = True
+        kept.restore()
+        kept.begin(0, protocol.SCRATCH)
+        for step in range(1, 6):
+            if rank.rank == 1 and step == 5:
+                assert returned.wait(DEADLOCK_SECONDS)
+            kept.take(step, lambda step=step: state(step, (0, 0)), lambda: b"own")
+        returned.set()
+        kept.settle()
+        return kept._store.held()[-1].moment.step
+
+    assert Group(2).run(train) == [5, 5]
+
+
+@pytest.mark.usefixtures("killable", "lazy")
 @pytest.mark.parametrize("defect", OF_SNAPSHOTS)
 def test_a_planted_defect_is_found(defect: str, nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     for place, name in (

@@ -19,7 +19,7 @@ COLORS = {
     "torchft-tuned": "#f4d03f", "stock": "#c0392b",
 }  # fmt: skip
 NOTES = """\
-Median / worst. An ideal step is the median step of the fastest system between failures. A step is
+Median / worst. An ideal step is the mean step, between failures, of the system whose steps are fastest. A step is
 useful once. A pause is the gap between steps of two groups, without the usual gap."""
 Group = tuple[int, float]
 """State size in bytes and step time in seconds. Only runs with the same values can be compared."""
@@ -57,9 +57,11 @@ def accounts(runs: Iterable[Run]) -> list[Account]:
 
 
 def ideal_gap(of_group: dict[str, list[Run]]) -> float:
-    """Return the seconds of an ideal step: the median step of the fastest system, between failures."""
+    """Return the seconds of an ideal step: the mean step of the fastest system, between failures."""
     gaps = [
-        statistics.median(account.gap for account in found) for runs in of_group.values() if (found := accounts(runs))
+        statistics.fmean(account.mean_gap for account in found)
+        for runs in of_group.values()
+        if (found := accounts(runs))
     ]
     return min(gaps, default=0.0)
 

@@ -51,16 +51,23 @@ class Pod:
     """A pod that starts its containers when it is constructed.
 
     Raises OSError if their logs cannot be written. `inherited` is the environment to which the
-    manifest's variables are added.
+    manifest's variables are added. `delay` is in seconds; a command that cannot be executed then
+    fails with a shell's exit code.
     """
 
     def __init__(
-        self, manifest: Json, folder: RunFolder, inherited: dict[str, str], working_dir: Path, now: datetime
+        self,
+        manifest: Json,
+        folder: RunFolder,
+        inherited: dict[str, str],
+        working_dir: Path,
+        now: datetime,
+        delay: float = 0.0,
     ) -> None:
         meta, labels = manifest["metadata"], manifest["metadata"]["labels"]
         self.name, self.uid = str(meta["name"]), str(uuid.uuid4())
         self.role = Role(labels[LABEL_ROLE])
-        self._labels, self._folder, self._working_dir = labels, folder, working_dir
+        self._labels, self._folder, self._working_dir, self._delay = labels, folder, working_dir, delay
         self.created = now
         self.deleted_at: datetime | None = None
         self.grace = int(manifest["spec"].get("terminationGracePeriodSeconds", 30))
@@ -86,6 +93,8 @@ class Pod:
             self._memory.mkdir(parents=True, exist_ok=True)
             environment[SNAPSHOT_FOLDER] = str(self._memory)
         words = argument_vector(container, variables)
+        if self._delay:
+            words = ["sh", "-c", f'sleep {self._delay}; exec "$0" "$@"', *words]
         log = self._folder.log(self.name, name)
         process: subprocess.Popen[bytes] | None = None
         with log.open("ab") as output:

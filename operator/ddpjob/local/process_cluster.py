@@ -23,7 +23,7 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import format_time, utc_now
 from ddpjob.core.decision import Event
-from ddpjob.core.world import NODE_ROLES, Role, World
+from ddpjob.core.world import LABEL_ATTEMPT, LABEL_ROLE, NODE_ROLES, Role, World
 from ddpjob.engine.ports import Conflict, JobKey, NameTaken, Observation, Refused
 from ddpjob.local import processes
 from ddpjob.local.adapt_spec import LocalSpec
@@ -35,6 +35,13 @@ from ddpjob.objects.platform import Platform
 from ddpjob.objects.service import RUNTIME_FOLDER, runtime_name
 
 log = logging.getLogger("ddpjob.local")
+
+SPARE_SECONDS = 0.5
+"""How much later a lost pod of a job with spares is replaced.
+
+A new pod takes a processor for seconds, for which the group that restarts with the spare would
+otherwise wait.
+"""
 
 
 @dataclass(frozen=True)
@@ -186,8 +193,11 @@ class ProcessCluster:
         gpus = self.local_spec.visible_gpus(int(index)) if index is not None else ""
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpus
+        labels = manifest["metadata"]["labels"]
+        replaces = labels[LABEL_ROLE] in NODE_ROLES and labels[LABEL_ATTEMPT] != "0"
+        delay = SPARE_SECONDS if replaces and self.local_spec.spec.spares else 0.0
         try:
-            self.pods[name] = Pod(manifest, self.folder, environment, self.local_spec.working_dir, self.clock())
+            self.pods[name] = Pod(manifest, self.folder, environment, self.local_spec.working_dir, self.clock(), delay)
         except OSError as error:
             raise Refused(507, f"pod {name} cannot be started: {error}") from error
 

@@ -57,7 +57,9 @@ FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<nam
 FIRST_CALL_FIRST = "(most recent call last)"
 COLLECTIVE_FILES = re.compile(
     r"/torch/distributed/(?!checkpoint/|elastic/|launcher/)|/torch/nn/parallel/distributed\.py$|/horovod/"
+    r"|/ddpjob_pod/(own_work|rank_snapshots)\.py$"
 )
+"""Files whose functions wait for other ranks. `own_work` wraps torch's."""
 DEBUGGERS = re.compile(r'File "[^"]*(/[pb]db\.py"|/pydevd|/debugpy/)')
 BACKWARD = "_engine_run_backward"
 """DDP exchanges gradients in this call."""

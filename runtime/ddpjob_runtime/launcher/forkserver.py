@@ -37,10 +37,10 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import importlib.util
 import io
 import json
 import os
-import pkgutil
 import select
 import signal
 import socket
@@ -54,12 +54,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
-from zipimport import zipimporter
 
 from ddpjob_pod import late_dynamo
 
 from ddpjob_runtime import worker
-from ddpjob_runtime.archive import Archive
 from ddpjob_runtime.launcher import oom
 from ddpjob_runtime.launcher.import_torchrun import import_torchrun
 from ddpjob_runtime.launcher.late_environment import hide_torch
@@ -72,8 +70,9 @@ IDLE_SECONDS = 30.0
 need (see late_dynamo). An order that arrives during the import has to wait, and losses are not rare
 in a job's first seconds."""
 SHARED_PACKAGES = ("ddpjob_report", "ddpjob_pod", "ddpjob_runtime")
-SHARED_MODULES = ("ddpjob_report.", "ddpjob_pod.", "ddpjob_runtime.protocol")
-"""Modules of the runtime that a script may import, by the beginning of their names."""
+"""Packages that a program may import."""
+SHARED_RUNTIME = ("ddpjob_runtime", "ddpjob_runtime.protocol")
+"""Modules of the launcher that `ddpjob_report` uses."""
 POLL_SECONDS = 0.002
 PRELOAD_SECONDS = 300.0
 """How long importing the modules in DDPJOB_PRELOAD may take. Cold workers import them without this
@@ -289,7 +288,7 @@ def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
     for number in ENDING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the launcher decides
     _send(orders, ready=_import(modules, orders))
-    compile_packages(worker.packages())
+    import_report(worker.packages())
     gc.collect()
     gc.freeze()
     reader, writer = os.pipe()
@@ -318,34 +317,25 @@ def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
                 _fork(json.loads(line), orders, (reader, writer))
 
 
-class CompiledArchive(Archive):
-    """A folder of an archive, with the compiled code of modules by name."""
+def import_report(place: str) -> None:
+    """Import `ddpjob_report` for all workers, out of their programs' sight until they import it.
 
-    def __init__(self, path: str, compiled: dict[str, Any]) -> None:
-        super().__init__(path)
-        self._compiled = compiled
-
-    def get_code(self, fullname: str) -> Any:
-        """Return a module's code."""
-        return self._compiled.get(fullname) or super().get_code(fullname)
-
-
-def compile_packages(place: str) -> None:
-    """Compile what scripts import from the runtime, once for all workers.
-
-    An archive has no bytecode files, so each restarted worker would take a tenth of a second to
-    compile `ddpjob_report` and what it imports.
+    Each restarted worker would take a tenth of a second of processor time for it, while its group
+    waits. An image may have installed a different version, which needs modules of its own.
     """
-    if not Path(place).is_file():
+    spec = importlib.util.find_spec("ddpjob_report")
+    if spec is not None and spec.origin != str(Path(place, "ddpjob_report", "__init__.py")):
         return
-    compiled: dict[str, Any] = {}
-    folders = [f"{place}/{package}" for package in SHARED_PACKAGES]
-    for package, folder in zip(SHARED_PACKAGES, folders):
-        compiled[package] = zipimporter(place).get_code(package)
-        for module in pkgutil.iter_modules([folder], f"{package}."):
-            if module.name.startswith(SHARED_MODULES):
-                compiled[module.name] = zipimporter(folder).get_code(module.name)
-    sys.path_importer_cache.update((where, CompiledArchive(where, compiled)) for where in (place, *folders))
+    before = set(sys.modules)
+    sys.path.insert(0, place)
+    try:
+        importlib.import_module("ddpjob_report")
+    finally:
+        sys.path.remove(place)
+    names = [name for name in sys.modules if name not in before and name.partition(".")[0] in SHARED_PACKAGES]
+    worker.report_modules.update((name, sys.modules[name]) for name in (*names, *SHARED_RUNTIME))
+    for name in names:
+        del sys.modules[name]
 
 
 def _send(orders: socket.socket, **event: Any) -> None:

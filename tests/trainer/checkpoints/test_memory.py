@@ -72,7 +72,11 @@ def test_auto_ignores_the_cost_of_the_first_copies(
 ) -> None:
     """They reserve memory and connect the ranks, which may take a hundred times as long as a copy."""
     clock = [0.0]
-    monkeypatch.setattr(rank_snapshots, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def now() -> float:
+        return clock[0]
+
+    monkeypatch.setattr(rank_snapshots, "time", SimpleNamespace(perf_counter=now, thread_time=now))
     kept = rank_snapshots.RankSnapshots(
         SnapshotStore(nodes(0)), rank_snapshots.TorchExchange(0, 1), (0, 1), rank_snapshots.AUTO
     )

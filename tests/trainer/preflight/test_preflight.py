@@ -477,10 +477,8 @@ def test_a_file_system_that_does_not_answer_is_named_in_time(tmp_path: Path) -> 
     flown = fly(tmp_path, 2, "data.name=imagefolder", f"data.dir={folder}", "preflight.step_seconds=2")
     found = flown.results["data folder"]
     assert found["culprit"] == ["node-a", "node-b"]
-    assert (
-        found["value"] == "no response within 2 s while checking the data folder"
-        and "mount the data" in found["remedy"]
-    )
+    assert found["value"] == "no response within 2 s while checking the data folder"
+    assert "mount the data" in found["remedy"]
     assert flown.seconds < 15 * slowness()
 
 
