@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -81,6 +82,16 @@ def test_arguments_of_a_script_are_not_taken_for_options_of_torchrun(option: str
     parsed = launcher.parse(run, ["--nnodes=2", *program[:-1], "--", program[-1], *given])
     assert (parsed.nnodes, parsed.training_script, parsed.training_script_args) == ("2", program[-1], given)
     assert parsed.module == (len(program) == 2)
+
+
+def test_a_refused_option_is_named_without_the_other_arguments() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rdzv-conf")
+    parser.add_argument("program", nargs="*")
+    with pytest.raises(InitFailure) as refused:
+        launcher.parse(SimpleNamespace(get_args_parser=lambda: parser), ["--rdzv-conf=a=1", "--bad", "--", "train.py"])
+    message = "torchrun refuses its arguments: unrecognized arguments: --bad; correct spec.torchrunArgs"
+    assert str(refused.value) == message
 
 
 def test_the_number_of_processes_is_read_before_the_script(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,8 @@ def test_batch_world_and_epochs_may_change_at_any_resume(schedule: str, tmp_path
 
 def test_the_steps_to_do_are_counted_with_the_batch_of_now(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert [end.code for end in run(1, [*TINY, f"checkpoint.dir={tmp_path}"], prepare=stop_at(4))] == [75]
-    assert "16 steps to train" in capfd.readouterr().out
+    folders = f"run folder {tmp_path}/run, checkpoints {tmp_path}"
+    assert f"1 rank on cpu: 16 steps to train; {folders}" in capfd.readouterr().out
     good(1, [*TINY, "data.batch=400", f"checkpoint.dir={tmp_path}"])
     assert "resuming after step 4 of 10," in capfd.readouterr().out, (
         "4 of 200, 2 of 400 in the first epoch, 4 in the next"

@@ -149,7 +149,9 @@ class Trainer:
         self.stop = StopRequest(group, checkpoints)
         self.ledger = Ledger(config.run_dir, group, claim, wanted=config.train.ledger)
         ahead = Plan(config.train.epochs, self._steps_left, data.train_size, claim.round)
-        self.reporter = Reporter(ahead, config, group, writes=checkpoints.writes, class_names=data.class_names)
+        self.reporter = Reporter(
+            ahead, config, group, writes=checkpoints.writes, class_names=data.class_names, device=device.type
+        )
         if (copies := checkpoints.copies) is not None:
             copies.on_copied = lambda: self.reporter.post_copies(copies.figures())
         dynamic = self.strategy.precision.scale_is_dynamic

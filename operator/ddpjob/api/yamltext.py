@@ -166,12 +166,12 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Write several lines as a literal block, so that a person can review a script.
+    """Write whole lines as a literal block, so that a person can review a script.
 
     PyYAML itself quotes text that a block cannot hold. Line breaks other than a newline are
     quoted, because kubectl and PyYAML disagree about them.
     """
-    lines = "\n" in text.rstrip("\n") and all(c.isprintable() or c == "\n" for c in text)
+    lines = "\n" in text and bool(text.strip("\n")) and all(c.isprintable() or c == "\n" for c in text)
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if lines else None)
 
 

@@ -9,10 +9,9 @@ import click
 
 from ddpjob.cli.places import with_backend
 from ddpjob.cli.root import bare, command_of_job, complete_job, print_note, root, say
-from ddpjob.client.backends.backend import ENDED, Backend, Mistake, NoSuchJob, OutagePatience
+from ddpjob.client.backends.backend import Backend, Mistake
 from ddpjob.client.backends.process_backend import ProcessBackend
 from ddpjob.client.rerun_jobs import checkpoints_that_stay
-from ddpjob.client.texts.job_text import phase
 
 
 @command_of_job
@@ -92,28 +91,6 @@ def resume(backend: Backend, job: str) -> None:
     say(f"ddpjob {job} {done}", backend)
 
 
-class _Ended(Mistake):
-    """The job ended before it could be suspended."""
-
-
-def _wait_until_suspended(backend: Backend, job: str, timeout: float) -> None:
-    """Wait until the job is suspended and its pods have ended. Raises Mistake."""
-    end, patience = time.monotonic() + timeout, OutagePatience()
-    while True:
-        try:
-            state = phase(backend.job(job))
-            if state in ENDED:
-                raise _Ended(f"{job} is {state}; it was not restarted")
-            if state == "Suspended" and all(pod.ended for pod in backend.pods(job)):
-                return
-            patience.answered()
-        except Mistake as mistake:
-            patience.tolerate(mistake)
-        if time.monotonic() > end:
-            raise Mistake(f"{job}: its pods did not end within {timeout} s")
-        time.sleep(0.3)
-
-
 @command_of_job
 @click.option(
     "--timeout", type=click.IntRange(1), default=600, show_default=True, help="Seconds to wait for the pods to end."
@@ -128,27 +105,21 @@ def restart(backend: Backend, job: str, timeout: int) -> None:
     \b
     Example: ddpjob restart first
     """
-    backend.pods(job)  # Fail first without the right to list pods, which would leave the job suspended.
-    _suspend(backend, job, True)
-    try:
-        _wait_until_suspended(backend, job, timeout)
-        _suspend(backend, job, False)
-    except (_Ended, NoSuchJob):
-        raise
-    except (KeyboardInterrupt, Mistake):
-        print_note(f"{job} is suspended; `ddpjob resume {job}` continues it")
-        raise
+    from ddpjob.client.restart_jobs import restart as replace_pods
+
+    replace_pods(backend, job, timeout)
     say(f"ddpjob {job} restarted", backend)
 
 
 @command_of_job
-@click.option("--fresh", is_flag=True, help="Start from scratch; only for jobs of this machine.")
+@click.option("--fresh", is_flag=True, help="Start from scratch; the old checkpoints stay.")
 @with_backend
 def rerun(backend: Backend, job: str, fresh: bool) -> None:
     """Start an ended job again, with the same manifest.
 
     It resumes from its last checkpoint. On this machine it runs in the background, as with
-    `ddpjob submit`. On a cluster the job is deleted and created again; its checkpoints are kept.
+    `ddpjob submit`. On a cluster the job is deleted and created again; its checkpoints are kept,
+    and --fresh gives it a new folder.
 
     \b
     Example: ddpjob rerun first

@@ -76,9 +76,8 @@ def recoveries(status: JobStatus) -> list[str]:
         return []
 
     def line(restart: Restart) -> str:
-        over = f"the group ran again after {restart.seconds:.1f} s"
-        over += f"; {again}" if (again := repeats(restart)) else ""
-        return f"{restart.reason}: {put_cause_first(restart.message.splitlines()[0], over)}"
+        cause = put_cause_first(restart.message.splitlines()[0].rstrip("."), repeats(restart))
+        return f"Recovered in {restart.seconds:.1f} s: {cause}"
 
     recent = status.restarts.recent
     known = {restart.round for restart in recent if restart.continued_from or restart.round < status.round}
@@ -87,7 +86,7 @@ def recoveries(status: JobStatus) -> list[str]:
 
 def stall_line(seconds: float) -> str:
     """Return a line about the time between a break and the next step."""
-    return f"Training: from the break to the next step {seconds:.1f} s"
+    return f"Next training step after {seconds:.1f} s"
 
 
 class NewLines:
@@ -106,7 +105,7 @@ class NewLines:
         self._events = len(shown.events)
         over = recoveries(shown.status)
         for line in over[self._recovered :]:
-            yield False, "Recovered: " + line
+            yield False, line
         self._recovered = max(self._recovered, len(over))
         for seconds in shown.stalls[self._stalls :]:
             yield False, stall_line(seconds)

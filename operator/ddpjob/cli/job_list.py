@@ -128,12 +128,13 @@ def fit(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     The first row contains the titles, and the first column is NAME.
     """
     columns = [[printable(cell) for cell in cells] for cells in zip(*rows, strict=True)]
+    names, cut = columns[0], False
     for dropped in (None, *_DROPPED):
-        if dropped == "":
+        cut = cut or dropped == ""
+        columns = [cells for cells in columns if cells[0] != dropped]
+        if cut:  # A dropped column gives its room back to the names.
             most = max(_NAME, width - sum(_wide(cells) + _GAP for cells in columns[1:]))
-            columns[0] = [_cut(cell, most) for cell in columns[0]]
-        elif dropped is not None:
-            columns = [cells for cells in columns if cells[0] != dropped]
+            columns[0] = [_cut(name, most) for name in names]
         if sum(map(_wide, columns)) + _GAP * (len(columns) - 1) <= width:
             break
     padded = ([cell.ljust(_wide(cells)) for cell in cells] for cells in columns)

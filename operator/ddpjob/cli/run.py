@@ -18,6 +18,7 @@ from ddpjob.cli.display import open_display, recoveries, reported_accuracy, shor
 from ddpjob.cli.output import abandon_output, printable
 from ddpjob.client.manifests.manifest_sources import BadInput, read_job
 from ddpjob.client.texts.run_record import with_commit
+from ddpjob.core.status.messages import count
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.local.adapt_spec import LocalSpec, Options, adapt_spec
 from ddpjob.local.local_platform import NoFreePorts, free_ports
@@ -140,7 +141,8 @@ def _print_result(job: Ready, run: RunFolder, outcome: Outcome) -> None:
     accuracy = reported_accuracy(status)
     lines += [("Accuracy", f"{accuracy:.2%}")] if accuracy is not None else []
     counts, allowed = status.restarts, outcome.shown.job.spec.recovery.max_restarts
-    lines.append(("Restarts", f"{counts.counted} counted of {allowed} allowed, {counts.uncounted} not counted"))
+    others = f", and {count(counts.uncounted, 'other restart')}" if counts.uncounted else ""
+    lines.append(("Restarts", f"{count(counts.counted, 'failure')} (budget {allowed}){others}"))
     lines += [("", line) for line in (*recoveries(status), *map(stall_line, outcome.shown.stalls))]
     lines.append(("Logs", shortest(run.pods)))
     if job.folder.is_resumable():

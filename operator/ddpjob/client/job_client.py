@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 import threading
@@ -20,6 +21,7 @@ from ddpjob.client.texts.job_text import phase, readable
 from ddpjob.core.view import is_number
 
 if TYPE_CHECKING:
+    from ddpjob.client.job_html import MetricCurve
     from ddpjob.client.logs.log_follower import LogFollower
 
 
@@ -112,6 +114,10 @@ class Job:
         """Read the metrics as `Client.metrics` does."""
         return self._asked().metrics(self)
 
+    def plot(self, metric: str = "loss", *, output: str | PathLike[str] | None = None) -> MetricCurve:
+        """Draw the metric as `Client.plot` does."""
+        return self._asked().plot(self, metric, output=output)
+
     def _asked(self) -> Client:
         if self.returned_by is None:
             raise Mistake(f"{self.name} was not returned by a Client; use Client.get(name)")
@@ -203,6 +209,7 @@ class Client:
         program: Callable[..., object] | str | Path,
         *,
         args: Sequence[str | PathLike[str]] | Mapping[str, Any] = (),
+        packages: Sequence[str] = (),
         image: str = "",
         name: str = "",
         nodes: int = 1,
@@ -227,6 +234,8 @@ class Client:
         text is a module's name.
         `args`: the words for a script, or the keyword arguments of a function. Keyword arguments
         are sent as JSON, so a tuple arrives as a list.
+        `packages`: requirements of a function, such as ["einops>=0.8"]. pip installs those that the
+        image lacks in each pod before the function runs. They never replace the image's torch.
         `image`: any image with Python and PyTorch; not used on this machine.
         `name`: by default the program's name and four random characters.
         `gpus`, `procs`: per node; by default one GPU, and one process per GPU. With gpus=0 the job
@@ -252,8 +261,10 @@ class Client:
 
             if not isinstance(args, Mapping) and len(args):
                 raise TypeError("args of a function must be a mapping of its keyword arguments, such as {'epochs': 3}")
-            source, words = script_of(program, args if isinstance(args, Mapping) else {}), ()
+            source, words = script_of(program, args if isinstance(args, Mapping) else {}, packages), ()
             program = str(getattr(program, "__name__", ""))
+        elif packages:
+            raise Mistake("packages: only for a function; install what a script needs in its image")
         if isinstance(words, str | PathLike | Mapping):
             raise TypeError("args of a script must be a list of its words, such as ['--epochs', '3']")
         bodies = build(
@@ -269,17 +280,7 @@ class Client:
 
     def submit(self, manifest: str | Path | Mapping[str, Any]) -> Job:
         """Create the job of a manifest, which is a mapping or a YAML file with one DDPJob."""
-        from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made, read_job
-
-        if not isinstance(manifest, Mapping) and not str(manifest).endswith(SUFFIXES):
-            raise Mistake(
-                f"{manifest}: the name of a manifest must end in {', '.join(SUFFIXES)}; pass a script to train()"
-            )
-        read = manifest if isinstance(manifest, Mapping) else read_job(manifest)
-        body = {key: value for key, value in read.items() if key != "status"}
-        if isinstance(manifest, Mapping):
-            check_made(body, "the manifest")
-        return self.get(self._backend.create([body]))
+        return self.get(self._backend.create([_read_manifest(manifest)]))
 
     def list(self) -> tuple[Job, ...]:
         """Return all jobs, the oldest first."""
@@ -358,14 +359,44 @@ class Client:
     def metrics(self, job: str | Job) -> Sequence[Mapping[str, float]]:
         """Return a row for each reported step, with `step`, `loss` and other numbers by name.
 
-        The names of numbers from the test set begin with `eval_`. To draw the loss, write
-        `pandas.DataFrame(client.metrics(job)).plot("step", "loss")`.
+        The names of numbers from the test set begin with `eval_`.
+
 
         Raises Mistake if the job has not reported a step or, on a cluster, if no pod is running.
         """
         from ddpjob.client.texts.metric_series import read_metrics, rows_of
 
         return rows_of(read_metrics(self._backend.metrics(self.get(job).name)))
+
+    def frame(self, job: str | Job) -> Any:
+        """Return the metrics as a pandas.DataFrame with a row per step. It needs pandas."""
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError as error:
+            raise Mistake("frame() needs pandas: pip install pandas; metrics() returns the same rows") from error
+        return pandas.DataFrame(self.metrics(job)).set_index("step")
+
+    def plot(self, job: str | Job, metric: str = "loss", *, output: str | PathLike[str] | None = None) -> MetricCurve:
+        """Return the curve of a metric, which a notebook shows. Dashed lines mark restarts.
+
+        `metric`: a column of `metrics`. `output`: an .svg file to write as well. Raises Mistake if
+        fewer than two steps have the metric.
+        """
+        from ddpjob.client.job_html import MetricCurve
+        from ddpjob.client.texts.metric_series import read_metrics, rows_of
+
+        name = _name(job)
+        if output is not None and Path(output).suffix != ".svg":
+            raise Mistake(f"output={str(output)!r}: must end in .svg; `ddpjob plot {name} -o FILE` draws .png and .pdf")
+        series = read_metrics(self._backend.metrics(self.get(name).name))
+        rows = rows_of(series)
+        curve = MetricCurve(metric, [(row["step"], row[metric]) for row in rows if metric in row], series.starts[1:])
+        if len(curve.points) < 2:
+            known = sorted({column for row in rows for column in row} - {"step"})
+            raise Mistake(f"{name} has no {metric} of two steps yet; its metrics are {', '.join(known) or 'empty'}")
+        if output is not None:
+            Path(output).write_text(curve._repr_svg_(), encoding="utf-8")
+        return curve
 
     def stacks(self, job: str | Job) -> Mapping[str, str]:
         """Return the Python stacks in each running pod, by the pod's name. Training continues."""
@@ -377,7 +408,7 @@ class Client:
     def rerun(self, job: str | Job, *, fresh: bool = False) -> Job:
         """Start an ended job again from its last checkpoint.
 
-        With `fresh`, it starts from scratch, which is possible only on this machine.
+        With `fresh`, it starts from scratch, and the old checkpoints are kept.
         """
         from ddpjob.client.rerun_jobs import rerun
 
@@ -399,6 +430,19 @@ class Client:
     def pods(self, job: str | Job) -> Sequence[PodLine]:
         """Return the job's pods: the coordinator's, then those of each slot."""
         return self._backend.pods(self.get(job).name)
+
+    def validate(self, manifest: str | Path | Mapping[str, Any]) -> None:
+        """Check a manifest without a cluster, as `ddpjob validate` does.
+
+        Raises Mistake, with a line for each fault.
+        """
+        _read_manifest(manifest)
+
+    def restart(self, job: str | Job, *, timeout: float = 600) -> None:
+        """Replace all pods of a job: suspend it, wait until they have ended, and resume it."""
+        from ddpjob.client.restart_jobs import restart
+
+        restart(self._backend, _name(job), timeout)
 
     def scale(self, job: str | Job, nodes: int) -> None:
         """Change the number of nodes. The group restarts from its last checkpoint."""
@@ -442,6 +486,19 @@ class ProgressLine:
         if self._wanted and text != self._last:
             self._last, self._width = text, max(self._width, len(text))
             print(f"\r{text.ljust(self._width)}", end="\n" if job.ended else "", flush=True)
+
+
+def _read_manifest(manifest: str | Path | Mapping[str, Any]) -> Json:
+    """Return a checked manifest without its status. Raises Mistake."""
+    from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made, read_job
+
+    if not isinstance(manifest, Mapping) and not str(manifest).endswith(SUFFIXES):
+        raise Mistake(f"{manifest}: the name of a manifest must end in {', '.join(SUFFIXES)}; pass a script to train()")
+    read = manifest if isinstance(manifest, Mapping) else read_job(manifest)
+    body = {key: value for key, value in read.items() if key != "status"}
+    if isinstance(manifest, Mapping):
+        check_made(body, "the manifest")
+    return body
 
 
 def _name(job: str | Job) -> str:

@@ -11,6 +11,8 @@ from ddpjob.api.job_status import utc_now
 from ddpjob.client.texts.job_text import header, row
 
 _WIDTH, _HEIGHT, _POINTS = 480, 90, 480
+_LOG_FROM = 20
+"""The scale is logarithmic from this ratio of the largest to the smallest number."""
 _COLOURS = {"Running": "#1a7f37", "Complete": "#1a7f37", "Failed": "#cf222e"}
 _OTHER = "#9a6700"
 
@@ -21,7 +23,7 @@ def job_html(body: Json, rows: Sequence[Mapping[str, float]]) -> str:
     shown = [(title, cell) for title, cell in zip(titles, cells, strict=True) if cell]
     heads = "".join(f'<th scope="col" style="text-align:left">{escape(title.lower())}</th>' for title, _ in shown)
     values = "".join(f'<td style="text-align:left">{_cell(title, cell)}</td>' for title, cell in shown)
-    curve = _curve([(point["step"], point["loss"]) for point in rows if "loss" in point])
+    curve = _line([(point["step"], point["loss"]) for point in rows if "loss" in point])
     return f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{values}</tr></tbody></table>{curve}"
 
 
@@ -30,20 +32,57 @@ def _cell(title: str, cell: str) -> str:
     return f'<b style="color:{colour}">{escape(cell)}</b>' if title == "STATE" else escape(cell)
 
 
-def _curve(points: Sequence[tuple[float, float]]) -> str:
-    """Return the loss as a line; empty before the second point."""
-    finite = [(step, loss) for step, loss in points if math.isfinite(loss)]
-    finite = finite[:: max(1, len(finite) // _POINTS)]
-    if len(finite) < 2:
-        return ""
-    first, last = finite[0][0], finite[-1][0]
-    low, high = min(loss for _, loss in finite), max(loss for _, loss in finite)
-    across, up = max(last - first, 1), (high - low) or 1.0
-    drawn = " ".join(
-        f"{(step - first) / across * _WIDTH:.1f},{(high - loss) / up * (_HEIGHT - 4) + 2:.1f}" for step, loss in finite
-    )
-    label = f"loss from {finite[0][1]:.4g} to {finite[-1][1]:.4g}, steps {first:g} to {last:g}"
-    return (
-        f'<svg role="img" aria-label="{label}" width="{_WIDTH}" height="{_HEIGHT}" style="display:block">'
-        f'<polyline points="{drawn}" fill="none" stroke="#0969da" stroke-width="1.5"/></svg><small>{label}</small>'
-    )
+def _line(points: Sequence[tuple[float, float]]) -> str:
+    """Return the loss as a line and a sentence; empty before the second point."""
+    curve = MetricCurve("loss", points)
+    return f"{curve._repr_svg_()}<small>{curve.label}</small>" if len(curve.points) > 1 else ""
+
+
+class MetricCurve:
+    """A number over the steps, as notebooks and browsers show it."""
+
+    def __init__(self, name: str, points: Sequence[tuple[float, float]], restarts: Sequence[int] = ()) -> None:
+        finite = [(step, number) for step, number in points if math.isfinite(number)]
+        self.points = finite[:: max(1, len(finite) // _POINTS)]
+        self._name, self._restarts = name, restarts
+
+    @property
+    def label(self) -> str:
+        """The numbers at both ends, in words."""
+        (first, begin), (last, end) = self.points[0], self.points[-1]
+        scale = ", on a logarithmic scale" if self._is_logarithmic else ""
+        return f"{self._name} from {begin:.4g} to {end:.4g}, steps {first:g} to {last:g}{scale}"
+
+    @property
+    def _is_logarithmic(self) -> bool:
+        """Whether a straight scale would show only the beginning, as of most losses."""
+        numbers = [number for _, number in self.points]
+        return min(numbers) > 0 and max(numbers) > _LOG_FROM * min(numbers)
+
+    def _repr_svg_(self) -> str:
+        """Show the curve in a notebook; dashed lines mark restarts."""
+        first, last = self.points[0][0], self.points[-1][0]
+        numbers = [number for _, number in self.points]
+        if self._is_logarithmic:
+            numbers = [math.log(number) for number in numbers]
+        low, high = min(numbers), max(numbers)
+        across, up = max(last - first, 1) / _WIDTH, ((high - low) or 1.0) / (_HEIGHT - 4)
+        steps = [(step - first) / across for step, _ in self.points]
+        drawn = " ".join(f"{x:.1f},{(high - y) / up + 2:.1f}" for x, y in zip(steps, numbers, strict=True))
+        marks = "".join(
+            f'<path d="M{(step - first) / across:.1f} 0V{_HEIGHT}" stroke="#9a6700" stroke-dasharray="3"/>'
+            for step in self._restarts
+            if first < step < last
+        )
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(self.label)}" width="{_WIDTH}" '
+            f'height="{_HEIGHT}" style="display:block">{marks}'
+            f'<polyline points="{drawn}" fill="none" stroke="#0969da" stroke-width="1.5"/></svg>'
+        )
+
+    def _repr_html_(self) -> str:
+        """Show the curve with its numbers in words."""
+        return f"{self._repr_svg_()}<small>{escape(self.label)}</small>"
+
+    def __repr__(self) -> str:
+        return f"<MetricCurve: {self.label}>"

@@ -4,20 +4,37 @@ On this machine its last manifest runs again in the background. A cluster cannot
 so the job is deleted and created again. Checkpoints on volumes and in buckets are kept, and the new
 job resumes from them. The job's ConfigMaps with code are read first, because they are deleted with
 it.
+
+`fresh` on a cluster deletes no checkpoint. The new job names a different folder, which nothing can
+have used: the folder has a part of the old job's UID in its name.
+
+    storage.checkpoints                      of the old job    of the new job
+    {claimName: c}, nfs or hostPath          c: first          subPath: first-after-1c2d3e4f
+    {claimName: c, subPath: first-after-…}                     subPath: first-after-5a6b7c8d
+    {url: s3://b/f}                          s3://b/f          url: s3://b/f/after-1c2d3e4f
+    none: the folder ends with its pod                         none
+
+Fresh is refused where the folder is not in the job's own spec: a class may set it, or podTemplate
+may mount it.
 """
 
 from __future__ import annotations
 
+import posixpath
+import re
 import time
 from typing import Any
 
 from ddpjob.api.job_spec import Json, WhenDeleted
+from ddpjob.api.reader import validate
+from ddpjob.api.schema import default_of
 from ddpjob.client.backends.backend import ENDED, Backend, Mistake, NoSuchJob
 from ddpjob.client.backends.cluster_backend import ClusterBackend
 from ddpjob.client.backends.process_backend import ProcessBackend
 from ddpjob.client.texts.job_text import phase
 
 _GONE_SECONDS = 120.0
+_FRESH = re.compile(r"[/-]after-[0-9a-f]{8}$")
 _KEPT = ("labels", "annotations")
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
@@ -33,17 +50,50 @@ def rerun(backend: Backend, name: str, *, fresh: bool) -> str:
         resumes = backend.resumes(name) and not fresh
         backend.create([manifest], fresh=fresh)
         return f"{name} started again (it was {state}); {where_it_begins(name, resumes)}"
+    where = "it resumes from its last checkpoint, if it has one"
     if fresh:
-        raise Mistake(
-            "--fresh: a cluster's checkpoints are on its volume or in its bucket; remove them there, or submit the job "
-            "under a different name"
-        )
+        manifest, where = _in_a_new_folder(manifest, body["metadata"]["uid"])
     assert isinstance(backend, ClusterBackend)  # PastJobs is read-only.
     maps = [_manifest(found) for found in backend.code_of(body)]
     backend.delete(name)
     _wait_until_gone(backend, name)
     backend.create([*maps, manifest])
-    return f"{name} created again (it was {state}); it resumes from its last checkpoint, if it has one"
+    return f"{name} created again (it was {state}); {where}"
+
+
+def _in_a_new_folder(manifest: Json, uid: str) -> tuple[Json, str]:
+    """Return the manifest with an unused checkpoint folder, and where the job begins.
+
+    Raises Mistake if the folder cannot be changed in the job's own spec.
+    """
+    spec, name, after = manifest["spec"], manifest["metadata"]["name"], f"after-{uid[:8]}"
+    storage = spec.get("storage") or {}
+    checkpoints = storage.get("checkpoints")
+    if checkpoints is None:
+        path = default_of("spec.storage.checkpoints.mountPath")
+        if spec.get("className") or any(mount.startswith(path) for mount in _mounts(spec)):
+            raise Mistake(
+                "--fresh: the checkpoint folder is set by the job's class or podTemplate, and not by "
+                "storage.checkpoints; submit the job under a different name"
+            )
+        return manifest, "it starts from scratch, because its checkpoints ended with its pods"
+    if checkpoints.get("readOnly"):
+        raise Mistake("--fresh: storage.checkpoints.readOnly is set, so the job writes no checkpoints; leave it out")
+    if url := checkpoints.get("url"):
+        field, value = "url", f"{_FRESH.sub('', url.rstrip('/')).rstrip('/')}/{after}"
+    else:
+        old = posixpath.normpath(checkpoints.get("subPath") or name)
+        field, value = "subPath", f"{_FRESH.sub('', name if old == '.' else old)}-{after}"
+    new = {**manifest, "spec": {**spec, "storage": {**storage, "checkpoints": {**checkpoints, field: value}}}}
+    if faults := validate(new):
+        raise Mistake("\n".join(f"--fresh: {fault}" for fault in faults))
+    return new, f"it starts from scratch: storage.checkpoints.{field} is now {value}, and the old checkpoints stay"
+
+
+def _mounts(spec: Json) -> list[str]:
+    pod = (spec.get("podTemplate") or {}).get("spec") or {}
+    mounts = [mount for container in pod.get("containers") or () for mount in container.get("volumeMounts") or ()]
+    return [str(mount.get("mountPath", "")) for mount in mounts]
 
 
 def where_it_begins(name: str, resumes: bool) -> str:

@@ -359,7 +359,8 @@ def parse(run: Any, arguments: list[str]) -> Any:
     parser = run.get_args_parser()
 
     def refuse(message: str) -> NoReturn:
-        raise InitFailure("torchrun refuses its arguments: {} (arguments: {})".format(message, " ".join(arguments)))
+        log("arguments of torchrun: {}".format(" ".join(arguments)))  # Too long for the job's status.
+        raise InitFailure(f"torchrun refuses its arguments: {message}; correct spec.torchrunArgs")
 
     parser.error = refuse
     try:

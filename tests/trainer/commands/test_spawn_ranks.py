@@ -107,7 +107,7 @@ def test_ranks_meet_and_train_like_one_process(method: str, tmp_path: Path, sing
     checked = ["preflight.run=true"] if method == "file" else []  # It meets at the same file.
     process = launch(tmp_path, "--spawn", "2", f"--init={where}", *SHORT, *checked, f"checkpoint.dir={tmp_path / 'c'}")
     assert process.wait(120 * slowness()) == 0, output(tmp_path)
-    assert "training on 2 rank(s)" in output(tmp_path)
+    assert "2 ranks on cpu: " in output(tmp_path)
     assert final_losses(tmp_path / "c" / "run") == pytest.approx(single_losses, rel=1e-4)
     assert len(list((tmp_path / "c" / "run" / "ledger").glob("rank-*.jsonl"))) == 2
     if method == "file":

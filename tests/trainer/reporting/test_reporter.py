@@ -333,8 +333,14 @@ def test_lines_of_something_else_are_passed_over(line: bytes, tmp_path: Path) ->
 
 
 def test_plot_of_nothing_says_what_to_name(tmp_path: Path) -> None:
-    with pytest.raises(TrainerError, match="name the folder of a run"):
+    with pytest.raises(TrainerError, match="name the run folder"):
         history.read(tmp_path)
+
+
+def test_a_run_is_found_by_its_folder_and_by_its_checkpoint_folder(tmp_path: Path) -> None:
+    (tmp_path / "a" / "run").mkdir(parents=True)
+    (tmp_path / "a" / "run" / "metrics.jsonl").write_bytes(PLOTTED)
+    assert history.read(tmp_path / "a") == history.read(tmp_path / "a" / "run")
 
 
 def test_an_exploding_loss_stops_the_run(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from ddpjob.cli import changing, looking
 from ddpjob.cli.main import main
 from ddpjob.cli.output import document, printable
 from ddpjob.cli.places import Place
+from ddpjob.client import restart_jobs
 from ddpjob.client.backends.api_server import ApiRefusal
 from ddpjob.client.backends.backend import Happened, Mistake, NoAnswer, NoSuchJob, PodLine
 from ddpjob.client.backends.cluster_backend import ClusterBackend
@@ -45,7 +46,9 @@ class OneJob:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changing, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
+    fast = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None)
+    monkeypatch.setattr(changing, "time", fast)
+    monkeypatch.setattr(restart_jobs, "time", fast)
 
 
 def suspends(backend: OneJob) -> list[bool]:
@@ -387,13 +390,75 @@ def test_on_a_cluster_a_rerun_deletes_the_job_and_creates_it_with_its_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = Ended()
-    assert called(monkeypatch, backend, "rerun", "j", "--fresh") == 2 and backend.done == []  # type: ignore[arg-type]
-    assert "--fresh: a cluster's checkpoints" in capsys.readouterr().err
     assert called(monkeypatch, backend, "rerun", "j") == 0  # type: ignore[arg-type]
     deleted, (code, job) = backend.done
     assert deleted == "delete" and job["metadata"] == {"name": "j", "labels": {"a": "b"}} and "status" not in job
     assert (code["kind"], code["metadata"], code["data"]) == ("ConfigMap", {"name": "mine"}, {"a.py": "1"})
     assert "j created again (it was Failed)" in capsys.readouterr().out
+
+
+class EndedWith(Ended):
+    """A failed job with this spec."""
+
+    def __init__(self, uid: str = "1c2d3e4f-1111", **spec: Any) -> None:
+        super().__init__()
+        self.uid, self.spec = uid, {"image": "a", "module": "m", **spec}
+
+    def job(self, name: str) -> dict[str, Any]:
+        if not self.there:
+            raise GONE
+        meta = {"name": name, "namespace": "n", "uid": self.uid}
+        return {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": meta, "spec": self.spec,
+                "status": {"phase": "Failed"}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "field", "value"),
+    [
+        ({"claimName": "c"}, "subPath", "j-after-1c2d3e4f"),
+        ({"hostPath": "/data", "subPath": "."}, "subPath", "j-after-1c2d3e4f"),
+        ({"nfs": {"server": "s", "path": "/"}, "subPath": "a/j-after-00000000"}, "subPath", "a/j-after-1c2d3e4f"),
+        ({"url": "s3://bucket/f/"}, "url", "s3://bucket/f/after-1c2d3e4f"),
+        ({"url": "s3://bucket/f/after-00000000"}, "url", "s3://bucket/f/after-1c2d3e4f"),
+    ],
+)
+def test_a_fresh_rerun_gets_a_checkpoint_folder_that_no_job_has_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], checkpoints: Any, field: str, value: str
+) -> None:
+    backend = EndedWith(storage={"checkpoints": checkpoints, "sharedMemory": "1Gi"})
+    assert called(monkeypatch, backend, "rerun", "j", "--fresh") == 0, capsys.readouterr().err  # type: ignore[arg-type]
+    (job,) = backend.done[1]
+    assert job["spec"]["storage"] == {"checkpoints": {**checkpoints, field: value}, "sharedMemory": "1Gi"}
+    said = capsys.readouterr().out
+    assert f"storage.checkpoints.{field} is now {value}, and the old checkpoints stay" in said
+
+
+def test_a_fresh_rerun_without_a_volume_is_fresh_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = EndedWith()
+    assert called(monkeypatch, backend, "rerun", "j", "--fresh") == 0  # type: ignore[arg-type]
+    assert backend.done[1][0]["spec"] == backend.spec
+
+
+MOUNTED = {
+    "spec": {"containers": [{"name": "trainer", "volumeMounts": [{"name": "v", "mountPath": "/checkpoints/a"}]}]}
+}
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ({"className": "c"}, "set by the job's class or podTemplate"),
+        ({"podTemplate": MOUNTED}, "set by the job's class or podTemplate"),
+        ({"storage": {"checkpoints": {"claimName": "c", "readOnly": True}}}, "readOnly is set"),
+        ({"storage": {"checkpoints": {"url": f"s3://bucket/{'f' * 490}"}}}, "--fresh: spec.storage.checkpoints.url"),
+    ],
+)
+def test_a_fresh_rerun_deletes_nothing_where_the_folder_cannot_change(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spec: Any, why: str
+) -> None:
+    backend = EndedWith(**spec)
+    assert called(monkeypatch, backend, "rerun", "j", "--fresh") == 2  # type: ignore[arg-type]
+    assert backend.done == [] and why in capsys.readouterr().err
 
 
 def test_a_job_that_has_not_ended_is_not_rerun(

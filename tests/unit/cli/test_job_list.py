@@ -71,6 +71,13 @@ def test_at_80_columns_the_figures_of_a_job_are_visible_and_at_200_all_columns()
     assert any("sweep-lr" in line and "…" in line for line in text(unfolded.frame(sixty(), NOW, 80, 24)))
 
 
+def test_the_room_of_a_dropped_column_goes_to_the_names() -> None:
+    figures = {"display": "epoch 212/300 70 %", "lossDisplay": "0.5955", "speedDisplay": "24,595/s"}
+    name = "a-name-of-twenty-3-char"
+    lines = text(JobList().frame([job(name, "Restarting", **figures)], NOW, 80, 24))
+    assert "LOSS" not in lines[1] and lines[2].startswith(f"{name}  Restarting")
+
+
 def test_keys_move_find_unfold_open_and_quit() -> None:
     jobs, bodies = JobList(), [job(f"j{at:02}", "Running", at % 24) for at in range(30)] + [job("old", "Failed")]
     assert "old" not in "".join(text(jobs.frame(bodies, NOW, 80, 10)))

@@ -44,6 +44,15 @@ def test_arguments_that_look_like_numbers_stay_text(capsys: pytest.CaptureFixtur
     assert read(capsys.readouterr().out)[0]["spec"]["args"] == ["--lr", "1e-4", "y"]
 
 
+@pytest.mark.parametrize("text", ["print(1)\n", "import a\n\nif a:\n    a()\n", "a\nb"])
+def test_a_script_is_written_as_lines_that_a_person_can_review(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").write_text(text)
+    assert main(["submit", "--cluster", "--image", "x", "--name", "t", "--dry-run", "train.py"]) == 0
+    written = capsys.readouterr().out
+    assert all(f"    {line}\n" in written for line in text.splitlines() if line) and "train.py: |" in written
+    assert read(written)[0]["data"]["train.py"] == yaml.safe_load(written.split("---")[0])["data"]["train.py"] == text
+
+
 def test_a_setting_is_parsed_like_a_manifest(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["submit", "--cluster", "--image", "x", "--name", "j", "--dry-run", "m"]
     assert main([*words, "--set", "env=[{name: DAY, value: 2026-01-01}]"]) == 0

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from ddpjob import Client, Job, JobFailed, Mistake, Progress
 from ddpjob.client.backends.backend import LogOptions, PodLine
+from ddpjob.client.job_html import MetricCurve
 from ddpjob.client.manifests.build_manifest import CODE_FOLDER, MOST_BYTES
 
 Json = dict[str, Any]
@@ -283,7 +288,7 @@ def test_interrupted_logs_leave_no_reader(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_missing_logs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(True, (job(), False))
-    with pytest.raises(Mistake, match="no logs for rank 7 of j; the ranks are 0 to 1"):
+    with pytest.raises(Mistake, match="j has no rank 7; the ranks are 0 to 1"):
         list(client(place).logs("j", rank=7))
     with pytest.raises(Mistake, match="no pod of slot 9 of j; the slots are 0 to 1"):
         list(client(place).logs("j", index=9))
@@ -355,3 +360,70 @@ def test_a_mistake_in_a_notebook_shows_only_its_message() -> None:
     assert Mistake("no job j")._render_traceback_() == ["Mistake: no job j"]
     with pytest.raises(Mistake, match=r"use Client\.get"):
         Job.read(job()).wait()
+
+
+def test_metrics_are_a_frame_with_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pandas is not installed here: the frame of a few lines stands for it."""
+
+    class Frame:
+        def __init__(self, rows: list[Json]) -> None:
+            self.rows = rows
+
+        def set_index(self, column: str) -> tuple[str, list[Json]]:
+            return column, self.rows
+
+    measured = Client(Measured(True, (job(), False)))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(Mistake, match="pip install pandas"):
+        measured.frame("j")
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=Frame))
+    assert measured.frame("j") == ("step", measured.metrics("j"))
+
+
+def test_a_plot_is_a_curve_that_a_notebook_shows_and_a_file(tmp_path: Path) -> None:
+    seen = Client(Measured(True, (job(), False))).get("j")  # type: ignore[arg-type]
+    curve = seen.plot(output=tmp_path / "a.svg")
+    assert repr(curve) == "<MetricCurve: loss from 2 to 0.5, steps 1 to 2>" and "<polyline" in curve._repr_html_()
+    assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
+    with pytest.raises(Mistake, match="j has no recall of two steps yet; its metrics are eval_accuracy, loss"):
+        seen.plot("recall")
+    with pytest.raises(Mistake, match=r"must end in \.svg; `ddpjob plot j"):
+        seen.plot(output="a.png")
+
+
+def test_a_curve_that_falls_far_has_a_logarithmic_scale() -> None:
+    curve = MetricCurve("loss", [(1, 1.0), (2, 0.1), (3, 0.01)])
+    assert curve.label == "loss from 1 to 0.01, steps 1 to 3, on a logarithmic scale"
+    assert 'points="0.0,2.0 240.0,45.0 480.0,88.0"' in curve._repr_svg_()
+    assert "logarithmic" not in MetricCurve("accuracy", [(1, 0.0), (2, 0.9)]).label
+
+
+def test_a_plot_marks_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [{"event": "start", "step": 0}, {"event": "step", "step": 1, "loss": 2.0}, {"event": "start", "step": 1}]
+    lines += [{"event": "step", "step": step, "loss": 1.0} for step in (2, 3)]
+    lines.insert(4, {"event": "start", "step": 2})
+    text = "\n".join(map(json.dumps, lines))
+    monkeypatch.setattr(Measured, "metrics", lambda place, name: text)
+    curve = Client(Measured(True, (job(), False))).plot("j")  # type: ignore[arg-type]
+    assert curve._repr_svg_().count("stroke-dasharray") == 1, "a restart at the first step is at the edge"
+
+
+def test_a_manifest_is_validated_without_a_cluster(tmp_path: Path) -> None:
+    client = Client(Place(False))  # type: ignore[arg-type]
+    client.validate({key: value for key, value in job().items() if key != "status"})
+    (tmp_path / "bad.yaml").write_text(
+        "apiVersion: ddpjob.io/v1alpha1\nkind: DDPJob\nmetadata: {name: a}\nspec: {nods: 2}\n"
+    )
+    with pytest.raises(Mistake, match=r"spec\.nods: .*bad\.yaml, line 4"):
+        client.validate(tmp_path / "bad.yaml")
+    with pytest.raises(Mistake, match="image"):
+        client.validate({"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "a"}, "spec": {}})
+
+
+def test_a_restart_suspends_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(True, (job(phase="Suspended"), False))
+    patches = list[Json]()
+    place.pods = lambda name: []  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(Place, "patch", lambda place, name, spec: patches.append(spec["runPolicy"]), raising=False)
+    client(place).restart("j")
+    assert patches == [{"suspend": True}, {"suspend": False}]

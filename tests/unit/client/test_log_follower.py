@@ -157,7 +157,7 @@ def test_ranks_that_do_not_exist_are_refused(
     backend = TwoNodes()
     monkeypatch.setattr(Place, "backend", lambda place, **options: backend)
     assert main(["logs", "j", "--rank", "4"]) == 2
-    assert capsys.readouterr().err == "no logs for rank 4 of j; the ranks are 0 to 3\n"
+    assert capsys.readouterr().err == "j has no rank 4; the ranks are 0 to 3\n"
     backend.body["spec"]["command"] = ["mpirun"]
     assert main(["logs", "j", "--rank", "0"]) == 2
     assert "rank: j runs a command, not torchrun, so it has no ranks; choose pods by index" in capsys.readouterr().err

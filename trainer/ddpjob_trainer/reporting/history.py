@@ -66,13 +66,18 @@ def _is_restart(before: dict[str, Any], start: dict[str, Any]) -> bool:
 
 
 def read(run: Path) -> History:
-    """Return the history of a run, given its folder or file.
+    """Return the history of a run, given its file, its folder or its checkpoint folder.
 
     Raises TrainerError if the run has no metrics.
     """
     path = run / METRICS if run.is_dir() else run
+    if run.is_dir() and not path.is_file() and (run / "run" / METRICS).is_file():
+        path = run / "run" / METRICS  # `run` is a checkpoint.dir.
     if not path.is_file():
-        raise TrainerError(f"{path} does not exist; name the folder of a run, which contains {METRICS}")
+        raise TrainerError(
+            f"{path} does not exist; name the run folder, which contains {METRICS} and which training names in its "
+            "first line"
+        )
     folder = path.resolve().parent
     named = next((place for place in (folder, *folder.parents) if place.name not in _OF_EVERY_JOB), folder)
     history = History(title=named.name)

@@ -93,11 +93,18 @@ class Reporter:
     """
 
     def __init__(
-        self, plan: Plan, config: Config, group: Group, *, writes: bool, class_names: Sequence[str] | None = None
+        self,
+        plan: Plan,
+        config: Config,
+        group: Group,
+        *,
+        writes: bool,
+        class_names: Sequence[str] | None = None,
+        device: str = "cpu",
     ) -> None:
         """Raises ConfigError if a configured sink is not available."""
         check_report(config.report)
-        self._plan, self._config, self._group = plan, config, group
+        self._plan, self._config, self._group, self._device = plan, config, group, device
         self._log = open_log(config.run_dir) if writes else None
         self.restarts = max(plan.round, self._log.incarnations if self._log else 0)
         self._display: Display = open_display(
@@ -150,7 +157,9 @@ class Reporter:
                 f"nothing is left to train, because the checkpoint of step {step} has {trained} complete epoch(s) and"
                 f" train.epochs={wanted}; raise it to continue, or set a different checkpoint.dir to start over"
             )
-        self._display.note(f"training on {self._group.world} rank(s): {where}")
+        ranks = "1 rank" if world == 1 else f"{world} ranks"
+        folders = f"run folder {self._config.run_dir}, checkpoints {self._config.checkpoint_dir}"
+        self._display.note(f"{ranks} on {self._device}: {where}; {folders}")
         if precision != "float32":
             self._display.note(f"computing in {precision} where that is safe; set amp.level=O0 for float32")
         for note in notes:

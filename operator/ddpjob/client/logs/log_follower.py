@@ -265,7 +265,7 @@ class LogFollower:
         if self._chosen.ranks:
             held = sorted(number for ranks in self.ranks.values() for number in (ranks[0], ranks[-1]))
             there = f"the ranks are {held[0]} to {held[-1]}" if held else "no pod has a rank yet"
-            return f"no logs for rank {', '.join(map(str, self._chosen.ranks))} of {self.job}; {there}"
+            return f"{self.job} has no rank {', '.join(map(str, self._chosen.ranks))}; {there}"
         every = self.backend.pods(self.job)
         if missing := self._missing_slots(every):
             return missing

@@ -1,6 +1,7 @@
 """Turns a Python function into a script that is sent with a job.
 
-The script has the function's source and a call with the arguments as JSON.
+The script has the function's source and a call with the arguments as JSON. Before the call it
+installs `packages`, if there are any (see packages_in_pod).
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import ast
 import builtins
 import inspect
 import json
+import re
 import symtable
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ddpjob.client.backends.backend import Mistake
+from ddpjob.client.manifests import packages_in_pod
 from ddpjob.client.manifests.build_manifest import SOURCE
 
 _ALONE = "Only the function itself is sent"
@@ -23,12 +27,20 @@ _OF_NOTEBOOKS = {"display", "get_ipython", "__IPYTHON__", "_", "dreload"}
 get_ipython."""
 
 
-def script_of(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
-    """Return a script that calls the function.
+MOST_PACKAGES, MOST_OF_A_REQUIREMENT = 50, 200
+_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
+_VERSION = r"(?:===|==|~=|!=|<=|>=|<|>) ?[A-Za-z0-9.*+!_-]+"
+_REQUIREMENT = re.compile(rf"{_NAME}(?:\[{_NAME}(?: ?, ?{_NAME})*\])? ?(?:{_VERSION}(?: ?, ?{_VERSION})*)?")
+"""A name with extras and versions. Addresses, paths and options of pip are not requirements."""
 
-    Raises Mistake if the function needs more than its source and `args`.
+
+def script_of(function: Callable[..., Any], args: Mapping[str, Any], packages: Sequence[str] = ()) -> str:
+    """Return a script that installs `packages` and calls the function.
+
+    Raises Mistake if the function needs more than its source, `args` and `packages`.
     """
     name = _checked_name(function)
+    before = _installation(packages)
     try:
         source = inspect.getsource(function)
     except (OSError, TypeError) as error:
@@ -42,7 +54,27 @@ def script_of(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
         source = f"from __future__ import annotations\n{source}"
     _check_source(function, source)
     call = f"{name}(**_json.loads({_arguments(function, args)!r}))"
-    return f'{source.rstrip()}\n\n\nif __name__ == "__main__":\n    import json as _json\n\n    {call}\n'
+    return f'{source.rstrip()}\n\n\nif __name__ == "__main__":\n    import json as _json\n\n{before}    {call}\n'
+
+
+def _installation(packages: Sequence[str]) -> str:
+    """Return the lines of the script that install packages. Raises Mistake."""
+    if isinstance(packages, str) or len(packages) > MOST_PACKAGES:
+        raise Mistake(f"packages: must be a list of at most {MOST_PACKAGES} requirements, such as ['einops>=0.8']")
+    for wrong in packages:
+        if not isinstance(wrong, str) or len(wrong) > MOST_OF_A_REQUIREMENT or not _REQUIREMENT.fullmatch(wrong):
+            raise Mistake(
+                f"packages: {str(wrong)[:MOST_OF_A_REQUIREMENT]!r} is not a package's name with or without versions; "
+                "write requirements such as 'einops', 'timm[x]>=1.0,<2'. Other sources belong in the image"
+            )
+    if not packages:
+        return ""
+    code = Path(packages_in_pod.__file__).read_text(encoding="utf-8")
+    within = {"__name__": "packages_in_pod"}  # Its names must not be the function's.
+    return (
+        f"    _within = {within!r}\n    exec(compile({code!r}, 'packages_in_pod.py', 'exec'), _within)\n"
+        f"    _within['install_packages']({list(packages)!r}, __file__)\n"
+    )
 
 
 def _checked_name(function: Callable[..., Any]) -> str:

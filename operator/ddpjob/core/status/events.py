@@ -60,7 +60,7 @@ def restart_events(
 
 
 def _counts(restart: Restart) -> str:
-    return f"{'counts' if restart.counted else 'does not count'} against recovery.maxRestarts"
+    return "counts against recovery.maxRestarts" if restart.counted else "not counted"
 
 
 def _summary(several: list[Restart], meaning: str) -> Event:

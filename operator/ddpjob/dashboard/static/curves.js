@@ -63,7 +63,7 @@
       const lines = found.starts.length ? " Dashed lines: training began again after a restart; shaded: the steps that it repeated." : "";
       note.textContent = found.curves.length
         ? `Over steps, from ${found.source}.${lines} ${why}`
-        : `No curves: ${why || "this job has reported no steps since the dashboard was started"}.`;
+        : `No curves: ${why || "this job has reported no steps"}.`;
     } catch {
       note.textContent = "The curves cannot be read at present.";
     } finally {

@@ -1,0 +1,115 @@
+"""Installs `Client.train(packages=...)` in a pod, before the function runs.
+
+This file travels within the function's script, so it must run on Python 3.9 and import only the
+standard library.
+
+Why in the script, and not in an init container or a field of the job: the script is what a cluster
+and a laptop have in common. Nothing of the API, the operator or the launcher knows of packages, the
+Python that installs is the one that imports, and the error of pip is the traceback of a rank, which
+status, events and `ddpjob why` show already. The price is that a pod that replaces another installs
+them too, which lengthens that recovery. For long jobs, build an image.
+
+pip runs twice. `--target` alone ignores what the image has: `packages=["timm"]` would install a
+second torch, and hide the one that fits the driver. So pip first only plans, in view of the
+image's packages, and then installs exactly the missing ones, without dependencies:
+
+    plan      pip install --dry-run --report FILE timm    ->  timm==1.0.9, safetensors==0.4.5
+    install   pip install --no-deps --target FOLDER timm==1.0.9 safetensors==0.4.5
+
+A plan that replaces torch is refused. The folder is next to the script if that may be written (in
+the job's folder on a laptop, where all pods share it and `ddpjob delete` removes it), otherwise in
+the pod's temporary folder. Its name has a digest of the requirements and Python's version, so an
+in-place restart finds everything there. The ranks of a pod take turns by a lock. A folder appears
+under its final name only when it is complete.
+
+Errors of pip end the job at once, before its first step, as any refusal does (exit code 78). If pip
+could not reach the index, they count as failures and are retried.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+KEPT = ("torch",)
+"""Packages of the image that the launcher uses too, and that must not be replaced."""
+PIP_SECONDS = 1800
+"""How long each of both runs of pip may take."""
+MOST_LINES = 8
+"""Maximum number of pip's last lines that are shown."""
+
+
+def install_packages(requirements: list[str], script: str) -> None:
+    """Make the packages importable, here and in Python processes that this one starts."""
+    import fcntl
+    import hashlib
+    import importlib
+    import tempfile
+
+    mark = hashlib.sha256(repr((sys.version_info[:2], sys.platform, requirements)).encode()).hexdigest()[:16]
+    above = Path(script).absolute().parent
+    if not os.access(above, os.W_OK):
+        above = Path(tempfile.gettempdir())
+    folder = above / f"packages-{mark}"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            install_missing(requirements, folder)
+    sys.path.insert(1, str(folder))  # After the script's own folder.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+    importlib.invalidate_caches()
+
+
+def install_missing(requirements: list[str], folder: Path) -> None:
+    """Install into the folder what the image does not have."""
+    import json
+    import shutil
+
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # An earlier process may have been killed here.
+    partial.mkdir()
+    plan = partial / "plan.json"
+    print(f"installing packages: {', '.join(requirements)}", flush=True)
+    run_pip(["--dry-run", "--report", str(plan), *requirements])
+    found = [entry["metadata"] for entry in json.loads(plan.read_text(encoding="utf-8"))["install"]]
+    plan.unlink()
+    missing = [f"{entry['name']}=={entry['version']}" for entry in found]
+    replaced = [pin for pin in missing if pin.partition("==")[0].lower() in KEPT]
+    if replaced:
+        refuse(f"they would replace the image's torch by {replaced[0]}; use an image that has it, or other versions")
+    if missing:
+        run_pip(["--no-deps", "--target", str(partial), *missing])
+    partial.rename(folder)
+    print(f"installed packages: {', '.join(missing) or 'none, because the image has them'}", flush=True)
+
+
+def run_pip(words: list[str]) -> None:
+    """Run `pip install`. Raises an error with pip's last lines if it fails."""
+    import subprocess
+
+    options = ["--quiet", "--no-input", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *options, *words]
+    try:
+        ran = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=PIP_SECONDS,
+            check=False, text=True, errors="replace",
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ConnectionError(f"packages: pip did not end within {PIP_SECONDS} s") from None
+    if ran.returncode == 0:
+        return
+    lines = [line.strip() for line in ran.stdout.splitlines() if line.strip()]
+    reason = "; ".join(lines[-MOST_LINES:]) or f"pip ended with exit code {ran.returncode}"
+    if "no such option" in reason:
+        reason += "; the image needs pip 22.2 or later"
+    if "Retrying (" in ran.stdout or "[Errno" in ran.stdout or ran.returncode < 0:
+        raise ConnectionError(f"packages: {reason}")
+    refuse(reason)
+
+
+def refuse(reason: str) -> None:
+    """Raise an error that ends the job without a retry."""
+    error = ValueError(f"packages: {reason}")
+    error.ddpjob_refusal = True  # type: ignore[attr-defined]
+    raise error

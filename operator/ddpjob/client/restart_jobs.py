@@ -1,0 +1,57 @@
+"""Replaces all pods of a job: suspends it, waits until they have ended, and resumes it.
+
+The wait is with the caller, because a job has no field that means "restart". If it is cut short,
+the job stays suspended, and the error names the command that continues it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from ddpjob.client.backends.backend import ENDED, Backend, Mistake, NoSuchJob, OutagePatience
+from ddpjob.client.job_client import change
+from ddpjob.client.texts.job_text import phase
+
+
+class _Ended(Mistake):
+    """The job ended before it could be suspended."""
+
+
+def restart(backend: Backend, job: str, timeout: float) -> None:
+    """Replace the job's pods. Raises Mistake, also if they do not end within `timeout` seconds."""
+    backend.pods(job)  # Fail first without the right to list pods.
+    change(backend, job, {"runPolicy": {"suspend": True}})
+    try:
+        _wait_until_suspended(backend, job, timeout)
+        change(backend, job, {"runPolicy": {"suspend": False}})
+    except (_Ended, NoSuchJob):
+        raise
+    except Mistake as mistake:
+        mistake.args = (f"{mistake}\n{_left(job)}",)
+        raise
+    except KeyboardInterrupt:
+        print(_left(job), file=sys.stderr)
+        raise
+
+
+def _left(job: str) -> str:
+    return f"{job} is suspended; `ddpjob resume {job}` continues it"
+
+
+def _wait_until_suspended(backend: Backend, job: str, timeout: float) -> None:
+    """Wait until the job is suspended and its pods have ended. Raises Mistake."""
+    end, patience = time.monotonic() + timeout, OutagePatience()
+    while True:
+        try:
+            state = phase(backend.job(job))
+            if state in ENDED:
+                raise _Ended(f"{job} is {state}; it was not restarted")
+            if state == "Suspended" and all(pod.ended for pod in backend.pods(job)):
+                return
+            patience.answered()
+        except Mistake as mistake:
+            patience.tolerate(mistake)
+        if time.monotonic() > end:
+            raise Mistake(f"{job}: its pods did not end within {timeout} s")
+        time.sleep(0.3)
