@@ -44,7 +44,7 @@ _NAMES = (
     "llama-sft",
     "whisper-small",
     "bert-pretrain",
-    "vit-b16",
+    "vit-b16-imagenet21k-learning-rate-3",
     "detr-coco",
     "digits",
     "moe-8x7b",
@@ -175,7 +175,7 @@ def record(number: int, now: datetime) -> dict[str, Any]:
         },
     }
     if state != "Pending":
-        status |= {"startTime": format_time(started), "progress": progress}
+        status |= {"startTime": format_time(started), "progress": progress, "gpuSeconds": 8 * nodes * (age - 60)}
     if state in ("Complete", "Failed"):
         status["completionTime"] = moment(min(300, age / 3))
     pods = [{"name": f"{name}-{n}-{len(recent)}", "role": "node", "state": "Running", "logs": []} for n in range(held)]

@@ -363,3 +363,33 @@ def test_a_namespace_of_many_jobs_takes_no_series_from_another(monkeypatch: pyte
     shown = [key[:2] for key in scraped(accounts)["ddpjob_job_phase"]]
     first = [("a", "job-0"), ("b", "job-0"), ("c", "job-0"), ("a", "job-1"), ("b", "job-1")]
     assert shown == [*first, ("a", "job-2")], "those that have ended wait for the living of any namespace"
+
+
+def spent(seconds: int, held: int = 16, **more: Any) -> dict[str, Any]:
+    use = {"gpuUse": {"held": held, "since": "2026-01-01T00:00:00Z"}} if held else {}
+    return running(1, gpuSeconds=seconds, **use, **more)
+
+
+def test_gpu_seconds_of_a_job_are_those_of_its_status_and_add_up_by_queue(counted: Counted) -> None:
+    own, queue = ("space", "job"), {"queue": {"workload": "w", "uid": "u", "clusterQueue": "gpus"}}
+    one = Job(spent(100))
+    one.becomes(spent(130))
+    one.becomes(spent(190, **queue))
+    one.becomes(spent(250, held=0, **queue))
+    one.becomes(spent(250, held=0))
+    found = scraped(one.accounts)
+    assert found["ddpjob_job_gpu_seconds"] == {own: 250} and "ddpjob_job_gpus" not in found
+    gained = {name: n for name, n in counted().items() if name.startswith("ddpjob_gpu")}
+    assert gained == {"ddpjob_gpu_seconds_total space ": 30, "ddpjob_gpu_seconds_total space gpus": 120}
+    assert "ddpjob_job_gpu_seconds" not in scraped(Job(running(1)).accounts), "a job on the CPU"
+    assert scraped(Job(spent(0)).accounts)["ddpjob_job_gpus"] == {own: 16}
+
+
+def test_the_payers_of_gpu_seconds_are_bounded(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_metrics, "_payers", {("a", ""), ("b", "")})
+    monkeypatch.setattr(job_metrics, "MOST_PAYERS", 3)
+    for number, queue in enumerate(("one", "two", "three")):
+        one = Job(spent(100))
+        one.becomes(spent(110 + number, queue={"workload": "w", "uid": "u", "clusterQueue": queue}))
+    gained = {name: n for name, n in counted().items() if name.startswith("ddpjob_gpu")}
+    assert gained == {"ddpjob_gpu_seconds_total space one": 10, "ddpjob_gpu_seconds_total Other Other": 23}

@@ -82,3 +82,13 @@ def test_how_many_config_maps_of_the_runtime_are_remembered_is_bounded(monkeypat
             assert list(c.cluster._checked) == ["7", "8", "9"]
 
     run(main())
+
+
+def test_a_pods_devices_are_summed_over_its_containers_and_bounded() -> None:
+    body = a_pod()
+    limits = [{"nvidia.com/gpu": "4", "cpu": "8"}, {"nvidia.com/gpu": 1}, {"rdma/hca": "1k", "a/b": "9" * 99}, None]
+    body["spec"] = {"containers": [{"name": f"c{n}", "resources": {"limits": each}} for n, each in enumerate(limits)]}
+    assert read_pod(body).devices == {"nvidia.com/gpu": 5}
+    many = {f"example.com/{n}": "1" for n in range(1000)}
+    body["spec"]["containers"][0]["resources"]["limits"] = many
+    assert len(read_pod(body).devices) == 16

@@ -121,7 +121,9 @@ def dashboard(*words: str) -> dict[str, dict[str, Any]]:
 LISTS_AND_MAPS = (
     "isolation.metricsFrom", "jobClasses", "nodeHealth.conditions", "nodeHealth.taints", "notify.receivers",
     "podLabels", "podAnnotations", "dashboard.hosts", "dashboard.namespaces", "watchNamespaces", "tolerations",
-    "extraEnv", *(f"metrics.{name}.labels" for name in ("serviceMonitor", "podMonitor", "rules", "dashboards")),
+    "extraEnv", "extraVolumes", "extraVolumeMounts", "topologySpreadConstraints", "commonLabels",
+    "podSecurityContext", "securityContext",
+    *(f"metrics.{name}.labels" for name in ("serviceMonitor", "podMonitor", "rules", "dashboards")),
 )  # fmt: skip
 
 
@@ -490,3 +492,114 @@ def test_a_text_that_is_not_a_digest_is_not_packaged(digest: str, tmp_path: Path
     with pytest.raises(SystemExit, match="not the digest of an image; write sha256: and 64 hexadecimal digits"):
         PACKAGE(digest, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def operators_pod(values: dict[str, Any], tmp_path: Path, name: str = "mine-operator") -> dict[str, Any]:
+    """The pod template that the chart renders for a Deployment."""
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+    rendered = template(
+        "--set", "key.existingSecret=given,dashboard.enabled=true", "--values", str(tmp_path / "values.yaml")
+    )
+    deployments = [o for o in yaml.safe_load_all(rendered) if o and o["kind"] == "Deployment"]
+    [found] = [o for o in deployments if o["metadata"]["name"] == name]
+    template_of_pod: dict[str, Any] = found["spec"]["template"]
+    return template_of_pod
+
+
+@needs_helm
+def test_common_labels_are_on_every_object_and_pod(tmp_path: Path) -> None:
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump({"commonLabels": {"team": "ml", "cost-center": "4711"}}))
+    chosen = f"replicas=2,dashboard.enabled=true,networkPolicy.enabled=true,{MONITORING}"
+    peer = 'isolation.metricsFrom=[{"podSelector": {}}]'
+    rendered = helm(
+        "template", "mine", str(CHART), "--values", str(tmp_path / "values.yaml"), "--set", chosen, "--set-json", peer
+    )
+    objects = [body for body in yaml.safe_load_all(rendered) if body]
+    labelled = [body["metadata"] for body in objects]
+    labelled += [body["spec"]["template"]["metadata"] for body in objects if body["kind"] == "Deployment"]
+    assert len(objects) > 15 and len(labelled) == len(objects) + 2
+    for metadata in labelled:
+        assert {"team": "ml", "cost-center": "4711"}.items() <= metadata["labels"].items(), metadata
+    selectors = [body["spec"]["selector"] for body in objects if body["kind"] in ("Deployment", "Service")]
+    assert "team" not in str(selectors), "a changed label must not change a Deployment's selector"
+
+
+@needs_helm
+def test_values_of_pods_reach_both_deployments(tmp_path: Path) -> None:
+    """Additions to the security contexts keep the rest, so that the Pod Security Standard is still met."""
+    values = {
+        "runtimeClassName": "gvisor",
+        "podSecurityContext": {"runAsUser": 1000, "seLinuxOptions": {"level": "s0:c1"}},
+        "securityContext": {"runAsGroup": 2000},
+    }
+    for name in ("mine-operator", "mine-operator-dashboard"):
+        pod = operators_pod(values, tmp_path, name)["spec"]
+        assert pod["runtimeClassName"] == "gvisor"
+        assert pod["securityContext"] == {
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+            "runAsUser": 1000,
+            "seLinuxOptions": {"level": "s0:c1"},
+        }
+        assert pod["containers"][0]["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+            "runAsGroup": 2000,
+        }
+
+
+@needs_helm
+@pytest.mark.parametrize("secret", ["", "hooks"])
+def test_additional_volumes_are_mounted_into_the_operator(secret: str, tmp_path: Path) -> None:
+    values = {
+        "notify": {"secretName": secret},
+        "extraVolumes": [{"name": "ca", "configMap": {"name": "company-ca"}}],
+        "extraVolumeMounts": [{"name": "ca", "mountPath": "/etc/ssl/company", "readOnly": True}],
+    }
+    pod = operators_pod(values, tmp_path)["spec"]
+    own = ["receivers"] if secret else []
+    assert [volume["name"] for volume in pod["volumes"]] == [*own, "ca"]
+    assert [mount["name"] for mount in pod["containers"][0]["volumeMounts"]] == [*own, "ca"]
+    assert pod["volumes"][-1] == values["extraVolumes"][0]
+    shown = operators_pod(values, tmp_path, "mine-operator-dashboard")["spec"]
+    assert [volume["name"] for volume in shown["volumes"]] == ["ca"] and "company-ca" not in str(shown)
+
+
+@needs_helm
+def test_a_spread_constraint_replaces_the_default_and_selects_the_operator(tmp_path: Path) -> None:
+    given = {"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
+    own = {"matchLabels": {"app.kubernetes.io/name": "ddpjob-operator", "app.kubernetes.io/instance": "mine"}}
+    pod = operators_pod({"replicas": 2, "topologySpreadConstraints": [given]}, tmp_path)["spec"]
+    assert pod["topologySpreadConstraints"] == [{**given, "labelSelector": own}]
+    mine = {**given, "labelSelector": {"matchLabels": {"a": "b"}}}
+    pod = operators_pod({"topologySpreadConstraints": [mine]}, tmp_path)["spec"]
+    assert pod["topologySpreadConstraints"] == [mine]
+    default = operators_pod({"replicas": 2}, tmp_path)["spec"]["topologySpreadConstraints"]
+    assert [constraint["topologyKey"] for constraint in default] == ["kubernetes.io/hostname"]
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("value", "given", "words"),
+    [
+        ("commonLabels", {"team": 1}, "/commonLabels/team"),
+        ("commonLabels", {"team": "a b"}, "/commonLabels/team"),
+        ("commonLabels", {"app.kubernetes.io/name": "x"}, "the chart sets the label app.kubernetes.io/name itself"),
+        ("runtimeClassName", True, "/runtimeClassName"),
+        ("podSecurityContext", {"runAsUser": "1000"}, "/podSecurityContext/runAsUser"),
+        ("podSecurityContext", {"runAsNonroot": True}, "'runAsNonroot' not allowed"),
+        ("securityContext", {"privileged": "no"}, "/securityContext/privileged"),
+        ("securityContext", {"capabilities": {"drop": "ALL"}}, "/securityContext/capabilities/drop"),
+        ("topologySpreadConstraints", {"maxSkew": 1}, "/topologySpreadConstraints"),
+        ("topologySpreadConstraints", [{"maxSkew": 1, "topologyKey": "zone"}], "missing property 'whenUnsatisfiable'"),
+        ("extraVolumes", [{"name": "ca"}], "/extraVolumes/0"),
+        ("extraVolumes", [{"name": "receivers", "emptyDir": {}}], "/extraVolumes/0/name"),
+        ("extraVolumeMounts", [{"name": "ca", "path": "/ca"}], "missing property 'mountPath'"),
+        ("extraVolumeMounts", [{"name": "ca", "mountPath": "ca"}], "/extraVolumeMounts/0/mountPath"),
+    ],
+)
+def test_a_value_of_pods_with_a_slip_is_named(value: str, given: Any, words: str) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        template("--set", "key.existingSecret=given", "--set-json", f"{value}={json.dumps(given)}")
+    assert words in refused.value.stderr

@@ -316,7 +316,7 @@ EXPLAINED = (
             *("controller/report_watch", "controller/kube/workqueue", "core/failures/merge_causes"),
             *("core/failures/classify", "core/failures/liveness", "core/failures/node_health"),
             *("core/failures/policy", "core/plan/gang", "core/plan/queue"),
-            *("core/plan/slots", "core/rank_order", "engine/apply"),
+            *("core/plan/slots", "core/rank_order", "core/status/gpu_seconds", "engine/apply"),
         )
     ),
     *(

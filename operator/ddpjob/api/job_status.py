@@ -130,6 +130,8 @@ _OMIT_NONE = Field(exclude_if=lambda value: value is None)
 _MOST = 10**9
 """Maximum value of a count or a number in a status. A value one above it can still be written."""
 _Number = Annotated[int, Field(ge=0, le=_MOST)]
+_Seconds = Annotated[int, Field(ge=0, lt=2**53)]
+"""A number of seconds, summed over many devices. Every JSON reader reads it exactly."""
 _Moment = Annotated[datetime, AfterValidator(_computable)]
 _Time = Annotated[_Moment, PlainSerializer(format_time)]
 _OptionalTime = Annotated[_Moment | None, PlainSerializer(format_time), _OMIT_EMPTY]
@@ -194,6 +196,14 @@ class GangStatus:
     """Slots 0 to nodes - 1 are in the gang."""
     placed: Annotated[bool, _OMIT_EMPTY] = False
     """Whether the whole gang has been scheduled. Later pods are scheduled one by one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuUse:
+    """How many GPUs the job's pods hold, and since when."""
+
+    held: _Number = 0
+    since: _Time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,6 +381,10 @@ class JobStatus:
     avoided_nodes: Annotated[tuple[AvoidedNode, ...], _OMIT_EMPTY] = ()
     restarts: Restarts = field(default_factory=Restarts)
     notifications: Annotated[tuple[Notification, ...], _OMIT_EMPTY] = ()
+    gpu_seconds: Annotated[_Seconds, _OMIT_EMPTY] = 0
+    """GPU seconds of all pods since the job began, up to `gpu_use.since`; see core/status."""
+    gpu_use: Annotated[GpuUse | None, _OMIT_EMPTY] = None
+    """None: the job's pods hold no GPUs."""
     progress: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
     own_folder: Annotated[bool, _OMIT_EMPTY] = False
     """Whether the job began under an operator that gives each job a checkpoint folder."""

@@ -6,7 +6,8 @@ columns out of it.
 Rule: jobs that have not ended come first, the newest first. Ended jobs are folded into one line
 that counts them; `e` unfolds them. The list never has more lines or columns than the terminal:
 
-1. the wide columns are dropped until the rest fits (DURATION, ATRISK, REASON),
+1. the wide columns are dropped until the rest fits (GPUHOURS, ATRISK, DURATION,
+   REASON),
 2. then names are cut in their middle, to no fewer than 16 characters,
 3. then SPEED, LOSS, AGE, RESTARTS and NODES are dropped, in this order.
 
@@ -26,13 +27,13 @@ from rich.segment import Segment
 from rich.text import Text
 
 from ddpjob.api.job_spec import Json
-from ddpjob.api.job_status import utc_now
+from ddpjob.api.job_status import JobStatus, utc_now
 from ddpjob.cli.keys import PressedKeys
 from ddpjob.cli.output import STATE_COLOURS, printable
 from ddpjob.client.backends.backend import ENDED, Backend, Mistake, NoSuchJob, OutagePatience
-from ddpjob.client.texts.job_text import header, phase, row
+from ddpjob.client.texts.job_text import gpu_hours, header, phase, row
 
-_DROPPED = ("ATRISK", "DURATION", "REASON", "", "SPEED", "LOSS", "AGE", "RESTARTS", "NODES", "PROGRESS")
+_DROPPED = ("GPUHOURS", "ATRISK", "DURATION", "REASON", "", "SPEED", "LOSS", "AGE", "RESTARTS", "NODES", "PROGRESS")
 """Columns in the order in which they are dropped; "" cuts the names."""
 _NAME, _GAP = 16, 2
 _FIXED = 4
@@ -96,7 +97,7 @@ class JobList:
         self._top = min(max(self._top, at - self._page + 1), at, max(0, len(shown) - self._page))
         rows = fit([header(wide=True), *(row(body, now, wide=True) for body in shown)], width)
         visible = rows[1:][self._top : self._top + self._page]
-        lines = [Text(_counts(bodies), style="bold"), Text(rows[0], style="dim")]
+        lines = [Text(_counts(bodies) + _cost(bodies), style="bold"), Text(rows[0], style="dim")]
         for line, name in zip(visible, self._names[self._top :], strict=False):
             lines.append(_painted(line, selected=name == self.selected))
         hidden = len(shown) - len(visible)
@@ -120,6 +121,13 @@ def _counts(bodies: Sequence[Json]) -> str:
     counted = Counter(phase(body) for body in bodies)
     order = sorted(counted, key=lambda state: (state in ENDED, -counted[state]))
     return ", ".join(f"{counted[state]} {state.lower()}" for state in order) or "no jobs"
+
+
+def _cost(bodies: Sequence[Json]) -> str:
+    """Return the GPU hours of all jobs together; empty if there are none."""
+    spent = (JobStatus.read({"gpuSeconds": (body.get("status") or {}).get("gpuSeconds")}) for body in bodies)
+    hours = gpu_hours(sum(status.gpu_seconds for status in spent))
+    return f"; {hours} GPU hours" if hours else ""
 
 
 def fit(rows: Sequence[Sequence[str]], width: int) -> list[str]:

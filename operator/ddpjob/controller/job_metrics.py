@@ -35,6 +35,9 @@ from ddpjob.engine.ports import JobKey
 MOST_JOBS = 5000
 """Maximum number of jobs with their own series. Jobs that have not ended come first, and namespaces
 take turns."""
+MOST_PAYERS = 1000
+"""Maximum number of pairs of namespace and queue with their own GPU seconds. The seconds of further
+pairs are summed under OTHER."""
 OTHER = "Other"
 """The label of any unknown reason, because the writer of a status must not be able to create
 series."""
@@ -78,6 +81,11 @@ RECOVERY = Histogram(
     " excluding planned restarts",
     ["reason"],
     buckets=_RECOVERIES,
+)
+GPU_SECONDS = Counter(
+    "ddpjob_gpu_seconds",
+    "GPU seconds of all jobs, deleted ones included, by namespace and by Kueue's ClusterQueue (empty without one)",
+    ["namespace", "queue"],
 )
 LOST_STEPS = Histogram(
     "ddpjob_lost_steps",
@@ -164,6 +172,7 @@ class JobAccounts:
         account.job, account.since = after, now
         if key in self._ours:
             _count(before.status, after.status, account)
+            _count_gpu_seconds(before, after)
 
     def jobs(self) -> list[_Account]:
         """Return the accounts of jobs on which this operator acts.
@@ -262,6 +271,22 @@ def _known_cause(restart: Restart) -> str:
     return restart.reason if restart.reason in _CAUSES else OTHER
 
 
+_payers: set[tuple[str, str]] = set()
+
+
+def _count_gpu_seconds(before: DDPJob, after: DDPJob) -> None:
+    """Count the GPU seconds that a status has added, for the queue whose quota was used."""
+    added = after.status.gpu_seconds - before.status.gpu_seconds
+    if added <= 0:
+        return
+    quota = before.status.queue or after.status.queue
+    payer = after.namespace, quota.cluster_queue if quota is not None else ""
+    if payer not in _payers and len(_payers) >= MOST_PAYERS:
+        payer = OTHER, OTHER
+    _payers.add(payer)
+    GPU_SECONDS.labels(*payer).inc(added)
+
+
 def _count_lost_steps(old: JobStatus, new: JobStatus, fresh: Iterable[Restart], account: _Account) -> None:
     """Count lost steps, given by how far the first reported step after a break fell back."""
     before, step = _step(old), _step(new)
@@ -298,6 +323,9 @@ _TEXTS = {
     "ddpjob_job_useful_seconds":
         "Time in which nodes took new steps, summed over a job's nodes, excluding starts, restarts, stalls and"
         " known repeated steps",
+    "ddpjob_job_gpu_seconds":
+        "GPU seconds of a job since it began (status.gpuSeconds), written at least every ten minutes",
+    "ddpjob_job_gpus": "GPUs that a job's pods hold, spares included; no sample without GPUs",
     "ddpjob_job_repeated_steps": "Complete steps that were taken again after restarts of a job, as far as known",
     "ddpjob_job_repeated_seconds": "Time in which a job repeated steps after restarts, as far as known",
     "ddpjob_job_unknown_repeats": "Restarts of a job with an unknown number of repeated steps",
@@ -320,7 +348,7 @@ _TEXTS = {
     "ddpjob_train_samples_per_second": "Samples per second over all ranks, as reported; only while nodes train",
 }  # fmt: skip
 _COUNTERS = (
-    *("ddpjob_job_restarts", "ddpjob_job_pod_seconds", "ddpjob_job_useful_seconds"),
+    *("ddpjob_job_restarts", "ddpjob_job_pod_seconds", "ddpjob_job_useful_seconds", "ddpjob_job_gpu_seconds"),
     *("ddpjob_job_repeated_steps", "ddpjob_job_repeated_seconds", "ddpjob_job_unknown_repeats"),
 )
 _MORE_LABELS = {"ddpjob_job_phase": ["phase"], "ddpjob_job_failed": ["reason"]}
@@ -409,6 +437,10 @@ def _add(families: _Families, job: DDPJob, pod_seconds: float, useful_seconds: f
         add("ddpjob_job_failed", 1, reason if reason in FAILURES else OTHER)
     add("ddpjob_job_pod_seconds", pod_seconds)
     add("ddpjob_job_useful_seconds", useful_seconds)
+    if status.gpu_use is not None or status.gpu_seconds:
+        add("ddpjob_job_gpu_seconds", status.gpu_seconds)
+    if status.gpu_use is not None:
+        add("ddpjob_job_gpus", status.gpu_use.held)
     add("ddpjob_job_repeated_steps", status.restarts.repeated_steps)
     add("ddpjob_job_repeated_seconds", status.restarts.repeated_seconds)
     add("ddpjob_job_unknown_repeats", status.restarts.unknown_repeats)

@@ -34,6 +34,7 @@ _LONGEST_ENDING = 4096
 _MOST_CONTAINERS = 64
 """Maximum number of containers read from a pod. Its main container is always included."""
 _LARGEST_LABEL = 2**31
+_MOST_DEVICES, _LONGEST_AMOUNT = 16, 6
 _OF_LIMIT_RANGE = "kubernetes.io/limit-ranger"
 _MAIN = (TRAINER_CONTAINER, COORDINATOR_CONTAINER)
 
@@ -77,8 +78,22 @@ def read_pod(body: Mapping[str, Any]) -> PodView:
         init_containers=_containers(status.get("initContainerStatuses", ())),
         initialized=conditions.get("Initialized", {}).get("status") == "True",
         grace_seconds=spec.get("terminationGracePeriodSeconds", 30),
+        devices=_devices(spec),
         default_memory=_default_memory(meta, spec),
     )
+
+
+def _devices(spec: Mapping[str, Any]) -> dict[str, int]:
+    """Return the devices that a pod's containers request together.
+
+    Such resources have a domain and are counted in whole numbers.
+    """
+    found: dict[str, int] = {}
+    for container in spec.get("containers", ())[:_MOST_CONTAINERS]:
+        for name, amount in ((container.get("resources") or {}).get("limits") or {}).items():
+            if "/" in name and str(amount).isdecimal() and len(str(amount)) <= _LONGEST_AMOUNT:
+                found[name] = found.get(name, 0) + int(amount)
+    return dict(sorted(found.items())[:_MOST_DEVICES])
 
 
 def _default_memory(meta: Mapping[str, Any], spec: Mapping[str, Any]) -> str:

@@ -43,6 +43,7 @@ from ddpjob.core.plan.queue import plan_queue_actions
 from ddpjob.core.plan.wind_down import complete, fail
 from ddpjob.core.status.describe import describe
 from ddpjob.core.status.events import change_events, restart_events
+from ddpjob.core.status.gpu_seconds import count_gpu_seconds
 from ddpjob.core.status.notifications import with_notifications
 from ddpjob.core.status.restarting import judge_preflight
 from ddpjob.core.view import View
@@ -70,14 +71,15 @@ def decide(job: DDPJob, world: World, now: datetime) -> Decision:
     an operator dies partway through, the next reconcile decides from a new observation.
 
     A job that is being deleted, or that belongs to another controller, is left alone. For any other
-    job, the GATES come first and then `_run`. Notifications for the job's receiver are added to
-    either decision.
+    job, the GATES come first and then `_run`. Notifications for the job's receiver and its GPU
+    seconds are added to either decision.
     """
     if job.deleting or job.spec.managed_elsewhere:
         return Decision(job.status)
     selector = f"{LABEL_UID}={job.uid},{LABEL_ROLE}={Role.NODE}"
     status = replace(job.status, observed_generation=job.generation, selector=selector)
-    return with_notifications(job, world, now, _decide(View(job, status, world, now)))
+    decision = with_notifications(job, world, now, _decide(View(job, status, world, now)))
+    return count_gpu_seconds(job, world, now, decision)
 
 
 def _decide(view: View) -> Decision:

@@ -116,6 +116,8 @@ class PodView:
     initialized: bool = False
     """Whether the init containers are done: ordinary ones have ended, and sidecars have started."""
     grace_seconds: int = 30
+    devices: Mapping[str, int] = field(default_factory=dict)
+    """Devices that the pod's containers request, by resource name."""
     default_memory: str = ""
     """The main container's memory limit, if it comes from the namespace's LimitRange."""
 

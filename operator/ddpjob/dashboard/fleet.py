@@ -73,6 +73,7 @@ class FleetRow:
     unknown_repeats: int = 0
     """Number of restarts with an unknown number of repeated steps."""
     gpus_training: int = 0
+    gpu_seconds: int = 0
     created: datetime | None = None
     started: datetime | None = None
     ended: datetime | None = None
@@ -143,6 +144,7 @@ def fleet_row(body: Json) -> FleetRow:
         repeated_seconds=status.restarts.repeated_seconds,
         unknown_repeats=status.restarts.unknown_repeats,
         gpus_training=training * each,
+        gpu_seconds=status.gpu_seconds,
         created=created,
         started=status.start_time,
         ended=status.completion_time,

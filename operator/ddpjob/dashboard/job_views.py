@@ -83,6 +83,7 @@ SORTS: dict[str, Callable[[FleetRow, datetime], Any]] = {
     "progress": lambda row, now: (-1 if row.percent is None else row.percent, row.name),
     "restarts": lambda row, now: (row.restarts_total, row.name),
     "gpus": lambda row, now: (row.gpus, row.pods, row.name),
+    "gpu-hours": lambda row, now: (row.gpu_seconds, row.name),
     "runtime": lambda row, now: (row.runtime(now) or -1.0, row.name),
     "age": lambda row, now: (-_moment(row.created), row.name),
 }
@@ -105,6 +106,7 @@ class Listed:
     pods: int
     gpus: int
     gpus_training: int
+    gpu_seconds: int
     total: int
 
 
@@ -132,6 +134,7 @@ def listed(rows: Iterable[FleetRow], choice: Choice, now: datetime) -> Listed:
         pods=sum(row.pods for row in every),
         gpus=sum(row.gpus for row in every),
         gpus_training=sum(row.gpus_training for row in every),
+        gpu_seconds=sum(row.gpu_seconds for row in every),
         total=len(every),
     )
 

@@ -37,7 +37,7 @@ from ddpjob.client.backends.backend import (
 )
 from ddpjob.client.logs.log_follower import Chosen, LogFollower, newest_pods, ranks_of_pods
 from ddpjob.client.texts.compare_runs import MOST_RUNS, compare
-from ddpjob.client.texts.job_text import phase, restart_counts, took, why
+from ddpjob.client.texts.job_text import gpu_hours, phase, restart_counts, took, why
 from ddpjob.client.texts.metric_series import AXES, read_metrics
 from ddpjob.client.texts.run_record import record_of
 from ddpjob.core.status.messages import count, put_cause_first
@@ -130,6 +130,7 @@ class Dashboard:
             "cause_first": put_cause_first,
             "repeats": lambda restart: repeats(restart) or (UNKNOWN if restart.continued_from == UNKNOWN else ""),
             "counted": count,
+            "gpu_hours": gpu_hours,
             "number": lambda n: f"{n:,}".replace(",", "\u202f"),
         }
         self._pages.globals |= {

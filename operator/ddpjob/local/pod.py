@@ -52,7 +52,8 @@ class Pod:
 
     Raises OSError if their logs cannot be written. `inherited` is the environment to which the
     manifest's variables are added. `delay` is in seconds; a command that cannot be executed then
-    fails with a shell's exit code.
+    fails with a shell's exit code. `devices` are the machine's devices that the pod may use, by
+    resource name.
     """
 
     def __init__(
@@ -63,12 +64,14 @@ class Pod:
         working_dir: Path,
         now: datetime,
         delay: float = 0.0,
+        devices: dict[str, int] | None = None,
     ) -> None:
         meta, labels = manifest["metadata"], manifest["metadata"]["labels"]
         self.name, self.uid = str(meta["name"]), str(uuid.uuid4())
         self.role = Role(labels[LABEL_ROLE])
         self._labels, self._folder, self._working_dir, self._delay = labels, folder, working_dir, delay
         self.created = now
+        self.devices = devices or {}
         self.deleted_at: datetime | None = None
         self.grace = int(manifest["spec"].get("terminationGracePeriodSeconds", 30))
         self.views: dict[str, ContainerView] = {}
@@ -170,6 +173,7 @@ class Pod:
             deleted_at=self.deleted_at,
             containers=dict(self.views),
             grace_seconds=self.grace,
+            devices=self.devices,
         )
 
     def _phase(self) -> str:

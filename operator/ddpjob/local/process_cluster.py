@@ -193,11 +193,14 @@ class ProcessCluster:
         gpus = self.local_spec.visible_gpus(int(index)) if index is not None else ""
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpus
+        devices = {self.local_spec.spec.gpu_resource: len(gpus.split(","))} if gpus else {}
         labels = manifest["metadata"]["labels"]
         replaces = labels[LABEL_ROLE] in NODE_ROLES and labels[LABEL_ATTEMPT] != "0"
         delay = SPARE_SECONDS if replaces and self.local_spec.spec.spares else 0.0
         try:
-            self.pods[name] = Pod(manifest, self.folder, environment, self.local_spec.working_dir, self.clock(), delay)
+            self.pods[name] = Pod(
+                manifest, self.folder, environment, self.local_spec.working_dir, self.clock(), delay, devices
+            )
         except OSError as error:
             raise Refused(507, f"pod {name} cannot be started: {error}") from error
 

@@ -71,6 +71,14 @@ def test_at_80_columns_the_figures_of_a_job_are_visible_and_at_200_all_columns()
     assert any("sweep-lr" in line and "…" in line for line in text(unfolded.frame(sixty(), NOW, 80, 24)))
 
 
+def test_the_gpu_hours_of_all_jobs_are_summed_whatever_their_status_holds() -> None:
+    bodies = [job("a", "Running"), job("b", "Failed"), job("c", "Complete")]
+    assert text(JobList().frame(bodies, NOW, 80, 24))[0] == "1 running, 1 failed, 1 complete"
+    for body, seconds in zip(bodies, (3600, 36_000, "many"), strict=True):
+        body["status"]["gpuSeconds"] = seconds
+    assert text(JobList().frame(bodies, NOW, 80, 24))[0] == "1 running, 1 failed, 1 complete; 11.0 GPU hours"
+
+
 def test_the_room_of_a_dropped_column_goes_to_the_names() -> None:
     figures = {"display": "epoch 212/300 70 %", "lossDisplay": "0.5955", "speedDisplay": "24,595/s"}
     name = "a-name-of-twenty-3-char"

@@ -12,7 +12,7 @@ import pytest
 from ddpjob.cli.top import JobScreen
 from ddpjob.client.backends.backend import Happened, Mistake, PodLine
 from ddpjob.client.job_client import Job
-from ddpjob.client.texts.job_text import describe, remedies, row, table, warnings, why
+from ddpjob.client.texts.job_text import describe, gpu_hours, remedies, row, table, warnings, why
 from rich.console import Console
 
 ROOT = Path(__file__).parents[3]
@@ -123,6 +123,17 @@ def test_a_missing_pod_of_a_job_that_seems_to_train_points_at_the_operator() -> 
     assert "does not exist" not in "\n".join(why(body, [], NOW)), "a user who may not list pods sees no pods"
 
 
+def test_gpu_hours_are_shown_where_a_job_has_any() -> None:
+    use = {"held": 16, "since": "2026-01-01T11:59:00Z"}
+    body = job(phase="Running", gpuSeconds=44424, gpuUse=use)
+    assert "GPU hours:  12.3 (44,424 GPU seconds), 16 GPUs held\n" in "\n".join(describe(body, [], [], NOW))
+    assert row(body, NOW, wide=True)[-3] == "12.3"
+    assert "GPU hours" not in "\n".join(describe(job(phase="Running"), [], [], NOW))
+    assert [gpu_hours(seconds) for seconds in (0, 90, 35_999, 36_000, 36_000_000)] == [
+        *("", "0.03", "10.00", "10.0", "10,000.0"),
+    ]
+
+
 def test_a_row_has_kubectls_columns() -> None:
     body = job(
         phase="Running",
@@ -134,7 +145,7 @@ def test_a_row_has_kubectls_columns() -> None:
     )
     cells = ("j", "Running", "2/2 +1", "epoch 1/3 40 %", "0.5", "12/s", "0/10 +1", "1h00m")
     assert row(body, NOW) == cells
-    assert row(body, NOW, wide=True, namespaces=True) == ("ml", *cells, "30m00s", "", "")
+    assert row(body, NOW, wide=True, namespaces=True) == ("ml", *cells, "30m00s", "", "", "")
     assert table([("A", "BB"), ("CCC", "D")]) == ["A     BB", "CCC   D"]
 
 

@@ -241,6 +241,20 @@ async def test_a_page_shows_steps_at_risk_and_repeated_and_not_0_if_unknown(fold
     assert "Steps repeated unknown" in unknown and "Time with new steps at most" in unknown
 
 
+async def test_gpu_hours_are_shown_only_where_there_are_any(folder: Path) -> None:
+    body = next(b for n in range(60) if (b := record(n, datetime.now(UTC)))["status"].get("phase") == "Running")
+    name = body["metadata"]["name"]
+    (folder / name).mkdir()
+    for seconds, shown in ((44_424, True), (0, False)):
+        body["status"]["gpuSeconds"] = seconds
+        write_record(JobFolder(folder / name), body)
+        with held(JobFolder(folder / name)):
+            async with opened() as web:
+                pages = [text(await web.get(path)) for path in ("/?sort=gpu-hours&dir=desc", f"/jobs/default/{name}")]
+        assert ["GPU hours 12.3" in page for page in pages] == [shown] * 2
+        assert ["GPU hours" in page for page in pages] == [shown] * 2
+
+
 async def test_an_ended_job_shows_the_restart_limit_that_it_had(folder: Path) -> None:
     """Regression: kubectl's column showed 1/0, and the page the limit that the manifest has now."""
     body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Failed")
@@ -516,7 +530,7 @@ def test_a_list_with_several_pages_counts_all_jobs() -> None:
     found = listed(rows, Choice(sort="name", page=9), NOW)
     assert found.pages == found.page == 3 and len(found.rows) == 50 and found.total == sum(found.states.values()) == 250
     assert found.active == sum(row.state not in ("Complete", "Failed") for row in rows)
-    for sort in ("state", "progress", "restarts", "gpus", "runtime", "age", "namespace"):
+    for sort in ("state", "progress", "restarts", "gpus", "gpu-hours", "runtime", "age", "namespace"):
         upward = listed(rows, Choice(sort=sort), NOW).rows
         assert len(upward) == 100 and upward[0] != listed(rows, Choice(sort=sort, descending=True), NOW).rows[0]
     held = next(row for row in rows if row.state == "Running")

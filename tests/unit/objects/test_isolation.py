@@ -5,11 +5,14 @@ would.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from built import PLATFORM, job
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
@@ -216,3 +219,25 @@ def test_a_moved_operator_needs_a_different_policy() -> None:
     }
     assert len(names) == 4 and policy_name(job(), INSTALLED) in names
     assert build_policy(job(), INSTALLED)["metadata"]["ownerReferences"] == [job().owner_reference]
+
+
+# --- outgoing traffic, which a namespace may deny ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", ["Dedicated", "Master"])
+def test_the_policy_of_the_page_lets_a_job_reach_its_own_pods_and_dns(placement: str) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "pod-security.md").read_text()
+    [policy] = [
+        body
+        for text in re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+        if (body := yaml.safe_load(text)).get("kind") == "NetworkPolicy"
+    ]
+    spec = policy["spec"]
+    assert spec["policyTypes"] == ["Egress"] and "ingress" not in spec
+    own, names, buckets = spec["egress"]
+    assert own.keys() == {"to"} and own["to"] == [{"podSelector": spec["podSelector"]}], "all ports of its own pods"
+    assert {(port["protocol"], port["port"]) for port in names["ports"]} == {("UDP", 53), ("TCP", 53)}
+    assert buckets == {"ports": [{"protocol": "TCP", "port": 443}]}
+    for pod in pods(PLATFORM, rendezvous={"placement": placement}):
+        assert spec["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        assert pod["spec"]["automountServiceAccountToken"] is False, "it has no use for the API server"

@@ -33,7 +33,7 @@ from ddpjob.core.view import is_number
 from ddpjob.local.environment import HOST
 
 COLUMNS = ("NAME", "STATE", "NODES", "PROGRESS", "LOSS", "SPEED", "RESTARTS", "AGE")
-WIDE = ("DURATION", "ATRISK", "REASON")
+WIDE = ("DURATION", "GPUHOURS", "ATRISK", "REASON")
 NO_STATUS_SECONDS = 30
 """Age in seconds from which a job without a status counts as not managed by any operator."""
 QUIET_SECONDS = 30
@@ -68,7 +68,7 @@ def row(body: Json, now: datetime, *, wide: bool = False, namespaces: bool = Fal
     if wide:
         first = main_condition(status)
         risk = str(progress.get(AT_RISK, ""))
-        cells += (took(body, now), risk, first.reason if first is not None else "")
+        cells += (took(body, now), gpu_hours(status.gpu_seconds), risk, first.reason if first is not None else "")
     return (str(meta.get("namespace", "")), *cells) if namespaces else cells
 
 
@@ -81,6 +81,12 @@ def took(body: Json, now: datetime) -> str:
     """Return how long the job has run or ran, not counting suspended time at the beginning."""
     status = JobStatus.read(body.get("status") or {})
     return _since(status.start_time, status.completion_time or now) if status.start_time else ""
+
+
+def gpu_hours(seconds: int) -> str:
+    """Return GPU seconds as GPU hours; empty if there are none."""
+    hours = seconds / 3600
+    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2f}" if seconds else ""
 
 
 def _since(then: datetime | None, now: datetime) -> str:
@@ -134,6 +140,7 @@ def describe(body: Json, pods: Sequence[PodLine], events: Sequence[Happened], no
         ("State", phase(body)),
         ("Created", f"{meta.get('creationTimestamp', '')} ({_since(job.created, now)} ago)"),
         ("Runtime", took(body, now)),
+        ("GPU hours", _gpu_use(status)),
         ("Progress", _progress(status)),
         ("Restarts", restart_counts(status, spec.recovery.max_restarts)),
         ("Repeated", _repeated_work(status)),
@@ -238,6 +245,13 @@ def restart_counts(status: JobStatus, most: int) -> str:
     """Return how many of the allowed restarts were used; empty before the first restart."""
     counts = status.restarts
     return f"{counts.counted} of {counts.limit(most)} counted, {counts.uncounted} not counted" if counts.total else ""
+
+
+def _gpu_use(status: JobStatus) -> str:
+    """Return what the job has cost, and what it holds; empty for a job on the CPU."""
+    held = f"{count(status.gpu_use.held, 'GPU')} held" if status.gpu_use is not None else ""
+    spent = f"{gpu_hours(status.gpu_seconds)} ({status.gpu_seconds:,} GPU seconds)" if status.gpu_seconds else ""
+    return ", ".join(part for part in (spent, held) if part)
 
 
 def _repeated_work(status: JobStatus) -> str:
