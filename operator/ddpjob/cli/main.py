@@ -19,7 +19,7 @@ from ddpjob.client.backends.backend import Mistake, Unreachable
 from ddpjob.client.backends.cluster_backend import ClusterBackend
 from ddpjob.missing_package import installed_version
 
-# The help lists the commands in this order.
+# Importing these modules defines their commands.
 from ddpjob.cli import preparing  # noqa: F401  isort: skip
 from ddpjob.cli import looking  # noqa: F401  isort: skip
 from ddpjob.cli import changing  # noqa: F401  isort: skip

@@ -59,10 +59,11 @@ _MEANT = {
 
 
 class _Commands(click.Group):
-    """Lists commands in the order of their definition, and suggests one for an unknown command."""
+    """Lists commands in the order of their groups, and suggests one for an unknown command."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        grouped = [name for names in GROUPS.values() for name in names if name in self.commands]
+        return grouped + sorted(self.commands.keys() - set(grouped))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands in groups; a command without a group comes last."""

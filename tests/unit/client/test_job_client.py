@@ -290,6 +290,10 @@ def test_missing_logs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(True, (job(), False))
     with pytest.raises(Mistake, match="j has no rank 7; the ranks are 0 to 1"):
         list(client(place).logs("j", rank=7))
+    silent = Place(True, (job(), False))
+    monkeypatch.setattr(silent, "log", lambda pod, options: iter(()))
+    with pytest.raises(Mistake, match="rank 1 of j has written nothing"):
+        list(client(silent).logs("j", rank=1))
     with pytest.raises(Mistake, match="no pod of slot 9 of j; the slots are 0 to 1"):
         list(client(place).logs("j", index=9))
     read = place.log

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from ddpjob.client.logs.worker_stacks import PROBE
+from ddpjob.client.backends.backend import PodLine
+from ddpjob.client.logs.worker_stacks import PROBE, stacks
 from ddpjob_runtime.launcher.stacks import PREFIX
 
 WORKER = """
@@ -31,6 +32,25 @@ file = open(os.path.join(os.environ["FOLDER"], "3.txt"), "w")
 faulthandler.register(signal.SIGRTMIN + 7, file=file)
 train()
 """
+
+
+def test_stacks_end_with_the_script_and_not_with_the_runtime() -> None:
+    frames = [
+        '"/code/train.py", line 8 in step',
+        '"/code/train.py", line 12 in <module>',
+        '"<frozen runpy>", line 88 in _run',
+        '"/opt/ddpjob/ddpjob_runtime/worker.py", line 435 in run_script',
+        '"<frozen importlib._bootstrap>", line 9 in f',
+    ]
+    text = "rank 0, process 7:\n" + "".join(f"  File {frame}\n" for frame in frames) + "rank 1, process 8:\n"
+
+    class OnePod:
+        def run_in(self, pod: PodLine, code: str) -> str:
+            return text
+
+    ((_, shown),) = stacks(OnePod(), [PodLine("j-0-0", "node", 0, "Running")])  # type: ignore[arg-type]
+    script = [f"  File {frame}" for frame in frames[:2]]
+    assert shown.splitlines() == ["rank 0, process 7:", *script, "rank 1, process 8:"]
 
 
 @pytest.mark.parametrize("how", ["started", "forked", "titled"])

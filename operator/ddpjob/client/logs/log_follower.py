@@ -265,7 +265,10 @@ class LogFollower:
         if self._chosen.ranks:
             held = sorted(number for ranks in self.ranks.values() for number in (ranks[0], ranks[-1]))
             there = f"the ranks are {held[0]} to {held[-1]}" if held else "no pod has a rank yet"
-            return f"{self.job} has no rank {', '.join(map(str, self._chosen.ranks))}; {there}"
+            wanted = ", ".join(map(str, self._chosen.ranks))
+            if any(rank in ranks for ranks in self.ranks.values() for rank in self._chosen.ranks):
+                return f"rank {wanted} of {self.job} has written nothing"
+            return f"{self.job} has no rank {wanted}; {there}"
         every = self.backend.pods(self.job)
         if missing := self._missing_slots(every):
             return missing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 from ddpjob.client.backends.backend import Backend, Mistake, PodLine
@@ -62,12 +63,16 @@ if not found:
 """Prints the stacks of its pod's ranks, using the signal that the launcher sends in a hang."""
 
 
+_OWN_FRAME = re.compile(r'^  File "(?:[^"\n]*/ddpjob_(?:runtime|pod)/|<frozen |[^"\n]*/runpy\.py).*\n?', re.MULTILINE)
+"""A frame of the runtime, of imports or of `python -m`, which says nothing about a script."""
+
+
 def stacks(backend: Backend, pods: list[PodLine]) -> list[tuple[PodLine, str]]:
     """Return the current stacks of each pod's ranks as text. Training continues."""
 
     def one(pod: PodLine) -> tuple[PodLine, str]:
         try:
-            return pod, backend.run_in(pod, PROBE).rstrip()
+            return pod, _OWN_FRAME.sub("", backend.run_in(pod, PROBE)).rstrip()
         except Mistake as mistake:
             return pod, str(mistake)
 
