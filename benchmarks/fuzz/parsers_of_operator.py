@@ -233,15 +233,23 @@ def _conversions() -> Target:
 
 
 def _metrics() -> Target:
-    from ddpjob.client.texts.metric_series import read_metrics
+    from ddpjob.client.texts.metric_series import AXES, read_metrics
 
     rows = [
-        {"event": "start", "step": 0}, {"event": "step", "step": 1, "loss": 0.5, "samplesPerSecond": 3},
+        {"event": "start", "step": 0, "time": 1.5},
+        {"event": "step", "step": 1, "loss": 0.5, "samplesPerSecond": 3, "time": 2.5, "epoch": 1},
         {"event": "step", "step": 2, "loss": None}, {"event": "eval", "step": 2, "accuracy": 0.5, "loss": 1e5},
     ]  # fmt: skip
-    return Target(
-        lambda data: read_metrics(data.decode(errors="replace")).after_last_loss(), [b"\n".join(map(as_json, rows))], ()
-    )
+
+    def draw(data: bytes) -> None:
+        series = read_metrics(data.decode(errors="replace"))
+        series.after_last_loss()
+        for where in map(series.positions, AXES):
+            series.restarts_at(where)
+            for curve in (*series.steps.values(), *series.evaluations.values()):
+                series.stretches(curve, where)
+
+    return Target(draw, [b"\n".join(map(as_json, rows))], ())
 
 
 def _ends() -> Target:

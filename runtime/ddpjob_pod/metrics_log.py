@@ -7,8 +7,9 @@ Each line is a JSON object with the event, its time and its numbers:
     {"event": "eval", "time": 1764371009.9, "step": 100, "accuracy": 0.41}
 
 The built-in trainer and `ddpjob_report` write it. A restart appends to the file, begins with
-"start", and repeats the steps since the checkpoint. A killed writer loses only its last line,
-because each line is one write.
+"start", and repeats the steps since the checkpoint. In a job, a start also has `run`, the first
+letters of the job's UID, because a later job may continue in the same folder. A killed writer loses
+only its last line, because each line is one write.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from ddpjob_pod.job_environment import JobEnvironment
 
 METRICS = "metrics.jsonl"
 
@@ -53,6 +56,8 @@ class MetricsLog:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in fields.items()
         }
+        if event == "start" and (uid := JobEnvironment.read().uid):
+            finite["run"] = uid[:8]
         head = {"event": event, "time": wall_clock()}
         line = json.dumps({**head, **finite, **head}) + "\n"  # Puts the event first in the line.
         left = (("\n" if self._truncated else "") + line).encode()

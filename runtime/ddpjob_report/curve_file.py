@@ -64,7 +64,7 @@ def _write_step(log: MetricsLog, step: int, figures: dict[str, Any]) -> None:
     """Write a step's line, and its accuracy as an evaluation line."""
     metrics = figures.get("metrics", {})
     known = {name: value for name, value in {**metrics, **figures}.items() if name not in _NOT_OF_A_STEP}
-    log.write("step", **{"loss": None, **known, "step": step})
+    log.write("step", **{**known, "step": step})
     if "accuracy" in metrics:
         log.write("eval", step=step, accuracy=metrics["accuracy"])
 

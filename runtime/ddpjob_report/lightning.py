@@ -96,9 +96,14 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         self._take(trainer)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Report a batch, on all ranks. The loss is read only as often as Lightning logs."""
+        """Report a batch, on all ranks. The loss is read only as often as Lightning logs.
+
+        It is also read after the first and the last batch of an epoch, which may be shorter than
+        the interval between two logs.
+        """
         values: dict[str, Any] = {}
-        if trainer.log_every_n_steps and (batch_idx + 1) % trainer.log_every_n_steps == 0:
+        every = trainer.log_every_n_steps
+        if every and (batch_idx == 0 or (batch_idx + 1) % every == 0 or trainer.is_last_batch):
             values = figures(trainer.callback_metrics)
             loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
             if loss is not None:

@@ -254,6 +254,11 @@ first step, as one of RESUMED_WORDS."""
 RESUMED_WORDS = YES, NO, UNKNOWN = "yes", "no", "unknown"
 START = "start"
 """Key of a progress report: where this round's training continued, as `read_start` returns it."""
+ENVIRONMENT = "environment"
+"""Key of a progress report: what rank 0 trains with, as `read_environment` returns it."""
+MAX_PACKAGES = 20
+_PACKAGE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,39}")
+_PRINTABLE = re.compile(r"[ -~]{1,80}")
 SOURCES = MEMORY, STORAGE, SCRATCH = "memory", "storage", "scratch"
 """Where its state came from."""
 AT_RISK = "stepsAtRisk"
@@ -551,6 +556,8 @@ def read_figures(value: Any, where: str) -> dict[str, Any]:
         figures[STRAGGLERS] = stragglers
     if start := read_start(value.get(START)):
         figures[START] = start
+    if environment := read_environment(value.get(ENVIRONMENT)):
+        figures[ENVIRONMENT] = environment
     figures.update((name, True) for name in FLAGS if value.get(name) is True)
     return figures
 
@@ -571,6 +578,29 @@ def read_start(value: Any) -> dict[str, Any]:
     if seconds is not None and is_number(seconds) and 0 <= seconds <= MAX_SECONDS:
         found["seconds"] = seconds
     return found
+
+
+def read_environment(value: Any) -> dict[str, Any]:
+    """Return `gpu`, a model's name, and `packages`, versions by name. Malformed parts are dropped.
+
+    Texts are printable ASCII of at most 80 characters, so that they can be shown anywhere.
+    """
+    found: dict[str, Any] = {}
+    if not isinstance(value, dict):
+        return found
+    if _is_printable(value.get("gpu")):
+        found["gpu"] = value["gpu"]
+    given = value.get("packages")
+    kept = {
+        name: version
+        for name, version in islice(given.items() if isinstance(given, dict) else (), MAX_PACKAGES)
+        if isinstance(name, str) and _PACKAGE.fullmatch(name) and _is_printable(version)
+    }
+    return {**found, "packages": kept} if kept else found
+
+
+def _is_printable(value: Any) -> bool:
+    return isinstance(value, str) and _PRINTABLE.fullmatch(value) is not None
 
 
 def _is_count(value: Any) -> bool:

@@ -737,6 +737,8 @@ class StepCounter:
         self.made = self.exchanged = 0  # collectives at the last step; steps in a row with any
         self.address, self.token = os.environ["DDPJOB_COORDINATOR"], os.environ["DDPJOB_TOKEN"]
         self.instance = ""
+        self.environment: dict[str, Any] = {}
+        self.described: str | None = None  # the coordinator that knows the environment
         self.round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
         counts = self.counts
 
@@ -847,16 +849,21 @@ class StepCounter:
         report["resumed"] = self.resumed(steps)
         if self.exchanged >= STEPS_OF_EXCHANGE - 1:
             report["exchanging"] = True
+        if not self.environment:
+            self.environment = load_of_pod("versions").read_environment()
+        if self.described != self.instance:  # A coordinator that replaces another does not know it.
+            report["environment"] = self.environment
         body = json.dumps(report).encode()
         try:
             status, instance = self.ask(body)
             if status == "401" and instance != self.instance:
                 self.instance = instance  # a coordinator accepts only proofs made for itself
+                body = json.dumps({**report, "environment": self.environment}).encode()
                 status, _ = self.ask(body)
         except OSError:
             return
         if status == "200":
-            self.posted = steps
+            self.posted, self.described = steps, self.instance
 
     def trains_alone(self, steps: int, least: int) -> bool:
         """Whether each rank seems to train its own model. This is logged once."""

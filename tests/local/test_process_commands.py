@@ -124,5 +124,6 @@ def test_an_ended_job_starts_again_in_one_command(machine: Machine) -> None:
     assert fresh.returncode == 0 and "replacing the Complete job; it starts from scratch" in fresh.stdout
     assert machine.command("submit", "--cluster", "--fresh", file).returncode == 2
     assert (
-        "the next run of this name resumes from job/checkpoints, which stays" in machine.command("delete", "job").stdout
+        "the next run of this name resumes from job/checkpoints, which is kept"
+        in machine.command("delete", "job").stdout
     )

@@ -481,3 +481,27 @@ def test_a_copy_is_reported_as_soon_as_it_exists(
             assert job.status()["progress"]["metrics"]["copyStep"] == 9
         finally:
             script.kill()
+
+
+def test_rank_0_says_what_it_trains_with(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replaced coordinator is told again, and a script that counts its own steps does not hide it."""
+    gpu = SimpleNamespace(is_initialized=lambda: True, get_device_name=lambda: "NVIDIA H200")
+    torch = SimpleNamespace(__version__="2.9.1", version=SimpleNamespace(cuda="12.8"), cuda=gpu, _dynamo=None)
+    post = by_worker(monkeypatch)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    job.post("/v1/progress", {"step": 1, "loss": 0.5})
+    relay = Relay(job.port)
+    assert post(relay.address, 3) and post(relay.address, 4)
+    found = job.status()["progress"]["environment"]
+    assert found["gpu"] == "NVIDIA H200" and found["packages"]["torch"] == "2.9.1"
+    assert (
+        found["packages"]["python"] == ".".join(map(str, sys.version_info[:3])) and found["packages"]["cuda"] == "12.8"
+    )
+    assert [b"environment" in request for request in relay.requests] == [True, True, False]
+
+
+@pytest.mark.parametrize("environment", [{"gpu": 7}, {"packages": {"torch": "\x1b[31m"}}, {"packages": []}, {}])
+def test_a_malformed_environment_is_left_out(job: Job, environment: dict[str, Any]) -> None:
+    assert job.post("/v1/progress", {"step": 1, "environment": environment})[0] == 200
+    assert "environment" not in job.status()["progress"]
+    assert job.post("/v1/progress", {"step": 1, "environment": "x"})[0] == 400

@@ -258,7 +258,7 @@ def _complete(schema: Mapping[str, Any]) -> Any:
     """Return a value with every field of the schema."""
     if schema.get("type") == "object":
         named = {name: _complete(child) for name, child in schema.get("properties", {}).items()}
-        return named or {"accuracy": 1}
+        return named or {"accuracy": _complete(schema["additionalProperties"])}
     if schema.get("type") == "array":
         return [_complete(schema["items"])]
     return TIME if schema.get("format") == "date-time" else _two_values(schema)[1]
@@ -287,7 +287,7 @@ def _paths(value: Any, path: str) -> set[str]:
     mapping admits.
     """
     if isinstance(value, Mapping):
-        if path.endswith((".metrics", ".nodeSelector", ".labels", ".annotations")):
+        if path.endswith((".metrics", ".packages", ".nodeSelector", ".labels", ".annotations")):
             return {path, f"{path}[]"}
         if path.endswith(".tolerations[]"):
             return {path}

@@ -197,6 +197,32 @@ def test_lightning_continues_from_memory(
     survives(train, tmp_path, job, starts)
 
 
+def test_lightning_reports_the_loss_of_epochs_that_are_shorter_than_its_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from ddpjob_report import lightning as callbacks
+
+    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            x, y = batch
+            return (self.inner(x) - y).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    posted: list[dict[str, Any]] = []
+    monkeypatch.setattr(callbacks, "report", lambda **figures: posted.append(figures))
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[callbacks.DDPJobCallback()], enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(Module(), loader_of("plain"))
+    assert [figures["step"] for figures in posted if "loss" in figures] == [1, 8, 9, 16]
+
+
 def test_accelerate_continues_from_memory(
     tmp_path: Path, job: Callable[[], None], starts: list[tuple[int, str]]
 ) -> None:

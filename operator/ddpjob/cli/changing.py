@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import click
 
@@ -10,6 +11,7 @@ from ddpjob.cli.places import with_backend
 from ddpjob.cli.root import bare, command_of_job, complete_job, print_note, root, say
 from ddpjob.client.backends.backend import Backend, Mistake
 from ddpjob.client.backends.process_backend import ProcessBackend
+from ddpjob.client.rerun_jobs import checkpoints_that_stay
 
 
 @command_of_job
@@ -141,13 +143,17 @@ def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
     Example: ddpjob delete first second
     """
     names = list(dict.fromkeys(jobs))
-    if len(names) > 1:
-        for job in names:
-            backend.job(job)
+    bodies = {}
+    for job in names:
+        with suppress(*((Mistake,) if len(names) == 1 else ())):  # One alone is deleted even if it cannot be read.
+            bodies[job] = backend.job(job)
     for job in names:
         backend.delete(job)
-        stays = isinstance(backend, ProcessBackend) and backend.resumes(job)
-        kept = f"; the next run of this name resumes from {job}/checkpoints, which is kept" if stays else ""
+        if isinstance(backend, ProcessBackend):
+            where = f"{job}/checkpoints" if backend.resumes(job) else ""
+        else:
+            where = checkpoints_that_stay(bodies.get(job, {}))
+        kept = f"; the next run of this name resumes from {where}, which is kept" if where else ""
         say(f"ddpjob {job} deleted{kept}", backend)
 
 

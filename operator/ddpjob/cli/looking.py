@@ -17,6 +17,7 @@ from ddpjob.cli.root import bare, command_of_job, complete_job, print_line, prin
 from ddpjob.cli.waiting import wait_for
 from ddpjob.client.backends.backend import Backend, LogOptions, Mistake, NoSuchJob
 from ddpjob.client.texts import job_text
+from ddpjob.client.texts.metric_series import AXES
 
 
 class _Output(click.Choice[str]):
@@ -158,11 +159,13 @@ def dashboard(place: Place, everywhere: bool, host: str, port: int, folder: Path
     return serve_dashboard(place.backend(everywhere=everywhere), host, port)
 
 
-@command_of_job
+@root.command()
+@click.argument("jobs", nargs=-1, required=True, metavar="JOB...", shell_complete=complete_job, callback=bare)
 @click.option("-o", "--output", type=Path, metavar="FILE", help="Write a picture instead: .png, .svg or .pdf.")
+@click.option("--by", type=click.Choice(AXES), help="Horizontal axis. Default for several jobs: step.")
 @with_backend
-def plot(backend: Backend, job: str, output: Path | None) -> None:
-    """Draw a job's loss and test accuracy across its restarts.
+def plot(backend: Backend, jobs: tuple[str, ...], output: Path | None, by: str | None) -> None:
+    """Draw the curves of a job across its restarts, or of several jobs over each other.
 
     The numbers come from run/metrics.jsonl in the checkpoint folder, which the built-in trainer and
     ddpjob_report.report with a `step` write. On this machine they can be drawn at any time, and on
@@ -172,19 +175,32 @@ def plot(backend: Backend, job: str, output: Path | None) -> None:
     \b
     Example: ddpjob plot first
              ddpjob plot first -o first.png
+             ddpjob plot first second --by epoch
     """
-    from ddpjob.cli.terminal_curves import CUT, curves, draw, is_cut
+    from ddpjob.cli.terminal_curves import CUT, MOST_JOBS, check_picture, curves, draw, is_cut, overlay
 
-    backend.job(job)
-    text = backend.metrics(job)
-    if output is None:
-        for line in curves(text, job):
-            print_line(line)
-    else:
-        draw(text, job, output)
+    names = list(dict.fromkeys(jobs))
+    if len(names) > MOST_JOBS:
+        raise click.UsageError(f"{len(names)} jobs: at most {MOST_JOBS} can be told apart; leave some out")
+    if output is not None:
+        check_picture(output)
+    for job in names:
+        backend.job(job)
+    texts = [(job, backend.metrics(job)) for job in names]
+    by = by or ("step" if len(names) > 1 else None)
+    if output is not None:
+        draw(texts, output, by)
         click.echo(f"wrote {output}")
+    elif by is None:
+        for line in curves(texts[0][1], names[0]):
+            print_line(line)
+        return
+    else:
+        for line in overlay(texts, by):
+            click.echo(line)
+    for job, text in texts:
         if is_cut(text):
-            print_note(CUT)
+            print_note(f"{job}: {CUT}" if len(names) > 1 else CUT)
 
 
 @root.command()

@@ -17,6 +17,7 @@ from ddpjob.api.job_status import ConditionType, utc_now
 from ddpjob.cli.display import open_display, recoveries, reported_accuracy, shortest, stall_line
 from ddpjob.cli.output import abandon_output, printable
 from ddpjob.client.manifests.manifest_sources import BadInput, read_job
+from ddpjob.client.texts.run_record import with_commit
 from ddpjob.core.status.messages import count
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.local.adapt_spec import LocalSpec, Options, adapt_spec
@@ -44,7 +45,7 @@ def ready(file: str, name: str | None, options: Options) -> Ready:
             f"{platform.system()}: jobs run only on Linux, and on Windows in WSL 2; `ddpjob validate` and the commands "
             f"for a cluster also work here"
         )
-    body = new_body(read_job(file, name), utc_now())
+    body = new_body(with_commit(read_job(file, name), again=True), utc_now())
     job = DDPJob.read(body)
     folder = job_folder(job.name)
     local_spec = adapt_spec(job, folder, options)

@@ -1,4 +1,8 @@
-"""Training curves in a terminal, and as a picture made with the trainer's own plots."""
+"""Training curves in a terminal, and as a picture made with the trainer's own plots.
+
+Curves of several jobs are drawn over each other, each with its own letter and colour, so that they
+can be told apart in a file without colours too.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import click
+
 from ddpjob.client.backends.backend import METRICS, METRICS_BYTES, Mistake
-from ddpjob.client.texts.metric_series import MetricSeries, read_metrics
+from ddpjob.client.texts.metric_series import MetricSeries, Points, read_metrics
 from ddpjob.core.status.messages import count
+from ddpjob.core.status.shown_progress import duration
 from ddpjob.missing_package import INSTALL
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -20,6 +27,11 @@ WIDTH, HEIGHT = 72, 8
 _LOG_FROM = 20
 """The scale is logarithmic if the largest loss is more than this many times the smallest."""
 CUT = f"the beginning is not shown because only the last {METRICS_BYTES >> 20} MiB of {METRICS} are read"
+
+
+MOST_JOBS = 8
+_COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red", "bright_blue", "bright_green")
+_PANELS = (("loss", "loss"), ("test loss", "loss"), ("test accuracy", "accuracy"), ("samples/s", "samplesPerSecond"))
 
 
 def means(values: Sequence[float], width: int) -> list[float]:
@@ -46,12 +58,12 @@ def chart(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def points(series: MetricSeries) -> tuple[list[float], list[float], int]:
-    """Return losses and test accuracies in the order of steps, and the number of starts."""
+    """Return losses and test accuracies in the order of steps, and the number of restarts."""
     losses, accuracies = series.steps.get("loss", {}), series.evaluations.get("accuracy", {})
     return (
         [losses[step] for step in sorted(losses)],
         [accuracies[step] for step in sorted(accuracies)],
-        len(series.starts),
+        series.restarts,
     )
 
 
@@ -66,18 +78,17 @@ def curves(text: str, job: str) -> Iterator[str]:
     Raises Mistake if there are no steps.
     """
     series = read_metrics(text)
-    losses, accuracies, starts = points(series)
+    losses, accuracies, restarts = points(series)
     if not (losses or series.not_finite or series.without_loss):
         raise Mistake(f"{job}: its metrics contain no step yet; wait until it has trained some steps")
     if is_cut(text):
         # The first start is in the part that is cut off.
-        yield f"{job}: at least {count(starts, 'restart')}; {CUT}"
+        yield f"{job}: at least {count(restarts + bool(series.starts), 'restart')}; {CUT}"
     else:
-        yield f"{job}: {count(max(starts - 1, 0), 'restart')}"
+        yield f"{job}: {count(restarts, 'restart')}"
     if losses:
         yield from _loss_chart(losses)
-    if note := series.after_last_loss():
-        yield note
+    yield from filter(None, (series.after_last_loss(), series.missing_beginning()))
     if accuracies:
         yield "test accuracy"
         yield f"{'':10} {sparkline(accuracies, WIDTH)}"
@@ -95,22 +106,114 @@ def _loss_chart(losses: Sequence[float]) -> Iterator[str]:
     yield f"{'now':>10} {losses[-1]:.4g}"
 
 
+# --- several jobs -----------------------------------------------------------------------------------------------
+
+
+def overlay(texts: Sequence[tuple[str, str]], by: str) -> Iterator[str]:
+    """Yield lines that show curves of several jobs, in panels over one axis.
+
+    `texts` are (job, its metrics). Raises Mistake if a job has no steps, or no such axis.
+    """
+    runs = [(job, read_metrics(text)) for job, text in texts]
+    positions = []
+    for job, series in runs:
+        if not series.made:
+            raise Mistake(f"{job}: its metrics contain no step yet; wait until it has trained some steps")
+        where = series.positions(by)
+        if not where[0]:
+            raise Mistake(f"--by {by}: the metrics of {job} have no {by}; use --by step")
+        positions.append(where)
+    right = max(max(place.values()) for where in positions for place in where if place)
+    for number, (job, series) in enumerate(runs):
+        losses, accuracies, restarts = points(series)
+        parts = [f"{max(series.made)} steps", f"loss {losses[-1]:.4g}" if losses else "no loss"]
+        parts += [f"accuracy {accuracies[-1]:.2%}"] if accuracies else []
+        parts += [count(restarts, "restart")] if restarts else []
+        yield _styled(number, f"{_letter(number)} {job}: {', '.join(parts)}")
+        for note in filter(None, (series.after_last_loss(), series.missing_beginning())):
+            yield f"  {note}"
+    for title, name in _PANELS:
+        drawn = []
+        for (_, series), where in zip(runs, positions, strict=True):
+            curve = (series.evaluations if title.startswith("test") else series.steps).get(name, {})
+            drawn.append([point for part in series.stretches(curve, where) for point in part])
+        if any(drawn):
+            yield from _panel(title, drawn, right)
+    yield f"{'':10} 0{_axis_end(by, right):>{WIDTH - 1}}"
+
+
+def _letter(number: int) -> str:
+    return "abcdefgh"[number]
+
+
+def _styled(number: int, text: str) -> str:
+    return click.style(text, fg=_COLOURS[number])
+
+
+def _axis_end(by: str, right: float) -> str:
+    return duration(right) if by == "time" else f"{right:.4g} {by}s"
+
+
+def _panel(title: str, runs: Sequence[Points], right: float) -> Iterator[str]:
+    """Yield the rows of one panel; a later job covers an earlier one."""
+    columns = [_columns(points, right) for points in runs]
+    values = [value for column in columns for value in column.values()]
+    low, high = min(values), max(values)
+    logarithmic = "loss" in title and low > 0 and high > _LOG_FROM * low
+
+    def scaled(value: float) -> float:
+        return math.log(value) if logarithmic else value
+
+    bottom, height = scaled(low), scaled(high) - scaled(low)
+    cells: dict[tuple[int, int], str] = {}
+    for number, column in enumerate(columns):
+        for at, value in column.items():
+            row = round((scaled(value) - bottom) / height * (HEIGHT - 1)) if height > 0 else 0
+            cells[row, at] = _styled(number, _letter(number))
+    yield title + (", on a logarithmic scale" if logarithmic else "")
+    form = "{:.2%}" if title == "test accuracy" else "{:.4g}"
+    marks = {HEIGHT - 1: form.format(high), 0: form.format(low)}
+    for row in reversed(range(HEIGHT)):
+        yield f"{marks.get(row, ''):>10} {''.join(cells.get((row, at), ' ') for at in range(WIDTH))}".rstrip()
+
+
+def _columns(points: Points, right: float) -> dict[int, float]:
+    """Return the mean of the points in each column of the panel that has some."""
+    found: dict[int, list[float]] = {}
+    for position, value in points:
+        at = round(position / right * (WIDTH - 1)) if right > 0 else 0
+        found.setdefault(min(max(at, 0), WIDTH - 1), []).append(value)
+    return {at: sum(values) / len(values) for at, values in found.items()}
+
+
 PICTURES = (".png", ".svg", ".pdf")
 
 
-def draw(text: str, job: str, output: Path) -> None:
-    """Write the picture that `python -m ddpjob_trainer plot` makes. Raises Mistake."""
+def check_picture(output: Path) -> None:
+    """Raise Mistake if no picture of this kind can be drawn here."""
     if output.suffix not in PICTURES:
         raise Mistake(f"--output {output}: must end in {', '.join(PICTURES)}")
     if importlib.util.find_spec("ddpjob_trainer") is None or importlib.util.find_spec("matplotlib") is None:
         needed = INSTALL.format(extra="trainer")
         raise Mistake(f"a picture needs the built-in trainer: {needed}; without --output the curves are printed")
+
+
+def draw(texts: Sequence[tuple[str, str]], output: Path, by: str | None = None) -> None:
+    """Write the picture that `python -m ddpjob_trainer plot` makes. Raises Mistake.
+
+    `texts` are (job, its metrics).
+    """
+    check_picture(output)
     with tempfile.TemporaryDirectory() as folder:
-        metrics = Path(folder) / job / METRICS  # the picture's title is the folder's name
-        metrics.parent.mkdir(parents=True)
-        metrics.write_text(text, encoding="utf-8")
+        places = []
+        for job, text in texts:
+            metrics = Path(folder) / job / METRICS  # the picture names a run by its folder
+            metrics.parent.mkdir(parents=True)
+            metrics.write_text(text, encoding="utf-8")
+            places.append(str(metrics.parent))
+        axis = ["--by", by] if by is not None else []
         made = subprocess.run(
-            [sys.executable, "-m", "ddpjob_trainer", "plot", str(metrics.parent), "--output", str(output)],
+            [sys.executable, "-m", "ddpjob_trainer", "plot", *places, "--output", str(output), *axis],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
     if made.returncode:

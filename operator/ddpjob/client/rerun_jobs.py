@@ -25,7 +25,7 @@ import re
 import time
 from typing import Any
 
-from ddpjob.api.job_spec import Json
+from ddpjob.api.job_spec import Json, WhenDeleted
 from ddpjob.api.reader import validate
 from ddpjob.api.schema import default_of
 from ddpjob.client.backends.backend import ENDED, Backend, Mistake, NoSuchJob
@@ -98,6 +98,21 @@ def _mounts(spec: Json) -> list[str]:
 
 def where_it_begins(name: str, resumes: bool) -> str:
     return f"it resumes from {name}/checkpoints (--fresh starts from scratch)" if resumes else "it starts from scratch"
+
+
+def checkpoints_that_stay(body: Json) -> str:
+    """Return where a deleted job's checkpoints stay on a cluster; empty if none stay."""
+    storage = (body.get("spec") or {}).get("storage") or {}
+    volume = storage.get("checkpoints") or {}
+    template = volume.get("claimTemplate") or {}
+    if url := volume.get("url"):
+        return f"the checkpoints in {url}"
+    if claim := volume.get("claimName"):
+        return f"the checkpoints in the claim {claim}"
+    if volume.get("hostPath"):
+        return f"the checkpoints in {volume['hostPath']} of the Kubernetes nodes"
+    stays = template and template.get("whenDeleted") != WhenDeleted.DELETE
+    return "the checkpoints in its claim" if stays else ""
 
 
 def _manifest(body: Json) -> Json:

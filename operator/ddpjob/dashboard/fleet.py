@@ -167,6 +167,9 @@ class CurveSamples:
     steps: array[float] = field(default_factory=lambda: array("d"))
     losses: array[float] = field(default_factory=lambda: array("d"))
     speeds: array[float] = field(default_factory=lambda: array("d"))
+    times: array[float] = field(default_factory=lambda: array("d"))
+    """Seconds from the job's start to the report."""
+    epochs: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, status: Json) -> None:
         progress = JobStatus.read({"progress": status.get("progress") or {}}).progress
@@ -174,8 +177,16 @@ class CurveSamples:
         step, loss = progress.get("step"), progress.get("loss")
         if not is_number(step) or (self.steps and self.steps[-1] == step):
             return
-        nan = float("nan")
-        for values, value in ((self.steps, step), (self.losses, loss), (self.speeds, speed)):
+        began, reported = known_time(status.get("startTime")), known_time(progress.get("updatedAt"))
+        time = (reported - began).total_seconds() if began is not None and reported is not None else None
+        nan, epoch = float("nan"), progress.get("epoch")
+        for values, value in (
+            (self.steps, step),
+            (self.losses, loss),
+            (self.speeds, speed),
+            (self.times, time),
+            (self.epochs, epoch),
+        ):
             values.append(float(value) if is_number(value) and abs(value) < 1e300 else nan)
             if len(values) > _POINTS:
                 del values[:-1:2]

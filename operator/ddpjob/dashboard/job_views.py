@@ -18,7 +18,7 @@ from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.client.backends.backend import ENDED, PodLine
 from ddpjob.client.logs.log_follower import ranks_of_pods
-from ddpjob.client.texts.metric_series import MetricSeries
+from ddpjob.client.texts.metric_series import MetricSeries, Points
 from ddpjob.core.status.messages import count
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.dashboard.fleet import STATES, CurveSamples, FleetRow
@@ -286,40 +286,59 @@ _FIRST = ("loss", "accuracy", "test accuracy", "test loss", "samplesPerSecond", 
 _TITLES = {"samplesPerSecond": "samples/s", "lr": "learning rate", "dataWait": "share of time waiting for data"}
 
 
-def trained_curves(series: MetricSeries) -> Json:
-    """Return curves of the built-in trainer's measurements for the page's script."""
+def trained_curves(series: MetricSeries, by: str = "step") -> Json:
+    """Return curves of the built-in trainer's measurements for the page's script.
+
+    `by` is one of AXES. A null in a curve separates the stretches between restarts.
+    """
     named = dict(series.steps)
     named |= {f"test {name}": values for name, values in series.evaluations.items()}
     order = sorted(named, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
-    curves = [_curve(_TITLES.get(name, name), sorted(named[name].items())) for name in order[:_CURVES]]
-    starts, repeated = series.starts[1:][-200:], [list(stretch) for stretch in series.repeated[-200:]]
-    return {"curves": [curve for curve in curves if curve["x"]], "starts": starts, "repeated": repeated}
+    where = series.positions(by)
+    curves = [_curve(_TITLES.get(name, name), series.stretches(named[name], where)) for name in order[:_CURVES]]
+    starts = series.starts[1:] if by == "step" else series.restarts_at(where)
+    repeated = [list(stretch) for stretch in series.repeated[-200:]] if by == "step" else []
+    return {"curves": [curve for curve in curves if curve["x"]], "starts": starts[-200:], "repeated": repeated}
 
 
-def reported_curves(samples: CurveSamples, unit: str) -> Json:
+def reported_curves(samples: CurveSamples, unit: str, by: str = "step") -> Json:
     """Return curves of what a job has reported since the dashboard started following it."""
-    curves = []
+    curves, where = [], {"step": samples.steps, "time": samples.times, "epoch": samples.epochs}[by]
     for title, values in (("loss", samples.losses), (unit, samples.speeds)):
-        pairs = [(int(x), y) for x, y in zip(samples.steps, values, strict=True) if not math.isnan(y)]
+        pairs = [(x, y) for x, y in zip(where, values, strict=True) if not (math.isnan(x) or math.isnan(y))]
         if len(pairs) > 1:
-            curves.append(_curve(title, sorted(dict(pairs).items())))
+            curves.append(_curve(title, [sorted(dict(pairs).items())]))
     return {"curves": curves, "starts": [], "repeated": []}
 
 
-def _curve(title: str, pairs: Sequence[tuple[int, float]]) -> Json:
-    """Return a curve.
+def _curve(title: str, stretches: Sequence[Points]) -> Json:
+    """Return a curve, with a null between two stretches, so that no line joins them."""
+    whole = sum(map(len, stretches))
+    x, y = list[float](), list[float | None]()
+    for stretch in stretches:
+        if x:
+            x.append((x[-1] + stretch[0][0]) / 2)
+            y.append(None)
+        for position, value in _thinned(stretch, max(2, _POINTS * len(stretch) // whole)):
+            x.append(position)
+            y.append(value)
+    return {"title": title, "x": x, "y": y}
 
-    If there are many points, the smallest and largest of each part are kept, because readers look
-    for peaks.
+
+def _thinned(pairs: Points, most: int) -> Points:
+    """Return at most about `most` points.
+
+    If there are more, the smallest and largest of each part are kept, because readers look for
+    peaks.
     """
-    if len(pairs) > _POINTS:
-        parts, kept = _POINTS // 2, list[tuple[int, float]]()
+    if len(pairs) > most:
+        parts, kept = most // 2, Points()
         for part in range(parts):
             some = pairs[len(pairs) * part // parts : len(pairs) * (part + 1) // parts]
             ends = {min(some, key=lambda pair: pair[1]), max(some, key=lambda pair: pair[1])}
             kept += sorted(ends)
         pairs = [*kept, pairs[-1]] if kept[-1] != pairs[-1] else kept
-    return {"title": title, "x": [x for x, _ in pairs], "y": [y for _, y in pairs]}
+    return pairs
 
 
 _IN_BACKTICKS = re.compile(r"`([^`\n]{1,200})`")

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import queue
+import re
 import ssl
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -35,8 +36,10 @@ from ddpjob.client.backends.backend import (
     Unreachable,
 )
 from ddpjob.client.logs.log_follower import Chosen, LogFollower, newest_pods, ranks_of_pods
+from ddpjob.client.texts.compare_runs import MOST_RUNS, compare
 from ddpjob.client.texts.job_text import gpu_hours, phase, restart_counts, took, why
-from ddpjob.client.texts.metric_series import read_metrics
+from ddpjob.client.texts.metric_series import AXES, read_metrics
+from ddpjob.client.texts.run_record import record_of
 from ddpjob.core.status.messages import count, put_cause_first
 from ddpjob.core.status.repeated import UNKNOWN, repeats
 from ddpjob.core.status.shown_progress import duration
@@ -86,7 +89,10 @@ _SILENCE_SECONDS = 15.0
 noticed."""
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".txt": "text/plain", ".svg": "image/svg+xml"}
 _NAME = r"{namespace:[a-z0-9][-a-z0-9.]{0,252}}/{name:[a-z0-9][-a-z0-9.]{0,252}}"
+_WORD = re.compile(r"[a-z0-9][-a-z0-9.]{0,252}")
 _MOST_EVENTS = 50
+_MOST_OFFERED = 500
+"""Maximum number of jobs that the comparison offers to add."""
 _VIEW = web.RequestKey("view", FleetView)
 _log = logging.getLogger(__name__)
 
@@ -141,6 +147,7 @@ class Dashboard:
         app.router.add_get("/healthz", _healthy)
         app.router.add_get("/live", self.live, allow_head=False)  # an endless stream
         app.router.add_get("/static/{file}", self.static)
+        app.router.add_get("/compare", self.compare_page)
         app.router.add_get(f"/jobs/{_NAME}", self.job_page)
         app.router.add_get(f"/jobs/{_NAME}/logs", self.logs_page)
         app.router.add_get(f"/jobs/{_NAME}/manifest", self.manifest_page)
@@ -234,7 +241,7 @@ class Dashboard:
         namespaces = len({row.namespace for row in rows}) > 1 or "all namespaces" in view.where
         return self._page(
             request, "fleet.html", goodput=view.fleet.goodput(), choice=choice, found=found, link=link,
-            namespaces=namespaces,
+            namespaces=namespaces, most=MOST_RUNS,
         )  # fmt: skip
 
     async def job_page(self, request: web.Request) -> web.Response:
@@ -252,7 +259,7 @@ class Dashboard:
             counts=restart_counts(job.status, job.spec.recovery.max_restarts), slots=rows, more_slots=more, ranks=ranks,
             events=list(reversed(read.events[-_MOST_EVENTS:])), more_events=max(0, len(read.events) - _MOST_EVENTS),
             metrics=metrics_of(job.status), faults=read.faults, nodes=_nodes(read.body, job),
-            runtime=took(read.body, now),
+            runtime=took(read.body, now), record=list(record_of(read.body)),
         )  # fmt: skip
 
     async def logs_page(self, request: web.Request) -> web.Response:
@@ -278,6 +285,28 @@ class Dashboard:
             request, "manifest.html", **self._head(key, read), tab="manifest", manifest=write_document(shown),
             written=write_document({"status": status}),
         )  # fmt: skip
+
+    async def compare_page(self, request: web.Request) -> web.Response:
+        """Show several jobs side by side: their curves, and a table of what differs."""
+        view, keys = _view(request), _chosen(request)
+        bodies = [await self._body(view, key) for key in keys]
+        for body in bodies:
+            _job(body)
+        rows = compare(bodies, utc_now())
+        others = [row.key for row in view.fleet.rows() if row.key not in keys][:_MOST_OFFERED]
+
+        def link(keys: list[Key]) -> str:
+            return "/compare?" + urlencode([("job", "/".join(key)) for key in keys])
+
+        return self._page(
+            request, "compare.html", keys=keys, link=link, others=others, axes=AXES, most=MOST_RUNS,
+            differing=[row for row in rows if row.differs], same=[row for row in rows if not row.differs],
+        )  # fmt: skip
+
+    async def _body(self, view: FleetView, key: Key) -> Json:
+        backend = _backend(view, key)
+        read = ("body", key, view.fleet.job_version(key))
+        return await view.shared.get(read, _FRESH_SECONDS, lambda: view.run(backend.job, key[1]))
 
     def _head(self, key: Key, read: Read) -> Json:
         """Return values that all pages of a job need."""
@@ -305,8 +334,11 @@ class Dashboard:
         """
         key, view = _key(request), _view(request)
         in_pods = request.query.get("pods") == "1" and view.commands
+        by = request.query.get("by", "step")
+        if by not in AXES:
+            raise web.HTTPBadRequest(reason=f"by must be one of {', '.join(AXES)}")
         found = await view.shared.get(
-            ("curves", key, in_pods), _CURVES_SECONDS, lambda: view.run(_curves_now, view, key, in_pods)
+            ("curves", key, in_pods, by), _CURVES_SECONDS, lambda: view.run(_curves_now, view, key, in_pods, by)
         )
         return web.json_response(found, dumps=lambda value: json.dumps(value, allow_nan=False))
 
@@ -419,14 +451,16 @@ def _read_now(view: FleetView, key: Key) -> Read:
     return Read(body, found.get("pods", []), found.get("events", []), faults)
 
 
-def _curves_now(view: FleetView, key: Key, in_pods: bool) -> Json:
+def _curves_now(view: FleetView, key: Key, in_pods: bool, by: str = "step") -> Json:
     backend, note = _backend(view, key), ""
     if backend.local or in_pods:
         try:
             series = read_metrics(backend.metrics(key[1]))
-            drawn = trained_curves(series)
+            drawn = trained_curves(series, by)
             if drawn["curves"]:
-                return {**drawn, "source": METRICS, "more": False, "note": series.after_last_loss()}
+                notes = filter(None, (series.after_last_loss(), series.missing_beginning()))
+                return {**drawn, "source": METRICS, "more": False, "note": "; ".join(notes)}
+            note = f"{METRICS} has no {by}" if series.made else ""
         except Unreachable:
             raise
         except Mistake as mistake:
@@ -435,7 +469,7 @@ def _curves_now(view: FleetView, key: Key, in_pods: bool) -> Json:
     unit = "steps/s" if row is not None and "steps" in row.speed else "samples/s"
     source = "values reported by the job since the dashboard was started"
     more = view.commands and not backend.local
-    return {**reported_curves(view.fleet.samples(key), unit), "source": source, "more": more, "note": note}
+    return {**reported_curves(view.fleet.samples(key), unit, by), "source": source, "more": more, "note": note}
 
 
 class _EventStream:
@@ -497,6 +531,19 @@ async def _healthy(request: web.Request) -> web.Response:
 
 def _key(request: web.Request) -> Key:
     return request.match_info["namespace"], request.match_info["name"]
+
+
+def _chosen(request: web.Request) -> list[Key]:
+    """Return the jobs that the query names. Raises HTTPBadRequest."""
+    keys = list[Key]()
+    for text in dict.fromkeys(request.query.getall("job", [])):
+        namespace, _, name = text.strip().partition("/")
+        if not (_WORD.fullmatch(namespace) and _WORD.fullmatch(name)):
+            raise web.HTTPBadRequest(reason="job must be NAMESPACE/NAME; choose one of the list")
+        keys.append((namespace, name))
+    if len(keys) > MOST_RUNS:
+        raise web.HTTPBadRequest(reason=f"{len(keys)} jobs: at most {MOST_RUNS} can be told apart; leave some out")
+    return keys
 
 
 def _job(body: Json) -> DDPJob:

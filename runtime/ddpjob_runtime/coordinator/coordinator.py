@@ -28,6 +28,7 @@ from ddpjob_runtime.coordinator.takeover import Resume, Takeover
 from ddpjob_runtime.coordinator.witnesses import Witnesses
 from ddpjob_runtime.protocol import (
     AT_RISK,
+    ENVIRONMENT,
     MAX_NOTES,
     MAX_PODS,
     MAX_SECONDS,
@@ -49,7 +50,7 @@ from ddpjob_runtime.protocol import (
     time_of,
 )
 
-_NO_STEP = frozenset({ACTIVITY, STRAGGLERS, ROUND, START, AT_RISK, SNAPSHOT_BYTES})
+_NO_STEP = frozenset({ACTIVITY, STRAGGLERS, ROUND, START, ENVIRONMENT, AT_RISK, SNAPSHOT_BYTES})
 """Keys of a progress report that show no step of the current round."""
 
 

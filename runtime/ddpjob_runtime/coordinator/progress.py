@@ -24,6 +24,7 @@ from ddpjob_runtime.protocol import (
     COPY_STEP,
     COPY_TIME,
     COUNTED_SPEED,
+    ENVIRONMENT,
     FLAGS,
     MAX_FIGURES,
     RESUMED,
@@ -35,6 +36,7 @@ from ddpjob_runtime.protocol import (
     UNCOUNTABLE,
     is_number,
     iso,
+    read_environment,
     read_start,
     read_stragglers,
     time_of,
@@ -71,6 +73,9 @@ def check(body: Any) -> dict[str, Any]:
         elif name == START:
             if not read_start(value):
                 raise ValueError(f"{START}: must have step and source, as docs/protocol.md says, not {value!r:.80}")
+        elif name == ENVIRONMENT:
+            if not isinstance(value, dict):
+                raise ValueError(f"{ENVIRONMENT}: must be an object of gpu and packages, not {value!r:.80}")
         elif name == STRAGGLERS:
             if not isinstance(value, list):
                 raise ValueError(f"{STRAGGLERS}: must be a list, not {value!r:.80}")
@@ -78,7 +83,7 @@ def check(body: Any) -> dict[str, Any]:
             if not isinstance(value, str) or not re.fullmatch(r"[0-9]{1,19}\.[0-9]{1,19}", value):
                 raise ValueError(f"{ROUND}: must be GENERATION.ROUND, as in DDPJOB_FENCE, not {value!r:.80}")
         elif name not in NUMBERS:
-            known = ", ".join([*NUMBERS, "metrics", STRAGGLERS, START, ROUND, ACTIVITY])
+            known = ", ".join([*NUMBERS, "metrics", STRAGGLERS, START, ENVIRONMENT, ROUND, ACTIVITY])
             raise ValueError(f"{name}: unknown field; known: {known}")
         elif value is not None and not _may_be_number(value):
             raise ValueError(f"{name}: must be a number, not {value!r:.80}")
@@ -143,6 +148,8 @@ class MergedProgress:
 
         Return False if it is ignored because the script counts its own steps.
         """
+        if environment := read_environment(report.get(ENVIRONMENT)):
+            self.values[ENVIRONMENT] = environment
         if report.get(AUTOMATIC):
             for name in FLAGS:
                 if report.get(name) and not (name == UNCOUNTABLE and self._script_counts):
@@ -169,7 +176,7 @@ class MergedProgress:
             elif name == START:
                 if "seconds" not in self.values.get(name, {}):  # It is complete then, and does not change.
                     self.values[name] = read_start(value)
-            elif name not in (AUTOMATIC, *FLAGS, RESUMED, ACTIVITY, ROUND):
+            elif name not in (AUTOMATIC, *FLAGS, RESUMED, ACTIVITY, ROUND, ENVIRONMENT):
                 self.values[name] = value if is_number(value) else None
         if is_of_copies(report):
             return True

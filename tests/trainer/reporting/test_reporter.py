@@ -271,6 +271,35 @@ def test_a_regression_is_drawn_without_accuracy(tmp_path: Path) -> None:
         assert "accuracy:" not in (tmp_path / "plot.svg").read_text()
 
 
+def test_no_line_of_a_plot_crosses_a_restart(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    rows = [{"event": "start", "step": 0, "world": 1}]
+    rows += [{"event": "step", "step": n, "epoch": 1, "loss": 2.0 / n} for n in (1, 2)]
+    rows += [{"event": "eval", "step": n, "accuracy": 0.5, "loss": 1.0} for n in (1, 2)]
+    rows += [{"event": "start", "step": 2, "world": 1}, {"event": "step", "step": 3, "epoch": 1, "loss": 0.5}]
+    rows += [{"event": "step", "step": 4, "epoch": 2, "loss": None}, {"event": "step", "step": 5, "epoch": 2}]
+    rows += [{"event": "eval", "step": 5, "accuracy": 0.75, "loss": 0.5}]
+    folder = tmp_path / "first" / "checkpoints" / "run"
+    folder.mkdir(parents=True)
+    lines = [json.dumps({"time": float(number), **row}) for number, row in enumerate(rows)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    read = history.read(folder)
+    assert read.title == "first"
+    assert [row["epochs"] for part in read.steps for row in part] == pytest.approx(
+        [1 / 3, 2 / 3, 1, 1 + 1 / 3, 1 + 2 / 3]
+    )
+    loss, accuracy = Figure().subplots(2, 1)
+    plot_runs._loss(loss, read, lambda row: row["time"], ("blue", "red"), alone=True)
+    plot_runs._accuracy(accuracy, read, lambda row: row["time"], "red", alone=True)
+    assert [list(line.get_xdata()) for line in loss.lines] == [[1, 2], [6], [3, 4], [9]]
+    assert [list(line.get_xdata()) for line in accuracy.lines] == [[3, 4], [9]]
+    for by in ("time", "step", "epoch"):
+        assert plot_runs.main([str(folder), "--by", by, "-o", str(tmp_path / "plot.svg")]) == 0
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert "<!-- samples/s -->" in drawn and "<!-- epochs -->" in drawn and "images/s" not in drawn
+
+
 PLOTTED = (
     b'{"event": "start", "time": 1, "world": 2, "step": 0}\n'
     b'{"event": "step", "time": 2, "step": 1, "loss": 1.0, "samplesPerSecond": 3}\n'
@@ -394,7 +423,7 @@ def test_a_terminal_gets_the_live_view(tmp_path: Path) -> None:
     os.close(reader)
     text = shown.decode()
     assert [end.code for end in finish([rank])] == [0], text
-    assert "step 16/16" in text and "images/s" in text and "ranks 1" in text and "epoch 2/2: test accuracy" in text
+    assert "step 16/16" in text and "samples/s" in text and "ranks 1" in text and "epoch 2/2: test accuracy" in text
 
 
 def test_an_error_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:

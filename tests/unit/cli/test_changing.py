@@ -197,6 +197,29 @@ def test_several_jobs_are_deleted_only_if_all_of_them_exist(
     assert backend.deleted == ("a", "b") and "no job j" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("checkpoints", "said"),
+    [
+        ({"claimName": "c"}, "; the next run of this name resumes from the checkpoints in the claim c, which is kept"),
+        ({"url": "s3://b/j"}, "; the next run of this name resumes from the checkpoints in s3://b/j, which is kept"),
+        ({"claimTemplate": {"whenDeleted": "Delete"}}, ""),
+        ({}, ""),
+    ],
+)
+def test_delete_says_which_checkpoints_stay(
+    checkpoints: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stored(OneJob):
+        def job(self, name: str) -> dict[str, Any]:
+            return {**super().job(name), "spec": {"storage": {"checkpoints": checkpoints}}}
+
+        def delete(self, name: str) -> None:
+            pass
+
+    assert called(monkeypatch, Stored("Complete"), "delete", "j") == 0
+    assert capsys.readouterr().out == f"ddpjob j deleted{said} (here)\n"
+
+
 def test_names_are_accepted_in_the_form_in_which_they_are_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,7 +56,7 @@ LINES = [
 
 
 def test_a_repeated_step_counts_once_and_invalid_lines_are_ignored() -> None:
-    assert points(read_metrics("\n".join(LINES))) == ([8.0, 4.0, 1.0], [0.5, 0.9], 2)
+    assert points(read_metrics("\n".join(LINES))) == ([8.0, 4.0, 1.0], [0.5, 0.9], 1)
 
 
 def test_a_curve_spans_its_least_and_its_greatest_value() -> None:
@@ -113,7 +113,7 @@ def test_plot_reads_the_metrics_of_this_machine(
     assert main(["--local", "plot", "j"]) == 0
     note = "the beginning is not shown because only the last 8 MiB of run/metrics.jsonl are read"
     assert capsys.readouterr().out.startswith(f"j: at least 2 restarts; {note}\nloss\n")
-    monkeypatch.setattr("ddpjob.cli.terminal_curves.draw", lambda text, job, output: None)
+    monkeypatch.setattr("ddpjob.cli.terminal_curves.draw", lambda texts, output, by: None)
     assert main(["--local", "plot", "j", "-o", "j.png"]) == 0
     assert capsys.readouterr() == ("wrote j.png\n", f"{note}\n")
     (job_folder("j").checkpoints / METRICS).write_text("\n".join(LINES))
@@ -132,10 +132,10 @@ def test_a_picture_equals_the_trainers(runs: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("ddpjob.cli.terminal_curves.subprocess.run", ran)
     with pytest.raises(Mistake, match=r"^error: no folder$"):
-        draw("text", "j", Path("x.png"))
+        draw([("j", "text")], Path("x.png"))
     monkeypatch.setattr("ddpjob.cli.terminal_curves.importlib.util.find_spec", lambda name: None)
     with pytest.raises(Mistake, match=r"needs the built-in trainer: pip install '\.\[trainer\]'"):
-        draw("text", "j", Path("x.png"))
+        draw([("j", "text")], Path("x.png"))
 
 
 def test_plot_reads_the_metrics_from_the_pod_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,23 +219,28 @@ def test_losses_that_report_wrote_as_unknown_are_reported() -> None:
         [row("start", 0), row("step", 1, loss=None), row("step", 2, loss=None), row("eval", 2, accuracy=0.5)]
     )
     lines = list(curves(text, "first"))
-    assert lines[1] == "loss: none, or not finite (NaN or infinite), at 2 steps, the last of them 2"
+    assert lines[1] == "loss: not finite (NaN or infinite) at 2 steps, the last of them 2"
     assert "test accuracy" in lines
 
 
+def test_a_script_without_a_loss_is_not_taken_for_one_that_diverges() -> None:
+    lines = list(curves("\n".join([row("start", 0), row("step", 1, lr=0.1), row("step", 2, lr=0.1)]), "first"))
+    assert lines[1] == "loss: not reported at 2 steps, the last of them 2"
+
+
 def test_a_script_that_reports_its_loss_occasionally_has_a_finite_loss() -> None:
-    steps = [row("step", step, loss=1 / step if step % 10 == 0 else None) for step in range(1, 38)]
+    steps = [row("step", step, **({"loss": 1 / step} if step % 10 == 0 else {})) for step in range(1, 38)]
     lines = [row("start", 0), *steps]
-    assert not any("none, or not finite" in line for line in curves("\n".join(lines), "first"))
-    lines += [row("step", step, loss=None) for step in range(38, 42)]
-    note = "loss: none, or not finite (NaN or infinite), at 11 steps, the last of them 41"
+    assert not any("reported" in line or "finite" in line for line in curves("\n".join(lines), "first"))
+    lines += [row("step", step) for step in range(38, 42)]
+    note = "loss: no longer reported at 11 steps, the last of them 41"
     assert note in list(curves("\n".join(lines), "first"))
 
 
 def test_a_loss_that_becomes_unknown_after_finite_ones_is_reported(runs: Path) -> None:
     unknown = [row("step", 2, loss=None), row("step", 3, loss=None)]
     text = "\n".join([row("start", 0), row("step", 1, loss=1.0), *unknown])
-    note = "loss: none, or not finite (NaN or infinite), at 2 steps, the last of them 3"
+    note = "loss: not finite (NaN or infinite) at 2 steps, the last of them 3"
     assert list(curves(text, "first"))[-1] == note
     assert read_metrics(f"{text}\n{row('step', 3, loss=0.5)}").after_last_loss() == ""
     assert read_metrics(f"{text}\n{row('step', 4, loss=0.5)}").after_last_loss() == ""
@@ -264,4 +269,96 @@ def test_a_step_beyond_64_bits_is_ignored(step: int) -> None:
 
 def test_a_picture_of_an_undocumented_kind_is_refused() -> None:
     with pytest.raises(Mistake, match=r"--output x\.gif: must end in \.png, \.svg, \.pdf"):
-        draw("text", "j", Path("x.gif"))
+        draw([("j", "text")], Path("x.gif"))
+
+
+def run_of(name: str, *rows: str) -> None:
+    folder = job_folder(name)
+    (folder.checkpoints / "run").mkdir(parents=True)
+    (folder.checkpoints / METRICS).write_text("\n".join(rows))
+    body = {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": name, "uid": name},
+            "spec": {"image": "a", "script": "x.py"}, "status": status()}  # fmt: skip
+    write_record(folder, {**body, "local": {"run": "1", "pods": []}})
+
+
+def timed(event: str, step: int, time: float, **values: Any) -> str:
+    return json.dumps({"event": event, "step": step, "time": time, **values})
+
+
+def test_plot_draws_several_jobs_over_each_other(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, loss in (("one", 1.0), ("two", 2.0)):
+        steps = [timed("step", n, 100.0 + n * loss, epoch=1 + n // 11, loss=loss / n) for n in range(1, 21)]
+        run_of(name, timed("start", 0, 100.0), *steps, timed("eval", 20, 130.0, accuracy=loss / 4))
+    assert main(["--local", "plot", "one", "two"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["a one: 20 steps, loss 0.05, accuracy 25.00%", "b two: 20 steps, loss 0.1, accuracy 50.00%"]
+    assert lines[2] == "loss, on a logarithmic scale" and lines[3].split() == ["2", "b"] and "a" in lines[10]
+    assert "test accuracy" in lines and lines[-1].split() == ["0", "20", "steps"]
+    for by, end in (("time", "40s"), ("epoch", "2 epochs")):
+        assert main(["--local", "plot", "one", "two", "--by", by]) == 0
+        assert capsys.readouterr().out.rstrip().endswith(end)
+    assert main(["--local", "plot", "one", "three"]) == 2
+    assert "no job three was run in" in capsys.readouterr().err
+    assert main(["--local", "plot", "one", "two", "-o", "x.jpg"]) == 2
+    assert "must end in .png, .svg, .pdf" in capsys.readouterr().err
+    assert main(["--local", "plot", *(f"j{number}" for number in range(9))]) == 2
+    assert "9 jobs: at most 8 can be told apart" in capsys.readouterr().err
+    run_of("bare", timed("start", 0, 100.0), timed("step", 1, 101.0, loss=1.0))
+    assert main(["--local", "plot", "one", "bare", "--by", "epoch"]) == 2
+    assert "--by epoch: the metrics of bare have no epoch; use --by step" in capsys.readouterr().err
+
+
+RESTARTED = [
+    timed("start", 0, 0.0),
+    *(timed("step", n, float(n), epoch=1 + (n - 1) // 10, loss=1.0) for n in range(1, 26)),
+    timed("eval", 10, 10.5, accuracy=0.1),
+    timed("eval", 20, 20.5, accuracy=0.2),
+    timed("start", 15, 90.0),
+    *(timed("step", n, 75.0 + n, epoch=1 + (n - 1) // 10, loss=2.0) for n in range(16, 22)),
+    timed("eval", 20, 95.5, accuracy=0.3),
+]
+
+
+def test_no_line_of_any_curve_crosses_a_restart() -> None:
+    series = read_metrics("\n".join(RESTARTED))
+    steps = series.positions("step")
+    losses = series.stretches(series.steps["loss"], steps)
+    assert [(part[0][0], part[-1][0]) for part in losses] == [(1, 15), (16, 21), (22, 25)], "22 to 25 are of before"
+    assert series.stretches(series.evaluations["accuracy"], steps) == [[(10, 0.1)], [(20, 0.3)]]
+    over_time = series.stretches(series.steps["loss"], series.positions("time"))
+    assert [(part[0][0], part[-1][0]) for part in over_time] == [(1, 15), (22, 25), (91, 96)]
+    assert series.restarts_at(series.positions("time")) == [91.0]
+
+
+def test_a_repeated_step_of_before_is_left_out_between_new_ones() -> None:
+    rows = [timed("start", 0, 0.0), *(timed("step", n, float(n), loss=1.0) for n in (1, 2, 3, 4))]
+    rows += [timed("start", 1, 9.0), *(timed("step", n, 9.0 + n, loss=2.0) for n in (2, 4))]
+    series = read_metrics("\n".join(rows))
+    assert series.stretches(series.steps["loss"], series.positions("step")) == [[(1, 1.0)], [(2, 2.0), (4, 2.0)]]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "positions"),
+    [
+        ([(5, 1), (10, 1), (15, 2), (20, 2), (25, 3)], [0.5, 1.0, 1.5, 2.0, 2.5]),
+        ([(25, 3), (30, 3), (40, 4)], [2.0 + 1 / 6, 3.0, 4.0]),
+        ([(5, 0.25), (10, 0.5)], [0.25, 0.5]),
+        ([(5, -3), (10, 10**400)], [-3.0]),
+    ],
+)
+def test_positions_in_epochs(epochs: list[tuple[int, float]], positions: list[float]) -> None:
+    rows = [timed("start", 0, 0.0), *(timed("step", step, 1.0, epoch=epoch, loss=1.0) for step, epoch in epochs)]
+    assert list(read_metrics("\n".join(rows)).positions("epoch")[0].values()) == pytest.approx(positions)
+
+
+def test_curves_without_their_beginning_say_where_they_begin() -> None:
+    rows = [timed("start", 30, 0.0), timed("step", 31, 1.0, loss=1.0), timed("step", 32, 2.0, loss=1.0)]
+    note = "the curves begin after step 30, where training continued from a checkpoint"
+    assert note in list(curves("\n".join(rows), "j"))
+    assert note not in list(curves("\n".join(RESTARTED), "j"))
+
+
+def test_a_job_that_continues_an_earlier_one_has_not_restarted() -> None:
+    starts = [row("start", 0, run="a"), row("step", 1, loss=1.0), row("start", 1, run="a"), row("step", 2, loss=1.0)]
+    text = "\n".join([*starts, row("start", 2, run="b"), row("step", 3, loss=1.0)])
+    assert next(iter(curves(text, "j"))) == "j: 1 restart"

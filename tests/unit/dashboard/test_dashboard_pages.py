@@ -626,6 +626,7 @@ def test_curves_keep_their_peaks_and_skip_invalid_numbers() -> None:
     lines += [
         {"event": "step", "step": 4567, "loss": 99.0},
         {"event": "start", "step": 8000},
+        {"event": "step", "step": 8001, "loss": 2.0},
         {"event": "eval", "step": 9, "accuracy": 0.5},
     ]
     lines += [
@@ -637,7 +638,9 @@ def test_curves_keep_their_peaks_and_skip_invalid_numbers() -> None:
     assert [curve["title"] for curve in drawn["curves"]] == ["loss", "test accuracy"] and drawn["starts"] == [8000]
     assert drawn["repeated"] == [[8000, 8999]]
     loss = drawn["curves"][0]
-    assert len(loss["x"]) <= 1201 and loss["x"] == sorted(loss["x"]) and max(loss["y"]) == 99.0
+    assert len(loss["x"]) <= 1205 and loss["x"] == sorted(loss["x"]) and max(filter(None, loss["y"])) == 99.0
+    gaps = [(x, y) for x, y in zip(loss["x"], loss["y"], strict=True) if y in (None, 2.0)]
+    assert gaps == [(8000.5, None), (8001, 2.0), (8001.5, None)], "no line crosses a restart"
     json.dumps(drawn, allow_nan=False)
 
 

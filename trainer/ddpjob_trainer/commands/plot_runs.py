@@ -23,13 +23,19 @@ if TYPE_CHECKING:
 _TRAIN, _TEST, _SPEED, _RANKS, _RESTART = BLUE, "#ea580c", "#0d9488", "#7c3aed", RED
 _OF_RUNS = [_TRAIN, _TEST, _SPEED, _RANKS, _RESTART, "#ca8a04", "#db2777", "#475569", "#65a30d", "#0891b2"]
 _RESTARTS_NAMED = 12
+_APART = 0.03
+"""Minimum distance of two named restarts, as a share of the axis. Closer names would overlap."""
+_LOG_FROM = 20
+"""The loss has a logarithmic scale from this ratio of the largest to the smallest."""
 
 Where = Callable[[dict[str, Any]], float]
 """Returns a row's position on the horizontal axis."""
 
 
 def draw(histories: list[History], target: Path, by: str = "time") -> None:
-    """Draw four panels over one axis of time or steps.
+    """Draw four panels over one axis of time, steps or epochs.
+
+    No line crosses a restart, because nothing was measured in between.
 
     The file name decides the format (PNG, SVG, PDF). Raises TrainerError if the file cannot be
     written.
@@ -38,7 +44,11 @@ def draw(histories: list[History], target: Path, by: str = "time") -> None:
     import matplotlib.pyplot as plt
 
     unit, name = _time_unit(max(history.end for history in histories))
-    where: Where = (lambda row: float(row["time"]) / unit) if by == "time" else (lambda row: float(row["step"]))
+    key = {"time": "time", "step": "step", "epoch": "epochs"}[by]
+    for history in histories:
+        if not any(key in row for rows in history.steps for row in rows):
+            raise TrainerError(f"--by {by}: {history.title} has no {by}; use --by step")
+    where: Where = lambda row: float(row.get(key, 0.0)) / (unit if by == "time" else 1)  # noqa: E731
     figure, panels = plt.subplots(
         4, 1, figsize=(10, 10), sharex=True, height_ratios=(1.3, 1, 1, 0.5), layout="constrained"
     )
@@ -57,7 +67,7 @@ def draw(histories: list[History], target: Path, by: str = "time") -> None:
     _dress(list(panels), histories)
     if alone and by == "time":
         _mark_restarts(list(panels), histories[0], unit)
-    panels[-1].set_xlabel(f"time since the start of the run ({name})" if by == "time" else "steps")
+    panels[-1].set_xlabel(f"time since the start of the run ({name})" if by == "time" else f"{by}s")
     set_headline(figure, _headline(histories))
     try:
         figure.savefig(target, dpi=150)
@@ -86,29 +96,39 @@ def _headline(histories: list[History]) -> str:
     last = [incarnation for incarnation in history.steps if incarnation][-1][-1]
     found = _last_accuracy(history)
     accuracy = "" if found is None else f", test accuracy {found:.2%}"
-    restarts = len(history.incarnations) - 1
+    restarts = history.restarts
     return f"{history.title}: {last['step']} steps, {restarts} restart{'' if restarts == 1 else 's'}{accuracy}"
 
 
 def _label(history: History) -> str:
-    restarts = len(history.incarnations) - 1
+    restarts = history.restarts
     found = _last_accuracy(history)
     accuracy = "" if found is None else f", {found:.2%}"
     return f"{history.title}{accuracy}" + (f", {restarts} restart{'' if restarts == 1 else 's'}" if restarts else "")
 
 
 def _dress(panels: list[Axes], histories: list[History]) -> None:
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-    panels[0].set_yscale("log")
-    panels[0].set_ylabel("loss (log scale)")
-    panels[0].legend(frameon=False, loc="upper right", fontsize=9)
+    losses = [row["loss"] for history in histories for rows in history.steps for row in rows if _has(row, "loss")]
+    panels[0].set_ylabel("loss")
+    if losses and 0 < _LOG_FROM * min(losses) < max(losses):
+        panels[0].set_yscale("log")
+        panels[0].set_ylabel("loss (log scale)")
+        panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panels[0].yaxis.set_minor_formatter(NullFormatter())
+    # Above the panel, where it covers neither a curve nor the name of a restart.
+    columns = 2 if len(histories) > 1 else 4
+    panels[0].legend(
+        frameon=False, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2, ncols=columns, fontsize=9
+    )
     panels[1].set_ylabel("test accuracy (%)")
-    panels[2].set_ylabel("images/s")
+    panels[2].set_ylabel("samples/s")
     panels[2].set_ylim(bottom=0)
-    if not panels[2].lines:
-        panels[2].set_yticks([])
-        panels[2].annotate("not reported", (0.5, 0.5), xycoords="axes fraction", ha="center", va="center")
+    for panel in panels[:3]:
+        if not panel.lines:
+            panel.set_yticks([])
+            panel.annotate("not reported", (0.5, 0.5), xycoords="axes fraction", ha="center", va="center")
     panels[3].set_ylabel("ranks")
     most = max(world for history in histories for _, _, world in history.worlds)
     panels[3].set_ylim(0, most * 1.25)
@@ -119,54 +139,74 @@ def _dress(panels: list[Axes], histories: list[History]) -> None:
         panels[1].set_ylim(max(0.0, min(values) - room), min(100.5, max(values) + room))
 
 
+def _has(row: dict[str, Any], name: str) -> bool:
+    return isinstance(row.get(name), (int, float))
+
+
+def _line(panel: Axes, rows: list[dict[str, Any]], where: Where, values: list[float], **style: Any) -> None:
+    """Draw one stretch; a single point has no line, so it is marked."""
+    if len(rows) == 1:
+        style = {**style, "marker": "o", "markersize": 3}
+    panel.plot([where(row) for row in rows], values, **style)
+
+
 def _loss(panel: Axes, history: History, where: Where, colours: tuple[str, ...], alone: bool) -> None:
-    for number, incarnation in enumerate(history.steps):
-        label = None if number else "training loss" if alone else _label(history)
-        losses = [row["loss"] for row in incarnation]
+    label: str | None = "training loss" if alone else _label(history)
+    for incarnation in history.steps:
+        rows = [row for row in incarnation if _has(row, "loss")]
+        if not rows:
+            continue
+        losses = [row["loss"] for row in rows]
         if alone:
-            panel.plot([where(row) for row in incarnation], losses, color=colours[0], linewidth=1.1, label=label)
+            _line(panel, rows, where, losses, color=colours[0], linewidth=1.1, label=label)
         else:
-            panel.plot([where(row) for row in incarnation], losses, color=colours[0], linewidth=0.7, alpha=0.25)
-            panel.plot(
-                [where(row) for row in incarnation], _smooth(losses), color=colours[0], linewidth=1.4, label=label
-            )
-    # A user's own script may not report a loss.
-    rows = [row for row in history.evaluations if "loss" in row]
-    if rows and alone:
-        positions, losses = [where(row) for row in rows], [row["loss"] for row in rows]
-        panel.plot(positions, losses, "o-", color=colours[1], markersize=4, linewidth=1.2, label="test loss")
+            _line(panel, rows, where, losses, color=colours[0], linewidth=0.7, alpha=0.25)
+            _line(panel, rows, where, _smooth(losses), color=colours[0], linewidth=1.4, label=label)
+        label = None
+    if label is not None and not alone:
+        panel.plot([], [], color=colours[0], label=label)
+    label = "test loss"
+    for evaluated in history.evaluated if alone else ():
+        rows = [row for row in evaluated if _has(row, "loss")]  # A user's own script may not report one.
+        if rows:
+            _marked(panel, rows, where, [row["loss"] for row in rows], colours[1], label)
+            label = None
+
+
+def _marked(
+    panel: Axes, rows: list[dict[str, Any]], where: Where, values: list[float], colour: str, label: str | None = None
+) -> None:
+    positions = [where(row) for row in rows]
+    panel.plot(positions, values, "o-", color=colour, markersize=4, linewidth=1.2, label=label)
 
 
 def _accuracy(panel: Axes, history: History, where: Where, colour: str, alone: bool) -> None:
-    rows = [row for row in history.evaluations if "accuracy" in row]  # A regression has no accuracy.
-    positions, values = [where(row) for row in rows], [100 * row["accuracy"] for row in rows]
-    panel.plot(positions, values, "o-", color=colour, markersize=4, linewidth=1.2)
-    if values and alone:
-        panel.annotate(
-            f"{values[-1]:.2f} %",
-            (positions[-1], values[-1]),
-            (-6, -16),
-            textcoords="offset points",
-            ha="right",
-            color=colour,
-        )
+    last = None
+    for evaluated in history.evaluated:
+        rows = [row for row in evaluated if _has(row, "accuracy")]  # A regression has no accuracy.
+        if rows:
+            values = [100 * row["accuracy"] for row in rows]
+            _marked(panel, rows, where, values, colour)
+            last = where(rows[-1]), values[-1]
+    if last is not None and alone:
+        panel.annotate(f"{last[1]:.2f}%", last, (0, 7), textcoords="offset points", ha="right", color=colour)
 
 
 def _speed(panel: Axes, history: History, where: Where, colour: str) -> None:
     for incarnation in history.steps:
-        rows = [row for row in incarnation if "samplesPerSecond" in row]
+        rows = [row for row in incarnation if _has(row, "samplesPerSecond")]
         if not rows:
             continue
-        positions, speeds = [where(row) for row in rows], [row["samplesPerSecond"] for row in rows]
-        panel.plot(positions, speeds, color=colour, linewidth=0.8, alpha=0.3)
-        panel.plot(positions, _smooth(speeds), color=colour, linewidth=1.4)
+        speeds = [row["samplesPerSecond"] for row in rows]
+        _line(panel, rows, where, speeds, color=colour, linewidth=0.8, alpha=0.3)
+        _line(panel, rows, where, _smooth(speeds), color=colour, linewidth=1.4)
 
 
 def _ranks(panel: Axes, history: History, where: Where, colour: str, by: str, *, filled: bool) -> None:
     """Draw a horizontal line per incarnation, over its time or its steps."""
     for incarnation, steps in zip(history.incarnations, history.steps, strict=True):
         if steps:
-            begin, world = where(incarnation if by == "time" else steps[0]), int(incarnation["world"])
+            begin, world = where(incarnation if by == "time" else steps[0]), int(incarnation.get("world", 1))
             panel.plot([begin, where(steps[-1])], [world, world], color=colour, linewidth=2.4, solid_capstyle="butt")
             if filled:
                 panel.fill_between([begin, where(steps[-1])], 0, world, color=colour, alpha=0.12, linewidth=0)
@@ -178,13 +218,15 @@ def _smooth(values: list[float], reach: int = 4) -> list[float]:
 
 
 def _mark_restarts(panels: list[Axes], history: History, unit: float) -> None:
-    for number, (stopped, going) in enumerate(history.gaps):
+    named, last = 0, float("-inf")
+    for stopped, going, is_restart in history.gaps:
         for panel in panels:
             panel.axvspan(stopped / unit, going / unit, color=_RESTART, alpha=0.12, linewidth=0)
             panel.axvline(going / unit, color=_RESTART, linewidth=1, linestyle="--")
-        if number < _RESTARTS_NAMED:
+        if named < _RESTARTS_NAMED and going - last >= _APART * history.end:
+            named, last = named + 1, going
             panels[0].annotate(
-                f"restart, {going - stopped:.1f} s",
+                f"{'restart' if is_restart else 'next run'}, {going - stopped:.1f} s",
                 (going / unit, 1),
                 (4, -4),
                 xycoords=("data", "axes fraction"),
@@ -206,7 +248,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "-o", "--output", type=Path, help="file to write: .png, .svg or .pdf; default: RUN/plot.png of the first run"
     )
-    parser.add_argument("--by", choices=("time", "step"), default="time", help="horizontal axis; default: time")
+    parser.add_argument(
+        "--by", choices=("time", "step", "epoch"), default="time", help="horizontal axis; default: time"
+    )
     options = parser.parse_args(arguments)
     histories = [read(run) for run in options.runs]
     first: Path = options.runs[0]

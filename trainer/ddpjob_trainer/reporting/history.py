@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ddpjob_pod.metrics_log import METRICS
 
 from ddpjob_trainer.errors import TrainerError
+
+_OF_EVERY_JOB = ("run", "checkpoints", "")
+"""Names of folders that every job has, so they do not tell runs apart."""
 
 
 @dataclass
@@ -21,17 +26,29 @@ class History:
     """The start line of each incarnation."""
     steps: list[list[dict[str, Any]]] = field(default_factory=list)
     """The step lines of each incarnation."""
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    evaluated: list[list[dict[str, Any]]] = field(default_factory=list)
+    """The evaluation lines of each incarnation."""
     end: float = 0.0
     """Time of the last line."""
 
     @property
-    def gaps(self) -> list[tuple[float, float]]:
-        """(time of the last step, time of the next step) around each restart."""
+    def evaluations(self) -> list[dict[str, Any]]:
+        """All evaluation lines."""
+        return [row for rows in self.evaluated for row in rows]
+
+    @property
+    def restarts(self) -> int:
+        """Number of restarts, without the starts of later jobs that continued in the folder."""
+        return sum(map(_is_restart, self.incarnations, self.incarnations[1:]))
+
+    @property
+    def gaps(self) -> list[tuple[float, float, bool]]:
+        """(time of the last step, time of the next step, whether it is a restart) around starts."""
         found = []
-        for before, after in zip(self.steps, self.steps[1:], strict=False):
+        parts = list(zip(self.incarnations, self.steps, strict=True))
+        for (first, before), (second, after) in pairwise(parts):
             if before and after:
-                found.append((before[-1]["time"], after[0]["time"]))
+                found.append((before[-1]["time"], after[0]["time"], _is_restart(first, second)))
         return found
 
     @property
@@ -42,6 +59,10 @@ class History:
             for incarnation, steps in zip(self.incarnations, self.steps, strict=True)
             if steps
         ]
+
+
+def _is_restart(before: dict[str, Any], start: dict[str, Any]) -> bool:
+    return bool(before.get("run") == start.get("run"))
 
 
 def read(run: Path) -> History:
@@ -58,7 +79,8 @@ def read(run: Path) -> History:
             "first line"
         )
     folder = path.resolve().parent
-    history = History(title=folder.parent.name if folder.name == "run" else folder.name)
+    named = next((place for place in (folder, *folder.parents) if place.name not in _OF_EVERY_JOB), folder)
+    history = History(title=named.name)
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -75,6 +97,7 @@ def read(run: Path) -> History:
         row["time"] -= began
         history.end = max(history.end, row["time"])
         _sort_in(history, row)
+    _place_epochs(history)
     if not any(history.steps):
         raise TrainerError(f"{path} has no steps yet; wait until the run has trained some steps")
     return history
@@ -84,7 +107,46 @@ def _sort_in(history: History, row: dict[str, Any]) -> None:
     if row["event"] == "start":
         history.incarnations.append(row)
         history.steps.append([])
-    elif row["event"] == "step" and history.steps and row.get("loss") is not None:
+        history.evaluated.append([])
+    elif row["event"] == "step" and history.steps and "step" in row:
         history.steps[-1].append(row)
-    elif row["event"] == "eval":
-        history.evaluations.append(row)
+    elif row["event"] == "eval" and history.steps and "step" in row:
+        history.evaluated[-1].append(row)
+
+
+def _place_epochs(history: History) -> None:
+    """Give each line its position in epochs: a step in the middle of the second is at 1.5.
+
+    A line without an epoch gets the position of the last step before it. Fractions, which Hugging
+    Face's Trainer reports, are used as they are.
+    """
+    rows = [row for part in history.steps for row in part if isinstance(row.get("epoch"), (int, float))]
+    known = {row["step"]: row["epoch"] for row in rows}
+    steps = sorted(known)
+    if all(epoch == int(epoch) for epoch in known.values()):
+        known = _spread(steps, known)
+    for part in (*history.steps, *history.evaluated):
+        for row in part:
+            at = bisect.bisect_right(steps, row["step"]) - 1
+            if at >= 0:
+                row["epochs"] = known[steps[at]]
+
+
+def _spread(steps: list[int], epochs: dict[int, float]) -> dict[int, float]:
+    """Return positions that spread the steps of an epoch evenly, from the steps that ended epochs.
+
+    The last epoch may be unfinished, so it is at least as long as the one before.
+    """
+    ends: dict[float, int] = {}
+    for step in steps:
+        ends[epochs[step]] = step
+    order, length = sorted(ends), 1
+    begin = 0 if order[:1] == [1] else min(steps, default=1) - 1
+    spans: dict[float, tuple[int, int]] = {}
+    for epoch in order:
+        length = max(ends[epoch] - begin, length if epoch == order[-1] else 1, 1)
+        spans[epoch], begin = (begin, length), ends[epoch]
+    return {
+        step: epoch - 1 + min(1.0, max(0.0, (step - spans[epoch][0]) / spans[epoch][1]))
+        for step, epoch in epochs.items()
+    }

@@ -75,7 +75,7 @@ class LiveView:
             shown = Text(sparkline(self._accuracies, width), style="dark_orange")
             rows.add_row("test accuracy", Text(f"{status.accuracy:.2%}", style="bold"), shown)
         rows.add_row(
-            "images/s",
+            "samples/s",
             f"{status.samples_per_second:,.0f}",
             Text(sparkline(self._speeds, width, from_zero=True), style="cyan"),
         )

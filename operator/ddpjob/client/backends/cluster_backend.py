@@ -30,6 +30,7 @@ from ddpjob.client.backends.backend import (
     OutagePatience,
     PodLine,
 )
+from ddpjob.client.texts.run_record import with_commit
 from ddpjob.controller.pod_views import read_pod
 from ddpjob.core.failures.classify import find_stuck, read_termination_message
 from ddpjob.core.status.waiting_pods import SCHEDULING_GATED
@@ -384,7 +385,7 @@ class ClusterBackend:
         """
         *needed, job = manifests
         with self._explaining():
-            created = self.api.request("POST", self.path(PLURAL), body=job)
+            created = self.api.request("POST", self.path(PLURAL), body=with_commit(job))
         name = str(created["metadata"]["name"])
         owner = {"apiVersion": API_VERSION, "kind": KIND, "name": name, "uid": created["metadata"]["uid"]}
         try:

@@ -23,6 +23,7 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import MANAGER, Json
 from ddpjob.api.job_status import Condition, ConditionType, JobStatus, Restart, SlotState, known_time, parse_time
 from ddpjob.client.backends.backend import Happened, Mistake, PodLine
+from ddpjob.client.texts.run_record import record_of
 from ddpjob.core.status.conditions import QUEUED
 from ddpjob.core.status.messages import count, put_cause_first
 from ddpjob.core.status.repeated import UNKNOWN, repeats
@@ -134,6 +135,7 @@ def describe(body: Json, pods: Sequence[PodLine], events: Sequence[Happened], no
         ("Runs", _program(job)),
         ("Nodes", _nodes(job)),
         ("Ranks", _ranks(status)),
+        *_record(body),
         ("Mode", f"{spec.recovery.mode}, at most {count(spec.recovery.max_restarts, 'counted restart')}"),
         ("State", phase(body)),
         ("Created", f"{meta.get('creationTimestamp', '')} ({_since(job.created, now)} ago)"),
@@ -184,6 +186,17 @@ def _pairs(*pairs: tuple[str, str]) -> Iterator[str]:
     for label, text in pairs:
         if text:
             yield f"{label + ':':<11} {text}"
+
+
+def _record(body: Json) -> Iterator[tuple[str, str]]:
+    """Yield what the run's record has: the commit, the GPU, and all packages in one line."""
+    packages = []
+    for label, text in record_of(body):
+        if label in ("git commit", "GPU"):
+            yield "Commit" if label == "git commit" else label, text
+        else:
+            packages.append(f"{label} {text}")
+    yield "Packages", ", ".join(packages)
 
 
 def _program(job: DDPJob) -> str:

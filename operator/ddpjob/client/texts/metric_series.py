@@ -1,14 +1,22 @@
 """Reads metrics.jsonl, the built-in trainer's measurements.
 
 Any line may be cut off, hostile or unrelated.
+
+A curve is drawn in stretches: no line crosses a restart, because nothing was measured during the
+outage. Each value has the number of its start (0, 1, ...). A restart repeats steps, and the newest
+value of a step counts. An older value between newer ones is dropped, because it belongs to work
+that was thrown away. Older values after the newest step stay, as a stretch of their own, until
+they are repeated.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
+from typing import Any
 
 from ddpjob.core.status.messages import count
 from ddpjob.core.view import is_number
@@ -17,9 +25,23 @@ LARGEST = 1e300
 """Maximum value in a curve. Sums of larger numbers are infinite, and integers may be too long for a
 float."""
 _LAST_STEP = 2**63
+_LAST_EPOCH = 1e9
 _NAMES = 40
 """Maximum number of different metrics kept for a step or an evaluation."""
 _NO_CURVES = ("event", "time", "step", "epoch", "eta", "round")
+AXES = ("step", "time", "epoch")
+"""What a curve can be drawn over."""
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a step's newest values are from."""
+
+    start: int
+    """The number of the start in which they were made."""
+    time: float | None
+    """Unix seconds of the writer's clock."""
 
 
 @dataclass
@@ -35,13 +57,73 @@ class MetricSeries:
     """Evaluation on the test set: accuracy, loss, ..."""
     starts: list[int] = field(default_factory=list)
     """The steps after which training began, initially and after each restart."""
+    restarts: int = 0
+    """Number of starts that were not the first of a job. Several jobs may have used the folder."""
     repeated: list[tuple[int, int]] = field(default_factory=list)
     """Ranges of repeated steps: the step after which training began, and the last step that is
     known to have been made before."""
     not_finite: set[int] = field(default_factory=set)
-    """Training steps whose loss is NaN or infinite."""
+    """Training steps whose loss is NaN or infinite, which files have as null."""
     without_loss: set[int] = field(default_factory=set)
-    """Training steps without a loss. ddpjob_report.report also omits a loss that is not finite."""
+    """Training steps for which no loss was reported."""
+    made: dict[int, Origin] = field(default_factory=dict)
+    """Where the newest values of each training step are from."""
+    evaluated: dict[int, Origin] = field(default_factory=dict)
+    """Where the newest values of each evaluation are from."""
+    epochs: dict[int, float] = field(default_factory=dict)
+    began: float = math.inf
+    """The earliest time of a line."""
+
+    def positions(self, by: str) -> tuple[dict[int, float], dict[int, float]]:
+        """Return where each training step and each evaluation is on one of AXES.
+
+        Times are seconds since the first line. An epoch's steps are spread evenly: a step in the
+        middle of the second epoch is at 1.5. What has an unknown position is missing.
+        """
+        if by == "epoch":
+            found = _fractions(self.epochs)
+            return found, found
+        return self._positions(self.made, by), self._positions(self.evaluated, by)
+
+    def _positions(self, origins: Mapping[int, Origin], by: str) -> dict[int, float]:
+        if by == "step":
+            return {step: float(step) for step in origins}
+        return {step: origin.time - self.began for step, origin in origins.items() if origin.time is not None}
+
+    def stretches(self, curve: Mapping[int, float], where: tuple[dict[int, float], dict[int, float]]) -> list[Points]:
+        """Return a curve's points, one list for each stretch without a restart.
+
+        A point is (position, value). `where` is the result of `positions`.
+        """
+        of_evaluations = any(curve is known for known in self.evaluations.values())
+        origins, place = (self.evaluated, where[1]) if of_evaluations else (self.made, where[0])
+        steps = [step for step in sorted(curve) if step in place]
+        starts = [origins[step].start for step in steps]
+        before, after = list(accumulate(starts, max)), list(accumulate(reversed(starts), max))[::-1]
+        kept = [
+            (start, (place[step], curve[step]))
+            for step, start, *around in zip(steps, starts, before, after, strict=True)
+            if start >= min(around)
+        ]
+        return sorted(sorted(point for _, point in part) for _, part in groupby(kept, key=lambda pair: pair[0]))
+
+    def restarts_at(self, where: tuple[dict[int, float], dict[int, float]]) -> list[float]:
+        """Return the positions of the first steps after restarts."""
+        first: dict[int, float] = {}
+        for step, position in where[0].items():
+            if step in self.made:
+                start = self.made[step].start
+                first[start] = min(position, first.get(start, position))
+        return [first[start] for start in sorted(first) if start > min(first)]
+
+    def missing_beginning(self) -> str:
+        """Say where the curves begin, if an earlier run trained the steps before.
+
+        Empty if they begin with the first step.
+        """
+        if not self.starts or self.starts[0] <= 0 or min(self.made, default=0) <= self.starts[0]:
+            return ""
+        return f"the curves begin after step {self.starts[0]}, where training continued from a checkpoint"
 
     def after_last_loss(self) -> str:
         """Describe what the newest steps have instead of a finite loss.
@@ -56,7 +138,7 @@ class MetricSeries:
         usual = max((later - step for step, later in pairwise(known)), default=0)
         since = {step for step in self.without_loss if step > last}
         if since and max(since) - last > usual:
-            return f"loss: none, or not finite (NaN or infinite), at {_counted(since)}"
+            return f"loss: {'no longer' if known else 'not'} reported at {_counted(since)}"
         return ""
 
 
@@ -70,6 +152,34 @@ def rows_of(series: MetricSeries) -> list[dict[str, float]]:
     return [rows[step] for step in sorted(rows)]
 
 
+def _note_loss(series: MetricSeries, step: int, row: dict[str, Any]) -> None:
+    loss = row.get("loss")
+    is_finite = not (loss is None or (isinstance(loss, float) and not math.isfinite(loss)))
+    (series.without_loss.discard if "loss" in row else series.without_loss.add)(step)
+    (series.not_finite.discard if "loss" not in row or is_finite else series.not_finite.add)(step)
+
+
+def _fractions(epochs: Mapping[int, float]) -> dict[int, float]:
+    """Return the position of each step in epochs. Fractions are used as they were reported."""
+    if any(epoch != int(epoch) for epoch in epochs.values()):
+        return dict(epochs)
+    ends: dict[float, int] = {}
+    for step in sorted(epochs):
+        ends[epochs[step]] = step
+    order = sorted(ends)
+    # Training may have continued in the middle, so the first known epoch has an unknown beginning.
+    begin = min(epochs, default=1) - 1 if order and order[0] != 1 else 0
+    spans, length = dict[float, tuple[int, int]](), 1
+    for epoch in order:
+        # The last epoch may be unfinished, so it is at least as long as the one before.
+        length = max(ends[epoch] - begin, length if epoch == order[-1] else 1, 1)
+        spans[epoch], begin = (begin, length), ends[epoch]
+    return {
+        step: epoch - 1 + min(1.0, max(0.0, (step - spans[epoch][0]) / spans[epoch][1]))
+        for step, epoch in epochs.items()
+    }
+
+
 def _counted(steps: set[int]) -> str:
     return f"{count(len(steps), 'step')}, the last of them {max(steps)}"
 
@@ -80,27 +190,37 @@ def _is_step(value: object) -> bool:
 
 def read_metrics(text: str) -> MetricSeries:
     """Read all numbers from the lines that can be read."""
-    series, newest = MetricSeries(), 0
+    series, newest, run = MetricSeries(), 0, ""
     for line in text.splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue  # The line is cut off at the start, or where the writer was killed.
         event = row.get("event") if isinstance(row, dict) else None
+        time = row.get("time") if event in ("start", "step", "eval") else None
+        time = float(time) if is_number(time) and 0 <= time < LARGEST else None
+        series.began = min(series.began, math.inf if time is None else time)
         if event == "start":
+            before, run = run, str(row.get("run", ""))[:8]
+            series.restarts += bool(series.starts) and before == run
             series.starts.append(row["step"] if _is_step(row.get("step")) else 0)
             if series.starts[-1] < newest:
                 series.repeated.append((series.starts[-1], newest))
         curves = {"step": series.steps, "eval": series.evaluations}.get(str(event))
         if curves is None or not _is_step(row.get("step")):
             continue
-        if event == "step" and isinstance(loss := row.get("loss"), float):
-            (series.not_finite.discard if math.isfinite(loss) else series.not_finite.add)(row["step"])
+        step = row["step"]
+        origins = series.made if event == "step" else series.evaluated
+        # A step that the newest start cannot have made again keeps its origin.
+        if step not in origins or step + (event == "eval") > (series.starts or [-1])[-1]:
+            origins[step] = Origin(max(len(series.starts) - 1, 0), time)
+        if is_number(epoch := row.get("epoch")) and abs(epoch) < _LAST_EPOCH:
+            series.epochs[step] = float(epoch)
         if event == "step":
-            newest = max(newest, row["step"])
-            (series.without_loss.add if row.get("loss") is None else series.without_loss.discard)(row["step"])
+            newest = max(newest, step)
+            _note_loss(series, step, row)
         for name, number in row.items():
             known = name in curves or (len(curves) < _NAMES and name not in _NO_CURVES)
             if known and is_number(number) and abs(number) < LARGEST:
-                curves.setdefault(name, {})[row["step"]] = float(number)
+                curves.setdefault(name, {})[step] = float(number)
     return series

@@ -77,6 +77,9 @@ def show_progress(
             fresh["speedDisplay"] = f"{fresh['metrics'][protocol.COUNTED_SPEED]:.3g} steps/s"
     if stragglers:
         fresh["stragglers"] = list(stragglers)
+    # A coordinator that replaces another learns it only from the next start of rank 0.
+    known = protocol.read_environment(reported.get(protocol.ENVIRONMENT)) or shown.get(protocol.ENVIRONMENT)
+    fresh |= {protocol.ENVIRONMENT: known} if known else {}
     fresh |= _start(shown, reported, fresh)
     fresh |= _summary(fresh)
     if fresh == {key: value for key, value in shown.items() if key != "updatedAt"}:

@@ -8,45 +8,13 @@
   const plots = new Map();
   let wanted = false, kept = false, said = "", busy = false, last = 0;  // of the pods: to be read, drawn, their answer
 
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const short = (value) => {
-    if (value === null || value === undefined) return "";
-    const size = Math.abs(value);
-    if (size >= 1e4) return Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 2 }).format(value);
-    return size !== 0 && size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
-  };
-
-  // Vertical lines where training began again after a restart, and the stretches of steps that it repeated.
-  const restarts = (starts, repeated) => (plot) => {
-    const { ctx } = plot, { left, top, width, height } = plot.bbox;
-    const inside = (x) => Math.min(Math.max(x, left), left + width);
-    ctx.save();
-    ctx.fillStyle = colour("--warn");
-    ctx.globalAlpha = 0.2;
-    for (const [since, made] of repeated) {
-      const begin = inside(plot.valToPos(since, "x", true)), end = inside(plot.valToPos(made, "x", true));
-      ctx.fillRect(begin, top, end - begin, height);
-    }
-    ctx.globalAlpha = 1;
-    ctx.strokeStyle = colour("--break");
-    ctx.setLineDash([4, 4]);
-    for (const step of starts) {
-      const x = plot.valToPos(step, "x", true);
-      if (x < left || x > left + width) continue;
-      ctx.beginPath();
-      ctx.moveTo(x, top);
-      ctx.lineTo(x, top + height);
-      ctx.stroke();
-    }
-    ctx.restore();
-  };
+  const { colour, figure, place: at, finite, isSteep, chart } = ddpjobCharts;
 
   function draw(curve, starts, repeated, first) {
     const known = plots.get(curve.title);
     if (known) { known.plot.destroy(); }
     const box = known ? known.box : document.createElement("div");
-    const values = curve.y, low = Math.min(...values), high = Math.max(...values);
-    const logarithmic = curve.title.includes("loss") && low > 0 && high > 20 * low;
+    const values = finite(curve.y), logarithmic = isSteep(curve.title, values);
     if (!known) {
       box.className = "chart";
       const title = document.createElement("h3"), name = document.createElement("span"), value = document.createElement("b");
@@ -56,32 +24,18 @@
     }
     const [name, value] = box.firstChild.children;
     name.textContent = curve.title + (logarithmic ? ", logarithmic scale" : "");
-    const now = () => { value.textContent = short(values[values.length - 1]); };
+    const shown = (number) => figure(curve.title, number);
+    const now = () => { value.textContent = shown(values[values.length - 1]); };
     now();
-    const axis = { stroke: colour("--dim"), grid: { stroke: colour("--rule"), width: 1 }, ticks: { show: false },
-                   font: "11px system-ui, sans-serif" };
-    const plot = new uPlot({
-      width: Math.max(200, box.clientWidth), height: 170,
-      scales: { x: { time: false }, y: { distr: logarithmic ? 3 : 1 } },
-      cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false } },
-      legend: { show: false },
-      axes: [
-        { ...axis, values: (self, ticks) => ticks.map(short), space: 70, size: 26 },
-        { ...axis, values: (self, ticks) => ticks.map(short), size: 52 },
-      ],
-      series: [{}, { stroke: colour("--accent"), width: 1.5, points: { show: values.length < 40, size: 4 } }],
-      hooks: {
-        draw: [restarts(starts, repeated)],
-        setCursor: [(self) => {
-          const at = self.cursor.idx;
-          if (at === null || at === undefined) now();
-          else value.textContent = `step ${curve.x[at]}: ${short(values[at])}`;
-        }],
+    const [low, high] = [Math.min(...values), Math.max(...values)];
+    const plot = chart(box, {
+      title: curve.title, lines: [{ ...curve, stroke: colour("--accent") }], by: "step", logarithmic, starts, repeated,
+      label: `${curve.title} over ${values.length} points: now ${shown(values[values.length - 1])}, from ${shown(low)} to ${shown(high)}`,
+      moved: (index) => {
+        if (index === null || curve.y[index] === null) now();
+        else value.textContent = `${at("step", curve.x[index])}: ${shown(curve.y[index])}`;
       },
-    }, [curve.x, values], box);
-    plot.root.setAttribute("role", "img");
-    plot.root.setAttribute("aria-label",
-      `${curve.title} over ${values.length} points: now ${short(values[values.length - 1])}, from ${short(low)} to ${short(high)}`);
+    });
     plots.set(curve.title, { box, plot, curve, starts, repeated });
   }
 

@@ -98,7 +98,7 @@
 
   const words = document.getElementById("q") || document.getElementById("find");
   document.addEventListener("keydown", (event) => {
-    const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement.nodeName);
+    const typing = document.activeElement.matches("input:not([type=checkbox]), select, textarea");
     if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey && words) {
       event.preventDefault();
       words.focus();

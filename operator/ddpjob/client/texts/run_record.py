@@ -1,0 +1,70 @@
+"""Reads a run's record: the code it was submitted from, the packages and the GPU it trained with.
+
+The client writes the git commit of the folder that a job is submitted from into annotations. Rank
+0 sends the versions of its packages and its GPU with its first report, and the status keeps them.
+Both may come from anybody, so they are checked and bounded when they are read.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from ddpjob_runtime.protocol import ENVIRONMENT, read_environment
+
+from ddpjob.api.job_spec import Json
+
+COMMIT, DIRTY = "ddpjob.io/git-commit", "ddpjob.io/git-dirty"
+"""Annotations: the commit's hash, and "true" if tracked files had changes that are not in it."""
+_HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+_SECONDS = 5.0
+
+
+def record_of(body: Json) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) of what is known: the commit, the GPU, and each package's version."""
+    notes = body["metadata"].get("annotations")
+    notes = notes if isinstance(notes, dict) else {}
+    commit = notes.get(COMMIT)
+    if isinstance(commit, str) and _HASH.fullmatch(commit):
+        yield "git commit", commit[:12] + (" with changes" if notes.get(DIRTY) == "true" else "")
+    progress = (body.get("status") or {}).get("progress")
+    found = read_environment(progress.get(ENVIRONMENT) if isinstance(progress, dict) else None)
+    if found.get("gpu"):
+        yield "GPU", found["gpu"]
+    yield from found.get("packages", {}).items()
+
+
+def with_commit(manifest: Json, *, again: bool = False) -> Json:
+    """Return a job's manifest with the git commit of the current folder in its annotations.
+
+    A commit that it has already is kept, because a job that runs again on a cluster has the code
+    that it was submitted with. `again`: it is replaced, because the job runs the folder's code.
+    """
+    notes = manifest["metadata"].get("annotations") or {}
+    if COMMIT in notes and not again:
+        return manifest
+    found = git_notes(Path.cwd())
+    return {**manifest, "metadata": {**manifest["metadata"], "annotations": {**notes, **found}}} if found else manifest
+
+
+def git_notes(folder: Path) -> dict[str, str]:
+    """Return the annotations for a job that is submitted from a folder; empty without a commit."""
+    commit = _git(folder, "rev-parse", "--verify", "HEAD")
+    if commit is None or not _HASH.fullmatch(commit):
+        return {}
+    # Untracked files may be data or results, of which there are often many.
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {COMMIT: commit, DIRTY: str(bool(changes)).lower()}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Return what git prints; None if it fails, is missing, or takes long."""
+    # Optional locks would write to the index of a repository that may be read at the same time.
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return ran.stdout.strip() if ran.returncode == 0 else None

@@ -1,0 +1,36 @@
+"""What this process trains with: the versions of its packages, and the model of its GPU.
+
+Only modules that the program has imported are looked at, so nothing is imported, and a list of
+installed packages, which may have hundreds of entries, is not needed. The GPU is named only once
+the program uses it, because asking earlier would initialize CUDA in a process that may fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+PACKAGES = (
+    *("torch", "numpy", "torchvision", "lightning", "pytorch_lightning", "transformers", "accelerate"),
+    *("deepspeed", "timm", "datasets", "peft", "torchaudio", "xformers", "flash_attn", "triton", "PIL"),
+)
+_MODULES = {"PIL": "pillow"}
+
+
+def read_environment() -> dict[str, Any]:
+    """Return `packages`, with Python's version and CUDA's, and `gpu` if one is used."""
+    packages = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in PACKAGES:
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if isinstance(version, str):
+            packages[_MODULES.get(name, name)] = version[:80]
+    found: dict[str, Any] = {"packages": packages}
+    torch: Any = sys.modules.get("torch")
+    with contextlib.suppress(Exception):  # A build of torch without CUDA, or a module of this name.
+        cuda = torch.version.cuda
+        if isinstance(cuda, str):
+            packages["cuda"] = cuda[:80]
+        if torch.cuda.is_initialized():
+            found["gpu"] = str(torch.cuda.get_device_name())[:80]
+    return found
