@@ -376,9 +376,7 @@ class Dashboard:
         backend = _backend(view, key)
         read = await self._read(view, key)
         if not pod and len(newest_pods(read.pods)) > _LOG_PODS:
-            raise web.HTTPBadRequest(
-                reason=f"logs of more than {_LOG_PODS} pods can be read only one at a time; choose a pod"
-            )
+            raise web.HTTPBadRequest(reason=f"this job has more than {_LOG_PODS} pods; choose one to read its log")
         view.log_streams += 1
         stop = threading.Event()
         lines: queue.Queue[str | None] = queue.Queue(_BATCH)
@@ -539,7 +537,7 @@ def _chosen(request: web.Request) -> list[Key]:
     for text in dict.fromkeys(request.query.getall("job", [])):
         namespace, _, name = text.strip().partition("/")
         if not (_WORD.fullmatch(namespace) and _WORD.fullmatch(name)):
-            raise web.HTTPBadRequest(reason="job must be NAMESPACE/NAME; choose one of the list")
+            raise web.HTTPBadRequest(reason="job must be NAMESPACE/NAME; choose one from the list")
         keys.append((namespace, name))
     if len(keys) > MOST_RUNS:
         raise web.HTTPBadRequest(reason=f"{len(keys)} jobs: at most {MOST_RUNS} can be told apart; leave some out")

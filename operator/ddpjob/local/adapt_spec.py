@@ -184,7 +184,7 @@ def _gpu_warnings(spec: JobSpec, gpus: tuple[str, ...]) -> Iterator[str]:
 
 
 def _and_spares(spec: JobSpec) -> str:
-    return f" and {spec.spares} spares" if spec.spares else ""
+    return f" and {spec.spares} {'spare' if spec.spares == 1 else 'spares'}" if spec.spares else ""
 
 
 def too_many_nodes(local: LocalSpec, nodes: int) -> str:
@@ -283,8 +283,8 @@ def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
     with contextlib.suppress(ValueError):  # Raised for this program itself, __main__.
         if importlib.util.find_spec(top) is not None:
             return
-        where = f"neither in {working_dir.absolute()} nor among the packages of this Python"
-        yield f"spec.module: {spec.module} is {where}; name its folder with --workdir DIR"
+        where = f"neither in {working_dir.absolute()} nor installed in this Python"
+        yield f"spec.module: {spec.module} is {where}; specify its folder with --workdir DIR"
 
 
 def _rights_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:

@@ -32,7 +32,7 @@ def check_script(script: str) -> None:
             f"script {where} does not exist: correct the path, or put the file into the image or a volume"
         ) from None
     if lacks_main:
-        raise InitFailure(f"script {where} is a folder without __main__.py: name a Python file")
+        raise InitFailure(f"script {where} is a folder without __main__.py; specify a Python file")
     if not os.access(path, os.R_OK):
         raise InitFailure(unreadable)
 

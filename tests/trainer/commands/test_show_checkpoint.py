@@ -135,7 +135,7 @@ def test_the_command_works_as_a_process(trained: Path) -> None:
 
 
 def test_an_empty_folder_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"contains no checkpoint; name a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"contains no checkpoint; specify a checkpoint"):
         main([str(tmp_path)])
     with pytest.raises(CheckpointError, match=r"none.pt cannot be read: No such file"):
         main([str(tmp_path / "none.pt")])

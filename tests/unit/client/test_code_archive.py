@@ -54,7 +54,11 @@ def test_files_like_secrets_are_left_out_with_a_note(tmp_path: Path) -> None:
     assert list(found.files) == ["environment.py", "keys.py", "monkey.keys", "train.py"]
     assert found.secrets == tuple(sorted(name if name[:4] != ".aws" else ".aws" for name in secrets))
     [note] = found.notes()
-    assert ".aws, .env, .env.local" in note and "and 3 more" in note and "`!NAME` in .ddpjobignore sends one" in note
+    assert (
+        ".aws, .env, .env.local" in note
+        and "and 3 more" in note
+        and "to send one, add `!NAME` to .ddpjobignore" in note
+    )
 
 
 def test_links_to_files_are_sent_as_files_and_links_to_folders_are_named(tmp_path: Path) -> None:
@@ -67,7 +71,7 @@ def test_links_to_files_are_sent_as_files_and_links_to_folders_are_named(tmp_pat
     os.mkfifo(folder / "pipe")
     found = find_files(folder)
     assert list(found.files) == ["a.py", "train.py"]
-    assert [*found.notes()] == ["left out, because they are links to folders: loop, outside"]
+    assert [*found.notes()] == ["skipped links to folders: loop, outside"]
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="compares with git")

@@ -448,7 +448,7 @@ async def test_the_log_of_a_whole_job_is_limited_to_a_few_slots(names: list[str]
         write_record(place, body)
         page = await soon(lambda: web.get(f"/jobs/default/{name}/logs"), lambda page: f"{name}-16-20" in page)
         assert f'log?pod={name}-0-20"' in page
-        assert "choose a pod" in text(await web.get(f"/jobs/default/{name}/log", 400))
+        assert "choose one to read its log" in text(await web.get(f"/jobs/default/{name}/log", 400))
 
 
 async def test_the_number_of_streams_is_limited(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,9 +241,9 @@ def test_data_of_a_bucket_have_a_separate_folder_below_the_jobs(
 
 def test_a_missing_module_is_reported(tmp_path: Path) -> None:
     (tmp_path / "there.py").touch()
-    where = f"neither in {tmp_path} nor among the packages of this Python"
+    where = f"neither in {tmp_path} nor installed in this Python"
     assert (
-        f"spec.module: absent.train is {where}; name its folder with --workdir DIR"
+        f"spec.module: absent.train is {where}; specify its folder with --workdir DIR"
         in fitted(tmp_path, module="absent.train").warnings
     )
     for module in ("there", "json.tool"):

@@ -125,7 +125,8 @@ def check(config: OptimConfig) -> None:
         raise ConfigError("optim.nesterov: needs optim.momentum above 0; set it to 0.9, or leave optim.nesterov out")
     if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
         raise ConfigError(
-            f"optim.betas={list(config.betas)}: must be two numbers from 0 to below 1, for example [0.9, 0.999]"
+            f"optim.betas={list(config.betas)}: must be two numbers that are at least 0 and below 1, for example"
+            " [0.9, 0.999]"
         )
     for key in ("label_smoothing", "ema_decay"):
         if not 0 <= (value := getattr(config, key)) < 1:

@@ -96,7 +96,7 @@ def device(context: Context) -> RankFinding:
     name, driver = module.get_device_name(placement.device), _driver() if kind == "cuda" else "unknown"
     same = {"device": kind, "model": name, "driver": driver}
     if free < _FREE_SHARE * total:
-        remedy = "another process uses memory there; see nvidia-smi"
+        remedy = "another process is using GPU memory; see nvidia-smi"
         return RankFinding(f"{gigabytes(free)} of {gigabytes(total)} free", Status.WARN, remedy, same)
     return RankFinding(f"{name}, driver {driver}, {gigabytes(free)} free", same=same)
 

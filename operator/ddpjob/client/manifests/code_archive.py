@@ -67,9 +67,10 @@ class Found:
     def notes(self) -> Iterator[str]:
         """Yield a sentence about each kind of file that was left out."""
         if self.secrets:
-            yield f"left out, because they look like secrets: {_some(self.secrets)}; `!NAME` in {IGNORE_FILE} sends one"
+            remedy = f"to send one, add `!NAME` to {IGNORE_FILE}"
+            yield f"skipped files that look like secrets: {_some(self.secrets)}; {remedy}"
         if self.links:
-            yield f"left out, because they are links to folders: {_some(self.links)}"
+            yield f"skipped links to folders: {_some(self.links)}"
 
 
 def _some(names: tuple[str, ...]) -> str:
