@@ -204,7 +204,7 @@ def _chunk(name: str, found: Any) -> TensorChunk:
 
 
 def _covers(stored: StoredTensor) -> bool:
-    """Return whether the chunks form a grid over the whole shape, as a tensor's shards do."""
+    """Return whether the chunks form a grid over the whole shape, like a tensor's shards."""
     shape, chunks = stored.shape, stored.chunks
     if 0 in shape:
         return not chunks
@@ -252,7 +252,10 @@ def _no_place(value: Any, path: Path, role: str) -> CheckpointError:
 
 
 def decode(found: Any, tensor: Callable[[Path, str], Any], path: Path = ()) -> Any:
-    """Return the structure that `encode` wrote; `tensor` gives the value for each tensor's name.
+    """Return the structure that `encode` has written.
+
+    `tensor` maps a tensor's path and name to its value.
+
 
     Raises CheckpointError.
     """

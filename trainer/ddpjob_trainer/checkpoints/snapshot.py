@@ -47,8 +47,8 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 def check(snapshot: Any) -> None:
     """Raise CheckpointError for a state that could be written but not resumed from.
 
-    Reading does not run code from a file (torch.load with weights_only). An object, even one of
-    numpy's, would therefore be refused only after the training that saved it has ended.
+    Reading does not run code from a file (torch.load with weights_only). Any other object, even
+    from numpy, would therefore be refused only later, by the run that resumes.
     """
     if not isinstance(snapshot, dict) or not isinstance(snapshot.get("sampler"), dict):
         raise CheckpointError(

@@ -19,7 +19,7 @@ _POINTS_OF_ALL_CLASSES, _POINTS_POOLED = 20_000, 1_000
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve in the form returned by sklearn.metrics.precision_recall_curve.
+    """A curve as returned by sklearn.metrics.precision_recall_curve.
 
     Thresholds (t,) are ascending; precision and recall (t + 1,) end in (1, 0).
     """

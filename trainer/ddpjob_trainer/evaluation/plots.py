@@ -2,7 +2,7 @@
 
 Run it as `python -m ddpjob_trainer.evaluation.plots RUN/eval/epoch-NNN.json`. The plots are
 readable for ten classes (each class separately) and for a thousand (the distribution, with the
-worst classes named). Does not import torch.
+worst classes named). This module does not import torch.
 """
 
 from __future__ import annotations
