@@ -19,7 +19,8 @@ from ddpjob.api.submitted_code import split_code
 
 MOST_CLASSES = 100
 LARGEST_CLASS = 32 * 1024
-"""Maximum size of a class's JSON in bytes, because the status of each of its jobs holds a copy."""
+"""Maximum size of a class's JSON in bytes. It is limited because the status of each job holds a
+copy of the job's class."""
 _KEYS = ("namespaces", "spec", QUEUE, "fixed", "limits")
 _LIMITS = ("maxNodes", "maxGpusPerNode", "images")
 _SETTABLE = (*CLASS_FIELDS, QUEUE)
@@ -180,9 +181,9 @@ def _fits(image: str, pattern: str) -> bool:
 
 
 def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
-    """Check the CRD's rules against the job with its class.
+    """Check the CRD's rules against the job with its class's values.
 
-    A forbidden combination may come half from the job and half from the class.
+    A forbidden combination may come partly from the job and partly from the class.
     """
     from ddpjob.api.cel import check_rules
 

@@ -29,7 +29,8 @@ Json = dict[str, Any]
 
 
 # pydantic reads a validator's signature, and Python's patch releases report different signatures
-# for builtins. For 3.12.3, an itemgetter takes any arguments, which pydantic refuses.
+# for builtins. In Python 3.12.3, an itemgetter appears to take any arguments, which pydantic
+# refuses.
 def _name_of(reference: Json) -> Any:
     return reference["name"]
 
@@ -122,7 +123,7 @@ class ClaimTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketVolume(Volume):
-    """A volume, or a bucket instead, with its URL and how to reach its server."""
+    """A volume, or a bucket with its URL and the settings to reach its server."""
 
     url: str | None = None
     endpoint: str | None = None
@@ -160,9 +161,9 @@ class DataVolume(BucketVolume):
 
     @property
     def fetched_folder(self) -> str:
-        """Name of the folder for the data of `url` on one server.
+        """Name of the folder for the data from `url`.
 
-        Files from any other source are stored elsewhere.
+        Data from a different URL or server gets a different folder.
         """
         text = f"{(self.endpoint or '').rstrip('/')} {(self.url or '').rstrip('/')}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -191,7 +192,7 @@ class Code:
 
     @property
     def version(self) -> str:
-        """The commit, or the digits of the archive's digest. It determines the content."""
+        """The commit, or the digits of the archive's digest. Equal versions have equal content."""
         return self.git.commit if self.git else (self.digest or "").rpartition(":")[2]
 
 
@@ -236,7 +237,7 @@ class Rendezvous:
 
     @property
     def pod_fields(self) -> Json:
-        """The same settings as spec fields of the coordinator's own pod."""
+        """These settings as fields of the coordinator's own pod spec."""
         fields: Json = {
             "nodeSelector": self.node_selector,
             "tolerations": list(self.tolerations),
@@ -332,7 +333,7 @@ class Scheduling:
 
     @property
     def by_volcano(self) -> bool:
-        """Whether Volcano's scheduler places the pods, judging by its default name."""
+        """Whether Volcano places the pods, recognized by its scheduler's default name."""
         return self.scheduler_name == "volcano"
 
 
@@ -431,7 +432,7 @@ class JobSpec:
 
     @property
     def min_nodes(self) -> int:
-        """The smallest number of nodes to train with."""
+        """The minimum number of nodes to train with."""
         return self.elastic.min_nodes if self.elastic else self.nodes
 
     @property

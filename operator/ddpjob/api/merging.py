@@ -120,8 +120,8 @@ def merge(base: Json, overlay: Mapping[str, Any]) -> Json:
     """Return a new, merged object.
 
     Mappings merge, keyed lists merge by key, affinity terms are joined, and everything else is
-    replaced. Fields that the overlay does not name are shared with `base`. A list with items that
-    lack a key, as a user may write it, replaces the other list. Validation then reports the faults
+    replaced. Fields that the overlay does not contain are shared with `base`. If a user's list has
+    items without a key, the overlay's list replaces the base's, and validation reports the faults
     in the result.
     """
     merged = dict(base)

@@ -1,6 +1,4 @@
-"""Reads a DDPJob manifest. Returns the object that `kubectl apply` would store, or why it is
-rejected.
-"""
+"""Reads a DDPJob manifest as `kubectl apply` would store it, or reports why it is rejected."""
 
 from __future__ import annotations
 
@@ -109,7 +107,7 @@ class Manifest:
         return with_defaults(self.document.value)
 
     def error(self, problems: Iterable[Problem]) -> ManifestError:
-        """Return an error with the problems and their lines."""
+        """Return a ManifestError that lists the problems with their line numbers."""
         return ManifestError(self.source, problems, self.document)
 
 

@@ -183,7 +183,7 @@ def command_of_job(command: Callable[..., Any]) -> click.Command:
 
 
 def say(text: str, place: Backend) -> None:
-    """Print one line on success, which ends with the place of the job."""
+    """Print a one-line success message that ends with the job's cluster or folder of runs."""
     click.echo(f"{text} ({place.where})")
 
 
@@ -196,5 +196,8 @@ def print_line(line: str) -> None:
 
 
 def print_painted(line: str, colour: str = "") -> None:
-    """Print a line. A terminal shows all of it in `colour` or, without one, the state coloured."""
+    """Print a line.
+
+    In a terminal, the whole line is in `colour`. Without a colour, only the state is coloured.
+    """
     click.echo(click.style(printable(line), fg=colour) if colour else paint(printable(line)))

@@ -178,7 +178,7 @@ def _panel(title: str, runs: Sequence[Points], right: float) -> Iterator[str]:
 
 
 def _columns(points: Points, right: float) -> dict[int, float]:
-    """Return the mean of the points in each column of the panel that has some."""
+    """Return the mean of the points in each column of the panel that has any."""
     found: dict[int, list[float]] = {}
     for position, value in points:
         at = round(position / right * (WIDTH - 1)) if right > 0 else 0
@@ -190,7 +190,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_picture(output: Path) -> None:
-    """Raise Mistake if no picture of this kind can be drawn here."""
+    """Raise Mistake if a picture of this type cannot be drawn on this machine."""
     if output.suffix not in PICTURES:
         raise Mistake(f"--output {output}: must end in {', '.join(PICTURES)}")
     if importlib.util.find_spec("ddpjob_trainer") is None or importlib.util.find_spec("matplotlib") is None:

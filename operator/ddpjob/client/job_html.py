@@ -18,7 +18,9 @@ _OTHER = "#9a6700"
 
 
 def job_html(body: Json, rows: Sequence[Mapping[str, float]]) -> str:
-    """Return the row of `ddpjob get` as a table, and the curve of the loss over the steps."""
+    """Return a job's row of `ddpjob get` as an HTML table, and the curve of its loss over the
+    steps.
+    """
     titles, cells = header(), row(body, utc_now())
     shown = [(title, cell) for title, cell in zip(titles, cells, strict=True) if cell]
     heads = "".join(f'<th scope="col" style="text-align:left">{escape(title.lower())}</th>' for title, _ in shown)
@@ -55,7 +57,7 @@ class MetricCurve:
 
     @property
     def _is_logarithmic(self) -> bool:
-        """Whether a straight scale would show only the beginning, as of most losses."""
+        """Whether the scale is logarithmic, because a linear one would show only the beginning."""
         numbers = [number for _, number in self.points]
         return min(numbers) > 0 and max(numbers) > _LOG_FROM * min(numbers)
 

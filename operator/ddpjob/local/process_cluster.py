@@ -37,10 +37,10 @@ from ddpjob.objects.service import RUNTIME_FOLDER, runtime_name
 log = logging.getLogger("ddpjob.local")
 
 SPARE_SECONDS = 0.5
-"""How much later a lost pod of a job with spares is replaced.
+"""How many seconds later a lost pod is replaced if the job has spares.
 
-A new pod takes a processor for seconds, for which the group that restarts with the spare would
-otherwise wait.
+A new pod occupies a processor for seconds, and would slow down the group that restarts with the
+spare.
 """
 
 

@@ -58,10 +58,11 @@ def find(marks: Mapping[str, str]) -> list[int]:
 
 
 def _environment(process: str) -> bytes:
-    """Return a process's environment. Raises OSError if it has ended or is another user's.
+    """Return a process's environment.
 
-    A process that is executing a new program (exec) has no environment yet, so this waits.
-    Otherwise the process would be overlooked and survive when the job's processes are killed.
+    Raises OSError if the process has ended or belongs to another user. A process that is executing
+    a new program (exec) has no environment yet, so this waits. Otherwise the process would be
+    overlooked and survive when the job's processes are killed.
     """
     deadline = time.monotonic() + _EXEC_SECONDS
     while not (found := Path(process, "environ").read_bytes()) and time.monotonic() < deadline:

@@ -71,10 +71,11 @@ def _locked(descriptor: int) -> bool:
 
 
 def _unlocked_runner(folder: JobFolder) -> int | None:
-    """Return the process whose pods use the folder although it is not locked.
+    """Return the id of a process whose pods use the folder although it is not locked.
 
-    The folder was removed together with the lock. A killed run's pods end within a moment, and
-    their leftovers have a different parent.
+    This happens if the folder was removed, together with the lock, while the job ran. The pods of a
+    killed run do not count: they end within a moment, and leftover processes have a different
+    parent.
     """
     marks = {"DDPJOB_NAME": folder.name, "DDPJOB_CHECKPOINT_DIR": str(folder.checkpoints)}
     deadline = time.monotonic() + _ENDING_SECONDS

@@ -123,7 +123,7 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
 
 
 def _set_aside(checkpoints: Path, earlier: Path) -> None:
-    """Move the checkpoints.
+    """Move the checkpoints to `earlier`.
 
     If the folder is a link, for instance to a larger disk, both old and new checkpoints stay on
     that disk.
@@ -273,10 +273,10 @@ class Runner:
     def _display(self, update: Callable[[], None]) -> None:
         """Update the display.
 
-        Output errors must not interrupt training or keep a signal from it. A reader that is gone
-        (`| head`) counts as a signal, like Ctrl-C. Ctrl-C also ends `tee`, which counts as one
-        signal, not two. A closed terminal sends SIGHUP; without that signal, or on a full disk,
-        training continues without output.
+        Output errors must not interrupt training or keep a signal from it. If the reader of the
+        output has exited (`| head`), that counts as a signal, like Ctrl-C. Ctrl-C also ends `tee`,
+        which counts as one signal, not two. A closed terminal sends SIGHUP; without that signal, or
+        on a full disk, training continues without output.
         """
         try:
             update()

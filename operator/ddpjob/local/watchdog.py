@@ -1,4 +1,4 @@
-"""Kills leftover processes of a job, and deletes its memory, when stdin closes.
+"""Kills leftover processes of a job, and deletes its in-memory folder, when stdin closes.
 
 stdin closes when `ddpjob run` has exited or crashed.
 

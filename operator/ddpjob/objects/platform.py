@@ -83,9 +83,8 @@ class Platform:
 
     @property
     def cluster(self) -> str:
-        """A mark that distinguishes this operator's jobs from jobs of other clusters.
-
-        Those jobs may have the same names.
+        """A mark that distinguishes this operator's jobs from other clusters' jobs of the same
+        name.
         """
         return self.key_mark
 
@@ -99,9 +98,9 @@ class Platform:
     def token_secret(self, job: DDPJob) -> str:
         """Return the name of the Secret with the job's token.
 
-        It changes with the job's UID and the operator's key. It is derived from the key, so that
-        nobody can create a Secret with this name in advance. Empty: the token is in the environment
-        of the job's processes instead.
+        The name changes with the job's UID and the operator's key. It is derived from the key, so
+        that nobody can create a Secret with this name in advance. If the name is empty, the token
+        is in the environment of the job's processes instead.
         """
         mark = hmac.new(self.operator_key, f"secret {job.uid}".encode(), hashlib.sha256).hexdigest()[:10]
         return f"{job.name}-token-{mark}"

@@ -57,8 +57,8 @@ _WARNED_PODS = 3
 other pods."""
 _EXEC_SECONDS = 60.0
 MOST_OUTPUT = 16 << 20
-"""Maximum size in bytes of a command's output that is read from a pod, twice that of the
-metrics."""
+"""Maximum size in bytes of a command's output that is read from a pod: twice that of the metrics.
+"""
 _PRINTED = (b"\x01", b"\x02")
 """WebSocket channels for standard output and standard error."""
 _CHANGES = ("ADDED", "MODIFIED", "DELETED")
@@ -75,7 +75,7 @@ if os.path.isfile(path):
         file.seek(max(0, os.path.getsize(path) - {METRICS_BYTES}))
         print({_METRICS_MARK!r} + file.read({METRICS_BYTES}).decode("utf-8", "replace"))
 """
-"""Prints a marker and then the end of the file."""
+"""Python code that prints a marker and then the end of the metrics file."""
 
 
 class ClusterBackend:
@@ -247,7 +247,8 @@ class ClusterBackend:
     def _without_deleted_job(self, name: str, pods: list[Json]) -> list[Json]:
         """Return the pods without those of a deleted job.
 
-        They exist until they have ended, possibly together with pods of a new job of this name.
+        A deleted job's pods exist until they have ended, possibly together with pods of a new job
+        of the same name.
         """
         uids = {pod["metadata"]["labels"].get(LABEL_UID) for pod in pods}
         if len(uids) < 2 and not any("deletionTimestamp" in pod["metadata"] for pod in pods):
@@ -326,7 +327,8 @@ class ClusterBackend:
                 if not options.follow:
                     raise
                 if options.stop is None:
-                    # With `stop`, the pod may just be silent, and its reader ends the log.
+                    # With `stop`, the pod may just be silent, so the reader decides when to end the
+                    # log.
                     patience.tolerate(failure)
             if options.stopped:
                 return
@@ -409,7 +411,7 @@ class ClusterBackend:
         return [{"apiVersion": "v1", "kind": "ConfigMap", **m} for m in owned]
 
     def _create_map(self, body: Json) -> None:
-        """Create a ConfigMap. Its name contains a digest of its content.
+        """Create a ConfigMap whose name contains a digest of its content.
 
         A deleted job's ConfigMap of the same name may still exist for a while.
         """
@@ -449,8 +451,8 @@ class ClusterBackend:
         from kubernetes.client import CoreV1Api
         from kubernetes.stream import stream
 
-        # `stream` replaces the client's requests with WebSockets, which must not affect other users
-        # of the client.
+        # `stream` makes the client send its requests over WebSockets. A copy keeps this from
+        # affecting other users of the client.
         client = copy(self.api.client)
         try:
             answer = stream(
@@ -518,7 +520,7 @@ def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
     for piece in pieces:
         *whole, rest = (rest + piece).split(b"\n")
         yield from (line + b"\n" for line in whole)
-        rest = rest[: LINE_BYTES + 64]  # Keep enough of it that a reader sees that it is too long.
+        rest = rest[: LINE_BYTES + 64]  # Keep enough for a reader to see that the line is too long.
     if rest:
         yield rest
 
@@ -531,7 +533,8 @@ class _ReadPosition:
 
     def __init__(self) -> None:
         self.stamp, self._lines, self._skip = b"", 0, 0
-        """The timestamp of the last line, and the number of last lines that have it."""
+        """The timestamp of the last line, the number of last lines that have it, and how many of
+        those are still to be skipped."""
         self._skipping = False
 
     def again(self) -> None:

@@ -52,7 +52,7 @@ class Line:
     incidents: tuple[Incident, ...]
     progress: Json
     start: Json = field(default_factory=dict)
-    """Where the round continued, as `protocol.read_start` returns it; empty if not recorded."""
+    """Where training continued, as `protocol.read_start` returns it; empty if not recorded."""
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,10 @@ from ddpjob.local.pod import UID_VARIABLE
 from ddpjob.local.record import RequestRefused, ask, holds, read_record, runner, write_atomically
 
 STOP_MARGIN = 15.0
-"""Seconds beyond the pods' grace period for which `stop` waits for the runner."""
+"""How much longer than the pods' grace period `stop` waits for the runner, in seconds."""
 _POLL = 0.3
 _STARTED_SECONDS = 30.0
-"""Maximum number of seconds until a new `ddpjob run` has written its record."""
+"""Maximum time in seconds until a new `ddpjob run` has written its record."""
 _STOPPED = "its `ddpjob run` was stopped; run the job again to resume"
 """Message of the condition Suspended of an interrupted job, whose runPolicy.suspend cannot be set
 to false."""
@@ -91,7 +91,7 @@ class ProcessBackend:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        """The status.json files that are not records of jobs."""
+        """Messages about status.json files that are not records of jobs."""
         self.whole = True  # Local files are the user's own, so they need no limit.
         self._known: dict[Path, _Known] = {}
         """Records from the last list, so that following 1,000 jobs reads only changed records."""
@@ -344,7 +344,7 @@ class ProcessBackend:
     def stop(self, name: str, *, now: bool = False) -> bool:
         """Send SIGTERM to the runner, then SIGKILL to every process of the job.
 
-        Return whether it was running.
+        Return whether the job was running.
         """
         folder = self.folder(name)
         record = _record(folder) or {}

@@ -19,7 +19,8 @@ MOST_PODS = 200
 _QUEUE = 10_000
 """Maximum number of lines that have been read but not yet taken."""
 _QUEUE_OF_MANY = 500
-"""The maximum for a log that can be stopped, because its process reads many logs."""
+"""Maximum number of such lines for a log that can be stopped, because its process reads many logs.
+"""
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")

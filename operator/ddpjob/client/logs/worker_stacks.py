@@ -60,7 +60,8 @@ if not found:
     print("no worker in this pod writes stacks; the pod is starting, or runs a command without torchrun")
 """
 )
-"""Prints the stacks of its pod's ranks, using the signal that the launcher sends in a hang."""
+"""Python code that prints the stacks of its pod's ranks. It uses the signal that the launcher sends
+in a hang."""
 
 
 _OWN_FRAME = re.compile(r'^  File "(?:[^"\n]*/ddpjob_(?:runtime|pod)/|<frozen |[^"\n]*/runpy\.py).*\n?', re.MULTILINE)

@@ -65,7 +65,7 @@ class _Options:
         self.rest = list(words[position:])
 
     def take(self, *names: str) -> str | None:
-        """Return an option's value and forget it; None if it was not given."""
+        """Return an option's value and remove the option; None if it was not given."""
         found = [self.given.pop(name) for name in names if name in self.given]
         return found[0] if found else None
 

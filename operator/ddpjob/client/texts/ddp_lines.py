@@ -60,7 +60,7 @@ class AddedLine:
 
 
 def advice(script: TrainingScript, path: Path) -> Iterator[str]:
-    """Yield what to do with a script so that its ranks train together."""
+    """Yield advice on how to change a script so that its ranks train together."""
     if script.framework:
         arguments, does, (needed, word, page) = _OF_FRAMEWORK[script.framework]
         at = f"{script.where or path}, line {script.call.lineno}" if script.call else str(path)
@@ -181,7 +181,7 @@ def _sampled(node: ast.stmt, call: ast.Call) -> AddedLine:
     assert isinstance(copy, ast.Assign | ast.AnnAssign) and isinstance(copy.value, ast.Call)
     changed = copy.value
     shuffle = next((ast.unparse(k.value) for k in call.keywords if k.arg == "shuffle"), "")
-    spread = any(k.arg is None for k in call.keywords)  # **kwargs, which may have it
+    spread = any(k.arg is None for k in call.keywords)  # **kwargs may contain shuffle
     order = "" if spread or shuffle == "True" else f", shuffle={shuffle or 'False'}"
     sampler = f"{_SAMPLER}({_dataset(call)}{order})"
     given = [k for k in changed.keywords if k.arg not in ("shuffle", "sampler")]
