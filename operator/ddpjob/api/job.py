@@ -115,7 +115,7 @@ class DDPJob:
 
     @property
     def reference(self) -> Json:
-        """The reference by which other objects name the job."""
+        """A reference to the job, for use in other objects."""
         return {"apiVersion": API_VERSION, "kind": KIND, "name": self.name, "uid": self.uid}
 
     @property

@@ -1,8 +1,8 @@
 """`spec` of a DDPJob as frozen dataclasses, which pydantic reads.
 
 The CRD file is the only source of names, defaults and ranges. A field with a default there has no
-default here: `JobSpec.read` fills in the CRD's defaults first, so that a spec can also be read
-under a CRD of a different release. A default here is the value of a field that is absent.
+default here, because `JobSpec.read` fills in the CRD's defaults first. A spec can therefore also be
+read under the CRD of a different release. A default here is the value of a field that is absent.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class NotifyEvent(StrEnum):
 
 
 CONFIG = ConfigDict(alias_generator=to_camel, defer_build=True)
-"""Applies to the dataclass that has it and to the dataclasses nested in it. Validators are built on
-the first read."""
+"""Configuration of the dataclass that sets it and of the dataclasses nested in that one. Validators
+are built on the first read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +300,7 @@ class Recovery:
     """auto, none, or the number of steps between two copies."""
     hangs: Hangs
     hang_after_seconds: int | None = None
-    """None: only a proved hang is ended."""
+    """None: only a proven hang is ended."""
     slow_ranks: SlowRanks
 
     @property

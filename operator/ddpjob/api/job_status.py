@@ -275,7 +275,7 @@ class Restart:
     repeated_steps: Annotated[_Number | None, _OMIT_NONE] = None
     """Number of complete steps that were repeated; None if unknown."""
     repeated_seconds: Annotated[float | None, _OMIT_NONE] = None
-    """Seconds spent on repeating them; None until all have been repeated."""
+    """Seconds spent on repeating these steps; None until all have been repeated."""
     continued_from: Annotated[str, _OMIT_EMPTY] = ""
     """The source from which training continued: memory, storage, scratch, or unknown if the script
     has not reported it; empty until the first step.
@@ -309,7 +309,7 @@ class Restarts:
     repeated_steps: Annotated[_Number, _OMIT_EMPTY] = 0
     """Number of complete steps that were repeated since the job began, as far as known."""
     repeated_seconds: Annotated[float, _OMIT_EMPTY] = 0.0
-    """Seconds spent on repeating them."""
+    """Seconds spent on repeating these steps."""
     unknown_repeats: Annotated[_Number, _OMIT_EMPTY] = 0
     """Number of restarts with an unknown number of repeated steps."""
     seen_start: Annotated[str, _below("seen", "start")] = ""
@@ -484,8 +484,8 @@ class JobStatus:
 
 
 COMPACT_FROM = 100
-"""Number of slots from which consecutive equal slots are written as one entry. 1,024 separate
-entries would be 100 KB per write."""
+"""Minimum number of slots for which consecutive equal slots are written as one entry. 1,024
+separate entries would be 100 KB per write."""
 _MOST_SLOTS = 4096
 
 

@@ -58,10 +58,10 @@ class ManifestError(ValueError):
 
 
 def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
-    """Return the API server's reasons to reject a DDPJob; empty if it is valid.
+    """Return the problems for which the API server would reject a DDPJob; empty if it is valid.
 
-    The DDPJob is new, or replaces `old`. Both are as written; defaults are filled in here.
-    `ddpjob.objects` checks podTemplate.spec.
+    The DDPJob is new unless it replaces `old`. Both are as written, because defaults are filled in
+    here. `ddpjob.objects` checks podTemplate.spec.
     """
     from ddpjob.api.cel import check_rules
 

@@ -203,7 +203,7 @@ a millisecond.
 
 
 def check_schema(manifest: Mapping[str, Any]) -> list[Problem]:
-    """Return up to MOST_PROBLEMS places where a defaulted manifest violates the schema."""
+    """Return up to MOST_PROBLEMS violations of the schema in a defaulted manifest."""
     errors = list(islice(_validator().iter_errors(manifest), 2 * MOST_PROBLEMS))
     of_wrong_type = {tuple(error.absolute_path) for error in errors if error.validator == "type"}
     causes = (error for error in errors if error.validator == "type" or tuple(error.absolute_path) not in of_wrong_type)

@@ -1,4 +1,5 @@
-"""Reads YAML as kubectl does, with the line of every field, and writes what kubectl reads back.
+"""Reads YAML as kubectl does, with the line of every field, and writes YAML that kubectl reads
+back.
 
 PyYAML differs: it converts dates and 1:30 (text for kubectl), reads 1e5 as text, and silently drops
 one of two equal keys.

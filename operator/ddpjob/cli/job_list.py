@@ -123,7 +123,7 @@ def _counts(bodies: Sequence[Json]) -> str:
 
 
 def _cost(bodies: Sequence[Json]) -> str:
-    """Return the GPU hours of all jobs together; empty if there are none."""
+    """Return the total GPU hours of all jobs; empty if there are none."""
     spent = (JobStatus.read({"gpuSeconds": (body.get("status") or {}).get("gpuSeconds")}) for body in bodies)
     hours = gpu_hours(sum(status.gpu_seconds for status in spent))
     return f"; {hours} GPU hours" if hours else ""

@@ -92,7 +92,7 @@ def completion(ctx: click.Context, shell: str) -> None:
     from click.shell_completion import get_completion_class
 
     made = get_completion_class(shell)
-    assert made is not None  # the choices are those that click knows
+    assert made is not None  # click knows all choices.
     click.echo(made(root, {}, "ddpjob", "_DDPJOB_COMPLETE").source())
 
 

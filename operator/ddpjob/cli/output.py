@@ -32,7 +32,7 @@ STATE_COLOURS = {
     **dict.fromkeys(("Restarting", "Suspended", "Queued", "Interrupted"), "yellow"),
     **dict.fromkeys(("Starting", "Pending"), "cyan"),
 }
-"""Colours of states, by names that click and rich share."""
+"""Colours of states, as names that both click and rich know."""
 _STATE = re.compile(rf"(?<![^\s])({'|'.join(STATE_COLOURS)})(?![^\s])")
 
 
@@ -103,8 +103,8 @@ _PART = re.compile(r"""\{((?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^{}"'])*)\}|([
 class PathTemplate:
     """A template of `-o jsonpath=TEMPLATE`, as in kubectl.
 
-    It consists of text and, in braces, paths, quoted text, range and end. Raises ValueError, which
-    says what is wrong, if the template cannot be read.
+    It consists of text and, in braces, paths, quoted text, range and end. Raises ValueError with
+    the reason if the template cannot be read.
     """
 
     def __init__(self, template: str) -> None:

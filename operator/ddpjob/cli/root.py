@@ -55,7 +55,7 @@ _MEANT = {
     **dict.fromkeys(("ui", "web", "serve"), "dashboard"),
     **dict.fromkeys(("new", "scaffold", "quickstart"), "init"),
 }
-"""Maps names that other tools use to the commands."""
+"""Maps command names from other tools to the commands here."""
 
 
 class _Commands(click.Group):
@@ -111,7 +111,8 @@ class _Commands(click.Group):
 class SystemFault(Exception):
     """A file or the output cannot be read or written.
 
-    Without it, click would exit with 1 if the output's reader is gone, but 1 means a failed job.
+    Without this exception, click would exit with 1 if the reader of the output has gone, but 1
+    means a failed job.
     """
 
     def __init__(self, error: OSError) -> None:

@@ -68,7 +68,10 @@ def points(series: MetricSeries) -> tuple[list[float], list[float], int]:
 
 
 def is_cut(text: str) -> bool:
-    """Return whether `text` is only the end of the file, because Backend.metrics reads no more."""
+    """Return whether `text` is only the end of the file.
+
+    Backend.metrics does not read more.
+    """
     return len(text.encode()) >= METRICS_BYTES
 
 
@@ -112,7 +115,8 @@ def _loss_chart(losses: Sequence[float]) -> Iterator[str]:
 def overlay(texts: Sequence[tuple[str, str]], by: str) -> Iterator[str]:
     """Yield lines that show curves of several jobs, in panels over one axis.
 
-    `texts` are (job, its metrics). Raises Mistake if a job has no steps, or no such axis.
+    `texts` are pairs of a job's name and its metrics. Raises Mistake if a job has no steps, or no
+    such axis.
     """
     runs = [(job, read_metrics(text)) for job, text in texts]
     positions = []
@@ -201,7 +205,7 @@ def check_picture(output: Path) -> None:
 def draw(texts: Sequence[tuple[str, str]], output: Path, by: str | None = None) -> None:
     """Write the picture that `python -m ddpjob_trainer plot` makes. Raises Mistake.
 
-    `texts` are (job, its metrics).
+    `texts` are pairs of a job's name and its metrics.
     """
     check_picture(output)
     with tempfile.TemporaryDirectory() as folder:

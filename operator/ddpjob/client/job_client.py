@@ -291,7 +291,7 @@ class Client:
         return self.get(self._backend.create(bodies))
 
     def submit(self, manifest: str | Path | Mapping[str, Any]) -> Job:
-        """Create the job of a manifest, which is a mapping or a YAML file with one DDPJob."""
+        """Create the job in a manifest: a mapping, or a YAML file with one DDPJob."""
         return self.get(self._backend.create([_read_manifest(manifest)]))
 
     def list(self) -> tuple[Job, ...]:
@@ -379,7 +379,7 @@ class Client:
         return rows_of(read_metrics(self._backend.metrics(self.get(job).name)))
 
     def frame(self, job: str | Job) -> Any:
-        """Return the metrics as a pandas.DataFrame with a row per step. It needs pandas."""
+        """Return the metrics as a pandas.DataFrame with one row per step. Requires pandas."""
         try:
             pandas = importlib.import_module("pandas")
         except ImportError as error:
@@ -409,7 +409,7 @@ class Client:
         return curve
 
     def stacks(self, job: str | Job) -> Mapping[str, str]:
-        """Return the Python stacks in each running pod, by the pod's name. Training continues."""
+        """Return the Python stacks in each running pod, by pod name. Training continues."""
         from ddpjob.client.logs.worker_stacks import stacks
 
         running = [pod for pod in self.pods(job) if pod.index is not None and pod.state == "Running"]

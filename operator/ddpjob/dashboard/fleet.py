@@ -286,7 +286,7 @@ class Fleet:
             return self._versions.get(key, 0)
 
     def samples(self, key: Key) -> CurveSamples:
-        """Return a copy of what the job has reported since the dashboard started."""
+        """Return a copy of the samples that the job has reported since the dashboard started."""
         with self._lock:
             return deepcopy(self._samples.get(key) or CurveSamples())
 

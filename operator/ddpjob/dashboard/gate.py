@@ -107,7 +107,7 @@ class Gate(Protocol):
 
 
 class OneSession:
-    """The gate of `ddpjob dashboard`: one view for everybody with the token.
+    """The gate of `ddpjob dashboard`: one view for everyone who has the token.
 
     The printed address contains the token.
     """
@@ -149,7 +149,7 @@ class OneSession:
 def own_host(header: str, names: Collection[str]) -> bool:
     """Whether the Host header can only mean this server, which has these names.
 
-    A name that an attacker's DNS points here (DNS rebinding) is not one of these names.
+    This rejects other names that an attacker's DNS resolves to this server (DNS rebinding).
     """
     name = host_name(header)
     with contextlib.suppress(ValueError):

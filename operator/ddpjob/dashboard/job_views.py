@@ -1,4 +1,4 @@
-"""Shapes jobs for the pages: the sorted and filtered list, and one job's details."""
+"""Prepares jobs for the pages: the sorted and filtered list, and one job's details."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\
 
 
 def plain(text: str) -> str:
-    """Return text without terminal commands, which jobs may write."""
+    """Return text without the terminal commands that jobs may write."""
     return "".join(c for c in _CONTROL.sub("", text) if c.isprintable() or c in "\n\t")
 
 
@@ -92,7 +92,7 @@ SORTS: dict[str, Callable[[FleetRow, datetime], Any]] = {
 
 @dataclass(frozen=True)
 class Listed:
-    """A page of the list, and totals over all its jobs."""
+    """A page of the list, and totals over all pages."""
 
     rows: list[FleetRow]
     found: int
@@ -303,7 +303,7 @@ def trained_curves(series: MetricSeries, by: str = "step") -> Json:
 
 
 def reported_curves(samples: CurveSamples, unit: str, by: str = "step") -> Json:
-    """Return curves of what a job has reported since the dashboard started following it."""
+    """Return curves of the values reported since the dashboard started following the job."""
     curves, where = [], {"step": samples.steps, "time": samples.times, "epoch": samples.epochs}[by]
     for title, values in (("loss", samples.losses), (unit, samples.speeds)):
         pairs = [(x, y) for x, y in zip(where, values, strict=True) if not (math.isnan(x) or math.isnan(y))]

@@ -328,7 +328,7 @@ class Dashboard:
         return web.Response(body=self._files[name], content_type=kind, headers={"Cache-Control": "no-cache"})
 
     async def curves(self, request: web.Request) -> web.Response:
-        """Return JSON for the page's script.
+        """Return a job's curves as JSON for the page's script.
 
         On a cluster, the trainer's file is in a pod, and is not read unless `pods=1` is given.
         """

@@ -1,4 +1,4 @@
-"""A pod on this machine: one process group per container, reported as by a kubelet."""
+"""A pod on this machine: one process group per container, reported as a kubelet would."""
 
 from __future__ import annotations
 

@@ -173,9 +173,9 @@ def descendants(pid: int) -> list[int]:
 def end_children(others: Collection[int], own: Collection[subprocess.Popen[bytes]], seconds: float = 5.0) -> list[int]:
     """Kill and reap all children except `others`.
 
-    Return the ids of those that remain after `seconds`. `own` are the children that have a Popen.
-    Adopted children may lack marks, because they have a different environment or because a program
-    has overwritten it with its title.
+    Return the ids of those that remain after `seconds`. `own` are the children that have a Popen
+    object. Children are not selected by marks, because adopted ones may lack them: their
+    environment may be different, or a program may have overwritten it with its title.
     """
     deadline = time.monotonic() + seconds
     while left := set(children()) - set(others):

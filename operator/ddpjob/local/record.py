@@ -56,9 +56,9 @@ def held(folder: JobFolder) -> Iterator[None]:
 
 
 def _locked(descriptor: int) -> bool:
-    """Try to lock for 0.2 s.
+    """Try to lock the file, for up to 0.2 s.
 
-    A single failure is meaningless, because `runner` holds the lock for an instant.
+    A single failed attempt is meaningless, because `runner` holds the lock for an instant.
     """
     for _ in range(10):
         try:
@@ -105,7 +105,7 @@ def runner(folder: JobFolder) -> int | None:
 
 
 def holds(folder: JobFolder, pid: int) -> bool:
-    """Whether this process has the lock open.
+    """Whether process `pid` has the lock open.
 
     The id may come from another machine or container. Raises PermissionError for another user's
     process.

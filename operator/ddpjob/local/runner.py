@@ -34,7 +34,7 @@ from ddpjob.local.record import refuse, requests, write_record
 TICK = 0.25
 """Seconds between checks for requests and updates of the display."""
 RECONCILE_SECONDS = 0.5
-"""Maximum number of seconds between reconciles while the job runs. It is small because the
+"""Maximum number of seconds between reconciles while the job runs. It can be this small because the
 coordinator's report costs one request on loopback."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -258,7 +258,7 @@ class Runner:
             path.unlink(missing_ok=True)
 
     def _scale(self, nodes: int) -> str:
-        """Scale the job. Return why this is refused; empty if it succeeds."""
+        """Scale the job, and return the reason if this is refused; empty if it succeeds."""
         refused = too_many_nodes(self.cluster.local_spec, nodes)
         self._note(f"scale to {count(nodes, 'node')}: {refused or 'spec.nodes has changed'}")
         if not refused:

@@ -101,7 +101,7 @@ def build_clone(git: GitCode, image: str, mount: Json, env: Iterable[Json]) -> J
     }
     values["GIT_CONFIG_COUNT"] = str(len(settings))
     for number, (key, value) in enumerate(settings.items()):
-        # The kubelet replaces $(NAME) and $$ in values; the helper has neither.
+        # The kubelet replaces $(NAME) and $$ in values; the helper contains neither.
         values |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
     return {
         "name": CODE_CONTAINER,

@@ -35,7 +35,7 @@ class Platform:
     code_path: str | None = None
     """A folder to use for spec.code instead of CODE_FOLDER; None: CODE_FOLDER."""
     git_image: str = "docker.io/alpine/git:2.49.1"
-    """The image whose git clones spec.code.git. It has sh."""
+    """The image with the git that clones spec.code.git. It also contains sh."""
     operator_peer: Json | None = None
     """The operator's pods as a NetworkPolicy peer; None: they are unknown, and no policy is
     created."""
@@ -43,8 +43,8 @@ class Platform:
     """More peers that may reach the coordinators' port to read metrics."""
     coordinator_listens_on: str = ""
     """The address that the coordinator and its store listen on. If empty, the coordinator listens
-    on all of its pod's addresses, as the kubelet and `kubectl port-forward` require, but the store,
-    which has no authentication, only on POD_IP."""
+    on all of its pod's addresses, as the kubelet and `kubectl port-forward` require. The store has
+    no authentication, so it then listens only on POD_IP."""
     checkpoints_shared: bool | None = None
     """Whether all nodes see the same checkpoints; None: this depends on the kind of volume."""
 

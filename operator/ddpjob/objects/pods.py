@@ -223,7 +223,8 @@ def _affinity(job: DDPJob, status: JobStatus) -> Json:
 
 def _elsewhere(status: JobStatus) -> Json:
     """Build the affinity that keeps pods off avoided Kubernetes nodes if possible."""
-    # A field selector takes one value, and all requirements in a term must hold.
+    # A field selector takes one value, so each avoided node needs its own. All of them in a term
+    # must hold.
     fields = [
         {"key": "metadata.name", "operator": "NotIn", "values": [avoided.node]} for avoided in status.avoided_nodes
     ]
@@ -579,7 +580,7 @@ def _with_limits(resources: Json) -> Json:
     """Return resources with limits.
 
     A ResourceQuota may require limits, and a LimitRange's limits may be below the requests. Each
-    limit gets a request too, because Kubernetes requests as much as the limit otherwise.
+    limit gets a request too, because Kubernetes would otherwise request as much as the limit.
     """
     given = resources.get("limits", {})
     usual = default_of("spec.rendezvous.resources.requests")

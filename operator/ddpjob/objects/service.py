@@ -147,7 +147,7 @@ def runtime_jobs_name(runtime: str) -> str:
 def build_runtime_jobs(job: DDPJob, owners: Iterable[Json]) -> Json:
     """Build an empty ConfigMap that is owned by the namespace's jobs and keeps their runtime.
 
-    The runtime itself is too large to be rewritten for each job that comes or goes.
+    The runtime itself is too large to be rewritten whenever a job is created or deleted.
     """
     return _shared(job, runtime_jobs_name(runtime_name()), owners)
 

@@ -31,8 +31,9 @@ LARGEST_ANSWER = 16 * 1024 * 1024
 """Maximum size in bytes of a response for viewers of a dashboard in a cluster. It is doubled for a
 job's pods or events, because a thousand pods are about 20 MB."""
 LARGEST_PAGE_BYTES = 2 * 1024 * 1024
-"""Maximum size in bytes of one page of a list for those viewers, unless it has only one
-object. Parsed into Python objects, a page may take 30 times as much memory."""
+"""Maximum size in bytes of one page of a list for viewers of a dashboard in a cluster. A page with
+only one object may be larger. Parsed into Python objects, a page may take 30 times as much memory.
+"""
 _parsing = threading.Lock()
 """Lock that is held while objects are parsed and shaped. Otherwise many viewers could have the same
 large object in memory at once."""
@@ -191,9 +192,9 @@ class ApiServer:
                 return found, str(metadata.get("resourceVersion", ""))
 
     def stream(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[bytes]:
-        """Yield pieces of a response as they arrive, until it ends.
+        """Yield pieces of a response as they arrive.
 
-        Also stop after `silence` seconds without a piece.
+        Stop when the response ends, or after `silence` seconds without a piece.
         """
         import urllib3
 

@@ -12,8 +12,8 @@ from typing import Protocol
 from ddpjob.api.job_spec import Json
 
 OUTAGE_SECONDS = 300.0
-"""Seconds without a response from the API server after which `wait`, `logs -f` and others give
-up."""
+"""`wait`, `logs -f` and others give up after this many seconds without a response from the API
+server."""
 
 LINE_BYTES = 1 << 20
 """Maximum size of a log line in bytes. The rest of the line is cut off."""

@@ -258,9 +258,10 @@ class ClusterBackend:
         return [pod for pod in pods if uid in (None, pod["metadata"]["labels"].get(LABEL_UID))]
 
     def _last_warning(self, pod: str) -> str:
-        """Return a pod's last warning, because volume and network faults appear only in events.
+        """Return a pod's last warning event as text.
 
-        It is empty if there are no warnings, or if the user may not read events.
+        Volume and network faults appear only in events. The text is empty if there are no warnings,
+        or if the user may not read events.
         """
         try:
             found = self._events(f"involvedObject.kind=Pod,involvedObject.name={pod},type=Warning")
@@ -348,7 +349,7 @@ class ClusterBackend:
         If each pod has its own folder, only rank 0's pod has the file.
         """
         running = [pod for pod in self.pods(name) if pod.index is not None and pod.state == "Running"]
-        # Spares have not trained.
+        # Query nodes before spares, because spares have not trained.
         pods = sorted(running, key=lambda pod: pod.role != "node")[:_METRICS_PODS]
         end = time.monotonic() + _METRICS_SECONDS
         for asked, pod in enumerate(pods):
@@ -474,7 +475,7 @@ NO_CRD = (
 
 
 def _output(sock: Any, pod: str) -> str:
-    """Return the output of a command in a pod until it ends, or for _EXEC_SECONDS.
+    """Return the output of a command in a pod, read until it ends or for _EXEC_SECONDS.
 
     Raises Mistake if the output is too large. Each frame is counted as it arrives, because
     WSClient.update would keep everything that a pod sends, and the python3 in a job's image may be

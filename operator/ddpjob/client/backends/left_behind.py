@@ -119,7 +119,7 @@ def _add_start(found: list[tuple[tuple[str, str, str], Line]], job: tuple[str, s
 def _place(folder: Path) -> Path:
     """Return the folder that the job wrote to.
 
-    This is `folder`, or its checkpoints if it is a folder of `ddpjob run`.
+    This is `folder` itself or, in a folder of `ddpjob run`, its checkpoint folder.
     """
     names = (ROUNDS_FILE, f"{ROUNDS_FILE}.1", METRICS)
     inside = folder / "checkpoints"

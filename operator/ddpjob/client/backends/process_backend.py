@@ -211,9 +211,10 @@ class ProcessBackend:
             raise Mistake(f"{path}: {error.strerror}") from error
 
     def job_of_pod(self, pod: str) -> tuple[JobFolder, Json]:
-        """Return the folder and the record of the pod's job, whose name is a prefix of the pod's.
+        """Return the folder and the record of a pod's job.
 
-        If the jobs exp and exp-1 exist, exp-1-0 is a pod of exp.
+        The job's name is a prefix of the pod's name. If the jobs exp and exp-1 exist, exp-1-0 is a
+        pod of exp.
         """
         jobs = [job["metadata"]["name"] for job in self.jobs()]
         fitting = [name for name in jobs if pod.startswith(f"{name}-")]
@@ -245,9 +246,10 @@ class ProcessBackend:
 
     @_report_disk_errors
     def create(self, manifests: list[Json], *, fresh: bool = False) -> str:
-        """Start `ddpjob run` in the background. With `fresh`, it starts from scratch.
+        """Start `ddpjob run` in the background.
 
-        The ConfigMaps before the job become files in its folder `code`.
+        With `fresh`, it starts from scratch. The ConfigMaps that precede the job in `manifests`
+        become files in its folder `code`.
         """
         *code, job = manifests
         name = str(with_defaults(job)["metadata"]["name"])  # completed from generateName
@@ -376,7 +378,7 @@ class ProcessBackend:
         except RequestRefused as refused:
             raise Mistake(str(refused)) from refused
         if not processed:
-            self._running(folder.name)  # It may have ended meanwhile.
+            self._running(folder.name)  # The job may have ended meanwhile.
             raise Mistake(
                 f"the process that runs {folder.name} ({runner(folder)}) does not respond; "
                 f"`ddpjob stop --now {folder.name}` kills it"
@@ -422,7 +424,8 @@ def _is_record(folder: JobFolder) -> bool:
 def _read_again(folder: JobFolder, known: _Known | None) -> _Known | None:
     """Return the record.
 
-    Its file is read only if it has changed, because a record is always replaced as a whole.
+    Its file is read only if it has changed. A change always shows in the file's inode, time or
+    size, because a record is replaced as a whole.
     """
     try:
         now = folder.status.stat()

@@ -10,7 +10,8 @@ from ddpjob.client.backends.backend import Backend, Mistake, PodLine
 AT_ONCE = 16
 
 MOST_CHARACTERS = 1 << 20
-"""Maximum number of characters in a rank's stack, because a script may also write to the file."""
+"""Maximum number of characters in a rank's stack. It is limited because a script may also write to
+the file."""
 
 PROBE = (
     f"""
@@ -65,7 +66,7 @@ in a hang."""
 
 
 _OWN_FRAME = re.compile(r'^  File "(?:[^"\n]*/ddpjob_(?:runtime|pod)/|<frozen |[^"\n]*/runpy\.py).*\n?', re.MULTILINE)
-"""A frame of the runtime, of imports or of `python -m`, which says nothing about a script."""
+"""A frame of the runtime, of imports or of `python -m`. Such frames say nothing about a script."""
 
 
 def stacks(backend: Backend, pods: list[PodLine]) -> list[tuple[PodLine, str]]:

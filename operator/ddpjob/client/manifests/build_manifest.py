@@ -25,7 +25,7 @@ SOURCE = "function.py"
 """File name of JobRequest.source. It must not be the name of a module, because the script's folder
 is on sys.path."""
 MOST_BYTES = 1024 * 1024 - 16 * 1024
-"""Maximum size of all files in bytes, because an object may have 1 MiB including its metadata."""
+"""Maximum size of all files in bytes. An object may have 1 MiB, including its metadata."""
 _ENTRIES = ("train.py", "main.py", "__main__.py")
 _MODULE = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
@@ -214,7 +214,10 @@ _File = tuple[str, int, Callable[[], bytes]]
 
 
 def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
-    """Return the contents by name. Raises Mistake before reading a file beyond the limit."""
+    """Return the contents by name.
+
+    Raises Mistake instead of reading a file that exceeds the limit.
+    """
     found, size = dict[str, bytes](), 0
     for name, length, read in files:
         size += length + len(name)

@@ -48,7 +48,8 @@ SECRETS = (
 """Patterns of files that usually hold keys or passwords."""
 _SHOWN = 5
 _PROGRESS_BYTES, _PROGRESS_SECONDS = 16 * 2**20, 2.0
-"""An upload of fewer bytes is not reported; a larger one is, at most every few seconds."""
+"""The upload of fewer bytes is not reported. A larger one is reported at most once in this many
+seconds."""
 
 
 @dataclass(frozen=True)

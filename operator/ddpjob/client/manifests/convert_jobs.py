@@ -22,8 +22,8 @@ from ddpjob.objects.pod_template import OWNED_VARIABLES
 _GPUS = re.compile(
     r"(?!.*(mem|core|ratio))(.+/(.*gpu.*|xpu|npu|hpu|gaudi|mig-.+)|huawei\.com/Ascend.+|gpu\.intel\.com/(i915|xe))"
 )
-"""Resources that are counted in devices, not in memory or fractions of a device, such as
-nvidia.com/gpumem."""
+"""Resources that are counted in devices. Resources that count memory or fractions of a device, such
+as nvidia.com/gpumem, do not match."""
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _OPERATORS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port", "node-rank",
               "standalone", "local-addr", "rdzv_backend", "is-host", "monitor-interval", "start-method",

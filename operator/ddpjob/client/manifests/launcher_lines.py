@@ -35,7 +35,9 @@ class LauncherLine:
 
 
 def as_torchrun(words: Sequence[str]) -> LauncherLine | None:
-    """Return the line for torchrun; None if it cannot be translated or already is for torchrun."""
+    """Return the torchrun line; None if there is no translation or the line is already for
+    torchrun.
+    """
     match [word.rpartition("/")[2] if at == 0 else word for at, word in enumerate(words[:3])]:
         case ["srun", *_]:
             return _srun(words[1:])

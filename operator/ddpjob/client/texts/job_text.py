@@ -35,9 +35,9 @@ from ddpjob.local.environment import HOST
 COLUMNS = ("NAME", "STATE", "NODES", "PROGRESS", "LOSS", "SPEED", "RESTARTS", "AGE")
 WIDE = ("DURATION", "GPUHOURS", "ATRISK", "REASON")
 NO_STATUS_SECONDS = 30
-"""Age in seconds from which a job without a status counts as not managed by any operator."""
+"""A job that is this many seconds old and has no status counts as not managed by any operator."""
 QUIET_SECONDS = 30
-"""Seconds without a change in a job's reports after which the silence is mentioned."""
+"""If a job's reports have not changed for this many seconds, the silence is mentioned."""
 _SHOWN = 8
 """Maximum number of pods or restarts listed individually."""
 PAGE = "docs/troubleshooting.md"
@@ -425,7 +425,7 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield f"What to do: `ddpjob resume {name}`; training continues from its last checkpoint."
         return
     last = next((r for r in reversed(status.restarts.recent) if r.counted), None)
-    # The last failure is the explanation, not the budget.
+    # Explain the last failure, not the budget.
     spent = last if main.reason == "RestartBudgetSpent" else None
     yield from _explained(main if spent is None else replace(main, type=ConditionType.RESTARTING, reason=spent.reason))
     if main.type is ConditionType.FAILED:

@@ -30,7 +30,7 @@ _NAMES = 40
 """Maximum number of different metrics kept for a step or an evaluation."""
 _NO_CURVES = ("event", "time", "step", "epoch", "eta", "round")
 AXES = ("step", "time", "epoch")
-"""What a curve can be drawn over."""
+"""The possible horizontal axes of a curve."""
 Points = list[tuple[float, float]]
 
 
@@ -39,7 +39,7 @@ class Origin:
     """The origin of a step's newest values."""
 
     start: int
-    """The number of the start in which they were made."""
+    """The number of the start in which the values were made."""
     time: float | None
     """Unix seconds of the writer's clock."""
 
@@ -63,7 +63,7 @@ class MetricSeries:
     """Ranges of repeated steps: the step after which training began, and the last step that is
     known to have been made before."""
     not_finite: set[int] = field(default_factory=set)
-    """Training steps whose loss is NaN or infinite, which files have as null."""
+    """Training steps whose loss is NaN or infinite. In files, it is null."""
     without_loss: set[int] = field(default_factory=set)
     """Training steps for which no loss was reported."""
     made: dict[int, Origin] = field(default_factory=dict)
@@ -172,7 +172,7 @@ def _fractions(epochs: Mapping[int, float]) -> dict[int, float]:
     begin = min(epochs, default=1) - 1 if order and order[0] != 1 else 0
     spans, length = dict[float, tuple[int, int]](), 1
     for epoch in order:
-        # The last epoch may be unfinished, so it is at least as long as the one before.
+        # The last epoch may be unfinished, so it is at least as long as the previous one.
         length = max(ends[epoch] - begin, length if epoch == order[-1] else 1, 1)
         spans[epoch], begin = (begin, length), ends[epoch]
     return {

@@ -54,7 +54,7 @@ def git_notes(folder: Path) -> dict[str, str]:
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     if commit is None or not _HASH.fullmatch(commit):
         return {}
-    # Untracked files may be data or results, of which there are often many.
+    # Untracked files may be data or results, and there are often many.
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return {COMMIT: commit, DIRTY: str(bool(changes)).lower()}
 
