@@ -85,7 +85,7 @@ MESSAGES_SECONDS = 5.0
 class Applied:
     """The outcome of `apply`: the job as written, and all rejected objects.
 
-    Optional objects are included.
+    The rejected objects include optional ones.
     """
 
     job: DDPJob
@@ -93,7 +93,7 @@ class Applied:
 
 
 async def apply(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
-    """Perform a decision. Repeating it does no harm.
+    """Perform a decision. Performing it twice does no harm.
 
     Raises Conflict before anything is done, and Unavailable at any point.
     """
@@ -194,7 +194,7 @@ async def _create(
 
 
 async def _create_one(cluster: Cluster, job: DDPJob, manifest: Json) -> None:
-    """Create an object. If the namespace requires runAsNonRoot, create the pod with it.
+    """Create an object. A pod gets runAsNonRoot if the namespace requires it.
 
     Raises the same errors as Cluster.create.
     """

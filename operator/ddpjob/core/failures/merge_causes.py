@@ -37,18 +37,18 @@ from ddpjob.core.failures.classify import Cause, names_pod
 SAME_BREAK = timedelta(seconds=5)
 """Maximum time between a pod's end and an incident that belong to one break."""
 CLEARLY_BEFORE = timedelta(seconds=2)
-"""More than the difference between clocks plus the kubelets' rounding."""
+"""This is more than the clocks may differ by, plus the kubelets' rounding."""
 
 _EVER = datetime.max.replace(tzinfo=UTC)
 _HARD = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
-"""Counted ends of pods that cause a worker's failure, and never result from it. The same is true of
-all ends that do not count."""
+"""Counted pod ends that can cause a worker's failure, but never result from one. The same is true
+of every end that does not count."""
 _NO_BREAKS = frozenset({Cause.JOINED, Cause.SCALED})
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A failure before attribution, which may turn out to be a cause or a consequence."""
+    """A failure before attribution, which decides whether it is a cause or a consequence."""
 
     restart: Restart
     """The restart to record if the finding is a cause."""
@@ -56,7 +56,7 @@ class Finding:
     """The round in which the pod was created; None for incidents and for the coordinator's own
     end."""
     fails: str = ""
-    """Reason of the condition Failed if the finding is a cause; empty if it would not fail the
+    """Reason of the Failed condition if the finding is a cause; empty if it would not fail the
     job."""
     why: str = ""
     """The rule that fails the job; empty if it is one of the defaults."""
@@ -201,7 +201,7 @@ def _close(incident: Finding, here: _Break) -> bool:
 
 
 def _join(incident: Finding, here: _Break) -> bool:
-    """Add an incident to a break that pods' ends have opened, as its cause or a consequence.
+    """Add an incident to a break that began with ended pods, as its cause or as a consequence.
 
     Return False if the incident is a separate, earlier break.
     """
