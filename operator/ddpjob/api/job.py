@@ -45,8 +45,8 @@ class DDPJob:
     def read(cls, body: Mapping[str, Any]) -> DDPJob:
         """Read a whole object with metadata, spec and status.
 
-        Raises KeyError or ValueError if it does not fit. `spec` is the effective spec: it has the
-        values of the class in the status, and is cut to that class's limits.
+        Raises KeyError or ValueError for a malformed object. `spec` is the effective spec: it has
+        the values of the class in the status, and is cut to that class's limits.
         """
         meta, spec = body["metadata"], body["spec"]
         too_large = oversized(spec)
@@ -85,9 +85,9 @@ class DDPJob:
 
     @property
     def made_claim(self) -> str:
-        """Name of the PersistentVolumeClaim that the job makes from its claimTemplate.
+        """Name of the PersistentVolumeClaim that the job creates from its claimTemplate.
 
-        Empty if it does not make a claim.
+        Empty if the job does not create a claim.
         """
         return f"{self.name}-checkpoints" if self.spec.storage.claim_template else ""
 

@@ -167,7 +167,7 @@ def _containers(spec: JobSpec, *kinds: str) -> Iterator[Json]:
 def _gpus(container: Json, resource: str) -> int:
     """Return the number of GPUs of every kind that a container requests.
 
-    All kinds count, because the job itself chooses which of them gpusPerNode means.
+    All kinds count, because the job's own spec decides which kind gpusPerNode refers to.
     """
     resources = container.get("resources")
     limits = resources.get("limits") if isinstance(resources, Mapping) else None

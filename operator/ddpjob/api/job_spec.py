@@ -47,7 +47,7 @@ class Placement(StrEnum):
 
 
 class WhenDeleted(StrEnum):
-    """How a job's deletion affects the claim that it made."""
+    """How a job's deletion affects the claim that it created."""
 
     RETAIN = "Retain"
     DELETE = "Delete"
@@ -114,7 +114,10 @@ class Volume:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimTemplate:
-    """A PersistentVolumeClaim that the job makes, with `metadata` and `spec` as in its manifest."""
+    """A PersistentVolumeClaim that the job creates.
+
+    `metadata` and `spec` are as in the claim's manifest.
+    """
 
     when_deleted: WhenDeleted
     metadata: Json = field(default_factory=dict)
@@ -135,7 +138,7 @@ class BucketVolume(Volume):
 class CheckpointVolume(BucketVolume):
     """The volume of the checkpoints.
 
-    Instead of using `claim_name`, `host_path` or `nfs`, the job may make a claim or copy
+    Instead of using `claim_name`, `host_path` or `nfs`, the job may create a claim or copy
     checkpoints to a bucket.
     """
 
@@ -221,7 +224,7 @@ class Storage:
 
     @property
     def claim_template(self) -> ClaimTemplate | None:
-        """Template of the claim that the job makes; None if it does not make a claim."""
+        """Template of the claim that the job creates; None if it does not create a claim."""
         return self.checkpoints.claim_template if self.checkpoints else None
 
 
@@ -410,7 +413,7 @@ class JobSpec:
     storage: Storage
     pod_template: Json
     template_hash: str
-    """Changes with every field that a running pod cannot adopt."""
+    """Changes whenever a field changes that running pods cannot adopt."""
 
     @property
     def managed_elsewhere(self) -> bool:

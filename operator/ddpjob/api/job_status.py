@@ -292,10 +292,10 @@ class Restart:
 @dataclass(frozen=True, kw_only=True)
 class Restarts:
     counted: _Number = 0
-    """Counted restarts since the budget was last reset."""
+    """Number of counted restarts since the budget was last reset."""
     uncounted: _Number = 0
     total: _Number = 0
-    """All restarts since the job started."""
+    """Number of all restarts since the job started."""
     last_counted: _OptionalTime = None
     seen_generation: Annotated[_Number, _below("seen", "generation")] = 0
     seen_incident: Annotated[int, Field(ge=0, lt=2**63), _below("seen", "incident")] = 0
@@ -490,7 +490,7 @@ _MOST_SLOTS = 4096
 
 
 def _compact(slots: list[Json]) -> list[Json]:
-    """Write consecutive slots that differ only in their node as one entry.
+    """Write consecutive slots that differ only in their Kubernetes node as one entry.
 
     The entry has `count` and `nodes`.
     """

@@ -197,9 +197,8 @@ def _validator() -> Any:
 
 
 MOST_PROBLEMS = 100
-"""Maximum number of problems reported for one manifest, because each search for a suggestion takes
-a millisecond.
-"""
+"""Maximum number of problems reported for one manifest. It is limited because each search for a
+suggestion takes a millisecond."""
 
 
 def check_schema(manifest: Mapping[str, Any]) -> list[Problem]:

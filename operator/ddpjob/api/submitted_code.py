@@ -64,8 +64,9 @@ def _entries(template: Any, field: str) -> list[Json]:
 
 
 def _list(parent: Any, field: str) -> list[Json]:
-    """Return the objects in a list of a template. Anything else that a user may have written is
-    ignored.
+    """Return the objects in a list of a template.
+
+    Anything else that a user may have written is ignored.
     """
     found = parent.get(field) if isinstance(parent, Mapping) else None
     return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []

@@ -40,7 +40,7 @@ a fraction of a second."""
 def _is_acted_on(backend: Backend, job: str) -> bool:
     """Wait for an operator to act on the job's newest spec, and return whether it did.
 
-    If no operator did, print a note, because the command has only changed the spec.
+    If no operator did, print a note that only the spec has been changed.
     """
     end = time.monotonic() + ACT_SECONDS
     while True:

@@ -80,7 +80,7 @@ def document(body: Json, kind: str) -> str:
 def _escaped(character: str) -> str:
     """Return a character of JSON text, escaped if it could control a terminal.
 
-    JSON itself escapes only characters below 32.
+    JSON itself requires this only of control characters below 32.
     """
     return character if character.isprintable() else json.dumps(character)[1:-1]
 
@@ -160,7 +160,9 @@ class PathTemplate:
 
 
 def _unquoted(text: str) -> str:
-    """Return the content of a text in single or double quotes, with JSON's escapes."""
+    """Return the content of a text in single or double quotes, with JSON's escape sequences
+    resolved.
+    """
     try:
         inner = text[1:-1] if text[0] == '"' else text[1:-1].replace("\\'", "'").replace('"', '\\"')
         return str(json.loads(f'"{inner}"'))

@@ -57,7 +57,10 @@ class MetricCurve:
 
     @property
     def _is_logarithmic(self) -> bool:
-        """Whether the scale is logarithmic, because a linear one would show only the beginning."""
+        """Whether the scale is logarithmic.
+
+        It is if a linear scale would show only the beginning of the curve.
+        """
         numbers = [number for _, number in self.points]
         return min(numbers) > 0 and max(numbers) > _LOG_FROM * min(numbers)
 

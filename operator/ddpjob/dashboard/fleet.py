@@ -69,7 +69,7 @@ class FleetRow:
     pods_useful: int = 0
     """Number of pods that take new steps, as far as is known."""
     repeated_seconds: float = 0.0
-    """Seconds of the job's time in which steps were repeated, as far as known."""
+    """Time in seconds that the job spent on repeated steps, as far as known."""
     unknown_repeats: int = 0
     """Number of restarts with an unknown number of repeated steps."""
     gpus_training: int = 0
@@ -94,7 +94,7 @@ def key_of(body: Json) -> Key:
 def read_job(body: Json) -> DDPJob:
     """Read a job, possibly from a local record.
 
-    A local record has no uid and may hold anything, so this may raise any Exception.
+    A local record has no uid and may hold anything, so this may raise any exception.
     """
     return DDPJob.read({**body, "metadata": {"uid": "", **body["metadata"]}})
 

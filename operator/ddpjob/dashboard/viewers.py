@@ -39,11 +39,11 @@ MOST_VIEWS = 64
 """Maximum number of views. Each holds its jobs' rows and a watch per namespace."""
 MOST_SESSIONS = 1000
 MOST_OF_A_USER = 4
-"""Maximum number of a user's views and sessions, so that one user with many tokens does not
-displace other users."""
+"""Maximum number of a user's views and sessions. It prevents one user with many tokens from
+displacing other users."""
 MOST_OF_A_NAMESPACE = 16
-"""Maximum number of views and sessions of the service accounts in a namespace, because its admins
-can create any number of accounts."""
+"""Maximum number of views and sessions of the service accounts in a namespace. The namespace's
+admins can create any number of accounts."""
 MOST_NAMESPACES = 16
 _MOST_WAITING = 64
 """Maximum number of requests whose tokens are being checked."""

@@ -85,7 +85,7 @@ _LOOK_SECONDS = 1.0
 _BODY = 32 << 10
 """Maximum size of a form in bytes."""
 _SILENCE_SECONDS = 15.0
-"""Seconds after which a stream without news sends a comment, so that a disconnected viewer is
+"""A stream without news sends a comment after this many seconds, so that a disconnected viewer is
 noticed."""
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".txt": "text/plain", ".svg": "image/svg+xml"}
 _NAME = r"{namespace:[a-z0-9][-a-z0-9.]{0,252}}/{name:[a-z0-9][-a-z0-9.]{0,252}}"

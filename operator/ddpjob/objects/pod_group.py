@@ -19,7 +19,7 @@ VOLCANO_API = "scheduling.volcano.sh/v1beta1"
 VOLCANO_KIND = "PodGroup.scheduling.volcano.sh"
 """Used instead of KIND for Volcano's PodGroups."""
 QUEUE_ANNOTATION = "scheduling.volcano.sh/queue-name"
-"""Annotation of pods with Volcano's queue."""
+"""The pod annotation that contains Volcano's queue."""
 
 
 def kind_of(manifest: Json) -> str:

@@ -105,7 +105,7 @@ def holds_runtime(config_map: Json) -> bool:
     """Whether pods of this version can mount an existing ConfigMap.
 
     Its content must match its name. A ConfigMap from a different version may have other files, and
-    one that somebody else created may have any content.
+    a ConfigMap that someone else created may have any content.
     """
     data = config_map.get("binaryData") or {}
     if config_map.get("immutable") is not True or config_map.get("data") or set(data) != set(_runtime_files()):

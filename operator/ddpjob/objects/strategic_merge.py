@@ -19,7 +19,8 @@ TMP_VOLUME = "ddpjob-tmp"
 def merge_into_node(pod: Json, template: Mapping[str, Any]) -> Json:
     """Merge a node's pod with the whole template.
 
-    In placement Master, the coordinator's container also gets its part.
+    In placement Master, the pod also has the coordinator's container, which gets its part of the
+    template.
     """
     spec = dict(template.get("spec") or {})
     if spec.get("hostNetwork") and spec.get("dnsPolicy", "ClusterFirst") == "ClusterFirst":

@@ -42,7 +42,10 @@ class Mistake(Exception):
     """Whether the caller lacks the right to read this, or is not authenticated."""
 
     def _render_traceback_(self) -> list[str]:
-        """Show only the message in a notebook, because the frames are this package's own."""
+        """Show only the message in a notebook.
+
+        The frames of the traceback would be this package's own.
+        """
         return [f"{type(self).__name__}: {self}"]
 
 

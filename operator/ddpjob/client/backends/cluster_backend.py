@@ -384,7 +384,7 @@ class ClusterBackend:
     def create(self, manifests: list[Json]) -> str:
         """Create the job, which is the last manifest.
 
-        The job is created first, so that its ConfigMaps can name it as their owner.
+        The job is created first, so that its ConfigMaps can refer to it as their owner.
         """
         *needed, job = manifests
         with self._explaining():

@@ -410,7 +410,7 @@ def _last_lines(log: BinaryIO, lines: int) -> bytes:
         log.seek(begin)
         text = log.read(end - begin)
     log.seek(end)
-    # splitlines() would also split a progress bar, whose refreshes end in carriage returns.
+    # splitlines() would also split a progress bar, because its refreshes end in carriage returns.
     return b"".join(BytesIO(text).readlines()[-lines:]) if lines else b""
 
 

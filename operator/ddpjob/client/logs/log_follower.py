@@ -19,13 +19,13 @@ MOST_PODS = 200
 _QUEUE = 10_000
 """Maximum number of lines that have been read but not yet taken."""
 _QUEUE_OF_MANY = 500
-"""Maximum number of such lines for a log that can be stopped, because its process reads many logs.
+"""Like _QUEUE, for a log that can be stopped. It is smaller because such a process reads many logs.
 """
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")
-"""Reasons of the condition Running with which the status does not show the group's number of nodes.
-"""
+"""With these reasons of the condition Running, the status does not show the group's number of
+nodes."""
 _TAG = re.compile(rb"\[(default|rank)(\d+)\]:")
 """Prefix of a line from a known rank. torchrun's --tee writes the local rank, PyTorch's messages
 the global one."""

@@ -56,7 +56,7 @@ class JobRequest:
     node.
     """
     entry: str | os.PathLike[str] = ""
-    """The script in a folder."""
+    """The script to start, if the program is a folder."""
     code: str = ""
     """The s3:// folder for code that is too large for a ConfigMap.
 
@@ -129,7 +129,10 @@ def _name(request: JobRequest) -> str:
 def _program(
     request: JobRequest, name: str, spec: Json, say: Callable[[str], None], *, local: bool
 ) -> tuple[list[dict[str, bytes]], Found | None]:
-    """Set script or module, and return the files for a ConfigMap, or the files for an archive."""
+    """Set script or module in `spec`.
+
+    Return the files for a ConfigMap, or the files to upload as an archive.
+    """
     program, path = request.program, Path(request.program)
     if not program:
         raise Mistake("the program's name is empty, perhaps because a shell variable is not set")

@@ -162,7 +162,9 @@ def _of_part(part: str) -> str:
 
 
 def find_files(folder: Path) -> Found:
-    """Return the files of a folder to send. Raises Mistake for a file that cannot be read."""
+    """Find the files of a folder that are to be sent. Raises Mistake for a file that cannot be
+    read.
+    """
     own = _ignore_file(folder / IGNORE_FILE)
     walk = _Walk(folder, own or Patterns(), by_git=own is None)
     try:

@@ -161,7 +161,7 @@ def _note_loss(series: MetricSeries, step: int, row: dict[str, Any]) -> None:
 
 
 def _fractions(epochs: Mapping[int, float]) -> dict[int, float]:
-    """Return the position of each step in epochs. Fractions are used as they were reported."""
+    """Return each step's position, measured in epochs. Fractions are used as they were reported."""
     if any(epoch != int(epoch) for epoch in epochs.values()):
         return dict(epochs)
     ends: dict[float, int] = {}

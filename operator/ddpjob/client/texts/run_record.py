@@ -1,8 +1,8 @@
 """Reads a run's record: the code it was submitted from, the packages and the GPU it trained with.
 
-The client writes the git commit of the folder that a job is submitted from into annotations. Rank
-0 sends the versions of its packages and its GPU with its first report, and the status keeps them.
-Both may come from anybody, so they are checked and bounded when they are read.
+The client writes the git commit of the folder that a job is submitted from into annotations. Rank 0
+sends the versions of its packages and its GPU with its first report, and the status keeps them.
+Neither source can be trusted, so the values are checked and bounded when they are read.
 """
 
 from __future__ import annotations
