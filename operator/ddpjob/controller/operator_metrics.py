@@ -127,7 +127,7 @@ it is served for longer."""
 
 
 class Page:
-    """The text of all metrics as a WSGI application, cached for a moment for all clients."""
+    """The text of all metrics as a WSGI application, cached briefly for all clients."""
 
     def __init__(self, render: Callable[[], bytes] = generate_latest) -> None:
         self._render = render

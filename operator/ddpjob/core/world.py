@@ -161,7 +161,7 @@ class HealthSignals:
     """Condition types with the status that means unhealthy, such as ("AcceleratedHardwareReady",
     "False")."""
     taints: tuple[str, ...] = ()
-    """Keys of taints."""
+    """Keys of taints that mark a node as unhealthy."""
 
     def against(self, conditions: Iterable[Mapping[str, Any]], taints: Iterable[Mapping[str, Any]]) -> str:
         """Describe the first sign of a fault; empty if there is none.
@@ -244,7 +244,10 @@ class HostView:
 
 
 def _devices(allocatable: Mapping[str, Any]) -> dict[str, int]:
-    """Return the resources of device plugins, which are whole numbers with a domain in the name."""
+    """Return the resources that come from device plugins.
+
+    Their names have a domain, and their amounts are whole numbers.
+    """
     return {name: int(n) for name, n in allocatable.items() if "/" in name and str(n).isdecimal()}
 
 

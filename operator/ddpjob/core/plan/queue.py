@@ -96,7 +96,10 @@ def _holding(view: View) -> WorkloadView | None:
 
 
 def with_grant(view: View) -> View:
-    """Return the view with Kueue's current grant in `status.queue`; None without a grant."""
+    """Return the view with Kueue's current grant in `status.queue`.
+
+    `status.queue` is None if there is no grant.
+    """
     status = view.status
     if not is_queued(view):
         return view.with_status(without_condition(replace(status, queue=None), ConditionType.ADMITTED))
