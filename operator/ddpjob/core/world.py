@@ -44,7 +44,7 @@ LABEL_BUDGET = "ddpjob.io/disruption-budget"
 ANNOTATION_GROUP = "scheduling.k8s.io/group-name"
 """Annotation on a pod that names its PodGroup for Volcano."""
 ANNOTATION_TEMPLATE = "ddpjob.io/claim-template"
-"""Annotation on a claim that a job has made. The value is the mark of the claimTemplate."""
+"""Annotation on a claim that a job has made. The value is a hash of the claimTemplate."""
 
 
 class Role(StrEnum):
@@ -292,7 +292,7 @@ class ClaimView:
     made_for: str = ""
     """Name of the job that made the claim."""
     template: str = ""
-    """The mark of the claimTemplate from which the claim was made."""
+    """Hash of the claimTemplate from which the claim was made."""
     owners: tuple[str, ...] = ()
     """UIDs of the objects that own the claim. It is deleted with them."""
     deleting: bool = False
@@ -400,7 +400,7 @@ class World:
     runtime_offered: str = ""
     """Name of the runtime ConfigMap that this version of the operator would create."""
     key_mark: str = ""
-    """A mark of the key from which the jobs' tokens are derived. Pods reject each other if their
+    """Short hash of the key from which the jobs' tokens are derived. Pods reject each other if their
     tokens come from different keys."""
     has_token: bool = False
     """Whether the Secret with the token has been created. The operator cannot read it, so it may
@@ -427,7 +427,7 @@ class World:
     folder_user: str = ""
     """Name and phase of another job that uses this job's checkpoint folder; empty if it is free."""
     claim_template: str = ""
-    """The mark of the job's own claimTemplate."""
+    """Hash of the job's own claimTemplate."""
     hosts: Mapping[str, HostView] | None = None
     """Kubernetes nodes by name. A missing name means that nothing is known about that node. None if
     the operator may not watch nodes."""

@@ -192,7 +192,7 @@ def _asks(job: DDPJob) -> tuple[str, str]:
 
 
 def drop_workloads(view: View) -> list[Action]:
-    """Return deletions of all quota requests of the job."""
+    """Return actions that delete all of the job's quota requests."""
     return [DeleteWorkload(w.name, w.uid) for w in view.world.workloads if not w.leaving]
 
 
