@@ -32,8 +32,8 @@ class Lack(StrEnum):
 
 
 class Whose(StrEnum):
-    """The program whose turn it is: the operator if pods are missing, the scheduler if pods lack a
-    node.
+    """The program that must act next: the operator if pods are missing, the scheduler if pods lack
+    a node.
     """
 
     OPERATOR = "operator"
@@ -139,14 +139,14 @@ def fitting(free: Mapping[str, int], wanted: Iterable[Need]) -> list[Need]:
 
 @dataclass
 class Wait:
-    """A time in seconds that a job waited although it fitted."""
+    """A period, in seconds, in which a job waited although it fitted."""
 
     job: str
     lack: Lack
     began: float
     seconds: float = 0.0
     of: defaultdict[Whose, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of the wait by whose turn it was."""
+    """Seconds of the wait, by the program that had to act."""
     gpu_seconds: float = 0.0
     said: str = ""
 

@@ -1,10 +1,10 @@
 """python -m benchmarks.recovery cluster MANIFEST --namespace NAMESPACE --folder FOLDER [--runs 20] [--cases ...]
 
-Runs the same cases with pods on the current kubeconfig's cluster, which must run the operator,
-measured from the delete call to the first step of all ranks. MANIFEST contains one DDPJob. Its
-`script` is the path of recovery/steps.py in the pods, and its storage.checkpoints is a folder that
-this machine sees as FOLDER, with the same clock (one machine, or NTP). The cases set the job's
-name, nodes, spares, elastic and recovery.mode.
+Runs the cases of `python -m benchmarks.recovery` with pods on the current kubeconfig's cluster,
+which must run the operator. Times are measured from the delete call to the first step of all ranks.
+MANIFEST contains one DDPJob. Its `script` is the path of recovery/steps.py in the pods, and its
+storage.checkpoints is a folder that this machine sees as FOLDER. The clocks must agree (one
+machine, or NTP). The cases set the job's name, nodes, spares, elastic and recovery.mode.
 """
 
 from __future__ import annotations
@@ -107,9 +107,8 @@ class ClusterGroup(Group):
         return self._seen.get(node)
 
     def kill(self, *names: str) -> float:
-        """Force-delete the pods, one right after the other.
-
-        Return the time before, in Unix seconds.
+        """Force-delete the pods one after another, and return the Unix time just before the first
+        deletion.
         """
         moment = time.time()
         self._killed.update(names)

@@ -1,4 +1,4 @@
-"""Measures processor time and memory of processes, and the API server's count of requests."""
+"""Measures the processor time and memory of processes, and counts the API server's requests."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Usage:
-    """Seconds of processor time by user, and the elapsed seconds (`wall`)."""
+    """Processor seconds of each group of programs, and the elapsed seconds (`wall`)."""
 
     wall: float
     operator: float

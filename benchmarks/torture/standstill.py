@@ -15,8 +15,7 @@ from ddpjob.local import processes
 from ddpjob.local.pod import CONTAINER_VARIABLE, UID_VARIABLE
 
 SHORTEST, LONGEST = 2.0, 12.0
-"""Range of a fault's duration in seconds. A member may be suspended for 15 s before it is given
-up."""
+"""Range of a fault's duration in seconds. A coordinator waits 15 s for a suspended member."""
 
 
 FARTHEST = 120.0
@@ -24,7 +23,7 @@ FARTHEST = 120.0
 
 
 class Standstill:
-    """Causes faults, and undoes them after some seconds."""
+    """Causes faults, and undoes them after a few seconds."""
 
     def __init__(self) -> None:
         self._undoing: list[threading.Thread] = []
