@@ -400,8 +400,8 @@ class World:
     runtime_offered: str = ""
     """Name of the runtime ConfigMap that this version of the operator would create."""
     key_mark: str = ""
-    """Short hash of the key from which the jobs' tokens are derived. Pods reject each other if their
-    tokens come from different keys."""
+    """Short hash of the key from which the jobs' tokens are derived. Pods reject each other if
+    their tokens come from different keys."""
     has_token: bool = False
     """Whether the Secret with the token has been created. The operator cannot read it, so it may
     have been deleted since."""
