@@ -33,7 +33,7 @@ def scale(backend: Backend, job: str, nodes: int) -> None:
 
 
 ACT_SECONDS = 5.0
-"""Seconds for which a command waits for an operator to act on a change. A working operator needs
+"""How long a command waits for an operator to act on a change, in seconds. A working operator needs
 a fraction of a second."""
 
 
@@ -145,7 +145,7 @@ def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
     names = list(dict.fromkeys(jobs))
     bodies = {}
     for job in names:
-        with suppress(*((Mistake,) if len(names) == 1 else ())):  # One alone is deleted even if it cannot be read.
+        with suppress(*((Mistake,) if len(names) == 1 else ())):  # A single job is deleted even if it cannot be read.
             bodies[job] = backend.job(job)
     for job in names:
         backend.delete(job)
