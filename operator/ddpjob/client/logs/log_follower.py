@@ -19,8 +19,8 @@ MOST_PODS = 200
 _QUEUE = 10_000
 """Maximum number of lines that have been read but not yet taken."""
 _QUEUE_OF_MANY = 500
-"""Like _QUEUE, for a log that can be stopped. It is smaller because such a process reads many logs.
-"""
+"""Maximum number of such lines for a log that can be stopped. It is smaller because a process with
+such logs reads many of them."""
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")
