@@ -24,8 +24,8 @@ such logs reads many of them."""
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")
-"""With these reasons of the condition Running, the status does not show the group's number of
-nodes."""
+"""Reasons of the condition Running. If it has one of them, the status does not show the group's
+number of nodes."""
 _TAG = re.compile(rb"\[(default|rank)(\d+)\]:")
 """Prefix of a line from a known rank. torchrun's --tee writes the local rank, PyTorch's messages
 the global one."""
