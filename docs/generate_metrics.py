@@ -68,7 +68,7 @@ class Family:
 
     @property
     def series(self) -> tuple[str, ...]:
-        """The names that a query can use."""
+        """Return the names under which a query finds the metric."""
         ends = ("_bucket", "_sum", "_count") if self.kind == "histogram" else ("",)
         return tuple(f"{self.name}{end}" for end in ends)
 
@@ -157,7 +157,7 @@ def cell(text: str) -> str:
 
 
 def unit(name: str) -> str:
-    """Return a metric's base unit, which the end of its name shows."""
+    """Return a metric's base unit, derived from the end of its name."""
     name = name.removesuffix("_total")
     if name.endswith("_timestamp_seconds"):
         return "Unix seconds"

@@ -1,9 +1,9 @@
 """Run the runtime's tests on every supported Python and torch: make matrix.
 
 A row is a Python version with only the standard library, or with one minor version of torch. By
-default, there is a row for every Python, and one for each torch with the oldest and the newest
-Python for which it has wheels and which this machine has. With `--all`, each torch runs with every
-such Python, and all tests run instead of the quick ones. Another row is the newest Python with the
+default, there is a row for every Python. For each torch there are two more, with the oldest and the
+newest installed Python for which it has wheels. With `--all`, each torch runs with every such
+Python, and all tests run instead of the quick ones. Another row is the newest Python with the
 newest pre-release of torch, from TORCH_PRE_INDEX_URL; its failures are only reported. One more row
 runs the trainer's checkpoint tests on Debian 12's Python, with the packages of the current
 environment. A row that cannot run (no interpreter, no wheel, no registry) is skipped with the
@@ -118,7 +118,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a row. `skipped_because` is empty if it ran."""
+    """The outcome of a row. `skipped_because` is empty if the row ran."""
 
     row: Row
     passed: int = 0
@@ -130,12 +130,12 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether it ran without failures, could not run, or may fail."""
+        """Whether the row passed, could not run, or may fail."""
         return self.row.pre or self.went_well
 
     @property
     def went_well(self) -> bool:
-        """Whether it ran without failures, or could not run."""
+        """Whether the row passed or could not run."""
         return bool(self.skipped_because) or (self.failed == 0 and self.passed > 0)
 
 
@@ -378,8 +378,8 @@ def output_of(command: list[str]) -> str:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment variables, without those that would bring packages or options of this
-    environment into a row.
+    """Return the environment variables, without those that would add packages or options of this
+    environment to a row.
     """
     unwanted = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "DDPJOB_TEST_PYTHON", "VIRTUAL_ENV")
     return {k: v for k, v in os.environ.items() if k not in unwanted and not k.startswith("PYTEST_")}
@@ -399,7 +399,7 @@ def run_row(row: Row, everything: bool = False, tests: Sequence[str] = ()) -> Re
     quick = QUICK if row.torch and not everything else ("",)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        # tests/conftest.py and pyproject.toml need more than pytest, so they are left out here.
+        # tests/conftest.py and pyproject.toml need more than pytest, so they are not used here.
         command = [
             str(python),
             "-m",

@@ -354,7 +354,7 @@ def _listings() -> Target:
 
 
 def _bucket_manifests() -> Target:
-    """Fuzz the list of a checkpoint's files in a bucket."""
+    """Fuzz a bucket's list of the files in a checkpoint."""
     from ddpjob_bucket import CopyManifest, Stored
 
     def read(data: bytes) -> None:

@@ -41,7 +41,7 @@ _MOST_DEATHS = 10
 
 
 class _Current(ctypes.Structure):
-    """The input that a process is trying, so that the parent knows it if the process dies."""
+    """The input that a process is working on, so that the parent knows it if the process dies."""
 
     _fields_ = (("number", ctypes.c_longlong), ("length", ctypes.c_int), ("content", ctypes.c_ubyte * LONGEST))
 
@@ -186,7 +186,7 @@ class _Runner:
         if current.number < 0:
             raise RuntimeError(f"the parser {self.result.parser.name} cannot be started: {self._ending()}")
         content = bytes(current.content[: current.length])
-        # The turn's earlier inputs are not counted.
+        # The earlier inputs of the turn are not counted.
         self.result.add(_Turn(1, findings={f"{finding} {current.number}": (1, finding, content)}))
         self.result.deaths += 1
         self.end()

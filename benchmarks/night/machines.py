@@ -1,11 +1,11 @@
 """Simulates the kubelets of eight Kubernetes nodes on the real API server.
 
 The simulation (`tests/simulation/kubelet.py`) decides how a kubelet starts and ends a pod and its
-containers, and what the containers do. Containers are the production coordinator, whose HTTP port
-the operator reaches at a loopback address, and launchers that send the same lines as real ones.
-kube-scheduler, kube-controller-manager and the operator are real. They bind pods, notice silent
-nodes and delete objects. A simulated kubelet sees its pods through a watch, renews its node's
-Lease, and writes and deletes like a real one.
+containers, and what the containers do. A coordinator's container runs the production coordinator,
+whose HTTP port the operator reaches at a loopback address. A launcher's container sends the same
+lines as a real one. kube-scheduler, kube-controller-manager and the operator are real. They bind
+pods, notice silent nodes and delete objects. A simulated kubelet sees its pods through a watch,
+renews its node's Lease, and writes and deletes like a real one.
 """
 
 from __future__ import annotations

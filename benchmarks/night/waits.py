@@ -1,11 +1,11 @@
 """Finds jobs that wait although there is room: what each job lacks, what is free, and since when.
 
-A job waits for its gang (all of its `minNodes` at once), for one node that it needs, or for more
-than it needs: a spare, or nodes beyond `minNodes`. Jobs are considered in the scheduler's order, by
-priority and then by age, and a job that fits takes its room in that look. Only the remaining room
-counts for later jobs, so if two jobs need the same room, only one counts as waiting. A preempting
-pod's room is reserved for it. A pod that fits on several nodes takes the fullest, so that as many
-jobs as possible count as waiting.
+A job waits for its gang (all of its `minNodes` at once), for a node that it needs, or for an
+optional node: a spare, or a node beyond `minNodes`. Jobs are considered in the scheduler's order,
+by priority and then by age, and a job that fits takes its room in that look. Only the remaining
+room counts for later jobs, so if two jobs need the same room, only one counts as waiting. A
+preempting pod's room is reserved for it. A pod that fits on several nodes takes the fullest, so
+that as many jobs as possible count as waiting.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ NODE_LOST_AFTER = 10
 
 
 class ClusterGroup(Group):
-    """A DDPJob, whose nodes are its pods. The operator replaces them."""
+    """A DDPJob as a group, whose nodes are pods that the operator replaces."""
 
     def __init__(self, manifest: Json, namespace: str, folder: Path) -> None:
         super().__init__(folder, Shape())
@@ -88,7 +88,7 @@ class ClusterGroup(Group):
     def follow(self) -> None:
         """Record in a thread when each pod is first seen.
 
-        Its creationTimestamp has whole seconds.
+        Its creationTimestamp is too coarse, because it has whole seconds.
         """
 
         def note() -> None:
@@ -135,7 +135,7 @@ class ClusterGroup(Group):
 
 
 class Cluster:
-    """A cluster with the operator.
+    """A cluster that runs the operator.
 
     `cut` and `heal`, if set, disconnect and reconnect a Kubernetes node.
     """
@@ -163,7 +163,7 @@ class Cluster:
             yield group
         finally:
             group.close()
-            shutil.rmtree(folder, ignore_errors=True)  # A pod that is still ending may write to it.
+            shutil.rmtree(folder, ignore_errors=True)  # A pod that is still ending may write to the folder.
 
     def floor(self) -> float:
         """Time a pod that imports torch, from its creation to its last line.

@@ -68,7 +68,7 @@ def keeping(every: str, shape: Shape, options: tuple[str, ...]) -> AbstractConte
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds per step in a turn. `at_risk` is the number of steps between copies."""
+    """The result of a turn: seconds per step. `at_risk` is the number of steps between copies."""
 
     wall: float
     processor: float

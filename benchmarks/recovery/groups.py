@@ -31,7 +31,7 @@ SETTLE_STEPS = 30
 
 
 class NotRecovered(Exception):
-    """The group took no further steps; the message says how that was observed."""
+    """The group took no more steps; the message says how that was noticed."""
 
 
 @dataclass(frozen=True)

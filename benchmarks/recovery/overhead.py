@@ -26,7 +26,7 @@ from benchmarks.recovery.groups import Coordinated, Group, NotRecovered
 from benchmarks.recovery.trace.report import read_numbers
 
 WINDOW = 1.5
-"""Length of a turn in seconds. It is short enough that with three groups no coordinator gives up a
+"""Length of a turn in seconds. With three groups, it is short enough that no coordinator gives up a
 frozen member.
 """
 SETTLE = 0.3

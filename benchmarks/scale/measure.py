@@ -89,7 +89,7 @@ class Operator:
         return memory(self.pid, what)
 
     def peak(self) -> float:
-        """Return the peak over all its starts in MiB."""
+        """Return the peak in MiB over all of the operator's starts."""
         return max([*self._peaks, self.memory("VmHWM")])
 
 
@@ -114,7 +114,7 @@ class Usage:
 
     @property
     def cores(self) -> float:
-        """Average number of processors that the operator has used."""
+        """Average number of processors used by the operator."""
         return self.operator / self.wall
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ SHORTEST, LONGEST = 2.0, 12.0
 
 
 FARTHEST = 120.0
-"""Maximum seconds by which a pod's clock may be behind."""
+"""How far a pod's clock may be behind, in seconds."""
 
 
 class Standstill:

@@ -209,7 +209,7 @@ class Caches:
         return *self._jobs.values(), *self._informers.values(), self.hosts
 
     async def run(self) -> None:
-        """Follow the API server until cancelled."""
+        """Run the watches until cancelled."""
         async with asyncio.TaskGroup() as group:
             for cache in self._all():
                 group.create_task(cache.run())
@@ -241,7 +241,7 @@ class Caches:
         return [job for job in self._jobs_of(namespace).views() if job.namespace == namespace]
 
     def others_wait(self, job: DDPJob) -> bool:
-        """Whether another job waits for room. Only a job that itself waits for room asks this."""
+        """Whether another job waits for room; False unless this job's own Scheduled is false."""
         own = job.status.condition(ConditionType.SCHEDULED)
         if own is None or own.status:
             return False
@@ -261,7 +261,7 @@ class Caches:
         return tuple(pod for _, pod in sorted(self._pods.get((job.namespace, job.uid), {}).items()))
 
     def departed(self, job: DDPJob) -> tuple[PodView, ...]:
-        """Return the last state of the job's recently deleted pods."""
+        """Return the last known states of the job's recently deleted pods."""
         known = self._departed.get((job.namespace, job.uid), {})
         return tuple(pod for gone, pod in known.values() if time.monotonic() - gone < DEPARTED_FOR)
 

@@ -19,7 +19,7 @@ Changed = Callable[[Hosts | None, frozenset[str]], None]
 
 NODES = "/api/v1/nodes"
 _FORBIDDEN_RETRY = 600.0
-"""Seconds between attempts to read nodes while the operator is not permitted to."""
+"""Seconds between attempts to read nodes while the operator has no permission to do so."""
 
 
 class HostWatch(Informer[HostView]):

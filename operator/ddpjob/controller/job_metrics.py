@@ -120,7 +120,7 @@ class _Account:
     """The last step before a break; None if no step is awaited after a break."""
 
     def at(self, now: float) -> tuple[float, float]:
-        """Return pod seconds and useful seconds up to `now`."""
+        """Return the pod seconds and the useful seconds up to `now`."""
         status, passed = self.job.status, now - self.since
         pods, training = _usage(status)
         useful = training if makes_new_steps(status) else 0
@@ -375,21 +375,24 @@ class JobSeries(Collector):
         self._terms: list[JobAccounts] = []
 
     def begin(self, accounts: JobAccounts) -> None:
-        """Begin a term by exporting its jobs."""
+        """Start to export the jobs of a term."""
         with self._lock:
             self._terms.append(accounts)
 
     def end(self, accounts: JobAccounts) -> None:
-        """End a term. From now on, another replica exports its jobs."""
+        """Stop exporting the jobs of a term, because another replica exports them from now on."""
         with self._lock:
             self._terms.remove(accounts)
 
     def describe(self) -> Iterator[Metric]:
-        """Yield families without samples."""
+        """Yield the metric families without samples."""
         yield from _make_families().values()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield families with samples. prometheus_client calls this in a separate thread."""
+        """Yield the metric families with samples.
+
+        prometheus_client calls this in a separate thread.
+        """
         with self._lock:
             terms = list(self._terms)
         found = [(account, *account.at(term.now())) for term in terms for account in term.jobs()]

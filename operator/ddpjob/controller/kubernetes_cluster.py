@@ -404,7 +404,7 @@ class KubernetesCluster:
             version = answer["metadata"]["resourceVersion"]
             written = replace(job, status=stored, resource_version=version) if same_spec else DDPJob.read(answer)
             result = self.caches.take_job(written)
-        # The coordinator may run from now on, but nothing else may change for a long time.
+        # Follow the coordinator as soon as it may run, because the next reconcile may be far off.
         self._follow(key, result)
         return result
 
@@ -505,7 +505,7 @@ class KubernetesCluster:
             elif error.status == 403 and "being terminated" in error.message:
                 raise NamespaceEnding(f"namespace {job.namespace} is being deleted", NAMESPACE_RETRY) from error
             elif error.status == 409:
-                # Two requests collided on a ResourceQuota.
+                # Two requests conflicted on a ResourceQuota.
                 raise Unavailable(str(error)) from error
             elif error.status == 404 and manifest["kind"] in (GANG, WORKLOAD) and "namespace" not in error.message:
                 raise Refused(error.status, f"this cluster no longer serves it: {error.message}") from error
@@ -527,7 +527,7 @@ class KubernetesCluster:
         """
         key, name = JobKey(job.namespace, job.name), secret["metadata"]["name"]
         if error.status == 409 and error.reason == "AlreadyExists":
-            self._take_token(job, name)  # Its name shows that it belongs to this job.
+            self._take_token(job, name)  # The name shows that the Secret belongs to this job.
             return True
         if error.status != HTTPStatus.FORBIDDEN or "exceeded quota" not in error.message:
             return False
@@ -567,10 +567,10 @@ class KubernetesCluster:
             raise NameTaken("an object with this name existed a moment ago")
         self._made(kind_of(manifest), found)
         if manifest["kind"] == "ConfigMap":
-            return  # `_share` decides.
+            return  # `_share` decides whether the ConfigMap can be used.
         labels = found["metadata"].get("labels", {})
         if manifest["kind"] == "PersistentVolumeClaim" and labels.get(LABEL_UID) == job.uid:
-            return  # It may be a claim without an owner.
+            return  # The claim may have no owner.
         owners = found["metadata"].get("ownerReferences", ())
         if any(o["kind"] == KIND and o["name"] == job.name for o in owners):
             if not any(o["uid"] == job.uid for o in owners):
@@ -640,7 +640,7 @@ class KubernetesCluster:
         if self.caches.known("ConfigMap", job.namespace, name) is None:
             await self._create(job, manifest)
         found = self.caches.known("ConfigMap", job.namespace, name)
-        if found is None:  # It does not have the operator's label.
+        if found is None:  # The ConfigMap does not have the operator's label.
             raise NameTaken(_NOT_THE_RUNTIME)
         return found
 
@@ -723,7 +723,7 @@ class KubernetesCluster:
     async def delete(self, job: DDPJob, kind: str, name: str, uid: str) -> None:
         """Delete an object, and record an event if the deletion is refused.
 
-        Conditions do not show that such an object remains.
+        No condition shows that such an object still exists.
         """
         if self._waits(job, uid, _DELETION):
             return
@@ -780,7 +780,7 @@ class KubernetesCluster:
             self.caches.take("Pod", await self._change("PATCH", path, body=body, content_type=MERGE_PATCH))
         except ApiError as error:
             if error.status not in (404, 409):
-                self._keep(job, f"pod {name}", uid, _LABEL, error)  # The pod trains anyway.
+                self._keep(job, f"pod {name}", uid, _LABEL, error)  # The pod trains regardless of its label.
 
     async def _try_to_delete(
         self, job: DDPJob, kind: str, of: str, name: str, uid: str, options: Json

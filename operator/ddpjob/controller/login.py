@@ -44,7 +44,7 @@ class Connection(kopf.ConnectionInfo):
 
 
 async def login(*, settings: kopf.OperatorSettings, **arguments: Any) -> kopf.AiohttpSession | None:
-    """Handle `kopf.on.login`; None means that there are no credentials."""
+    """Handle `kopf.on.login`. Return None if there are no credentials."""
     arguments["settings"] = settings
     found = kopf.login_with_service_account(**arguments) or kopf.login_with_kubeconfig(**arguments)
     if found is None:

@@ -108,7 +108,7 @@ class Leader:
         return int(living >= job.spec.pods)
 
     def wake(self, key: JobKey, urgent: bool) -> None:
-        """Queue a job. Called whenever others change a job or its objects."""
+        """Queue a job. Called whenever someone else changes a job or its objects."""
         self.queue.add(key, urgent=urgent)
 
     def hosts_changed(self, hosts: Hosts | None, changed: frozenset[str]) -> None:
@@ -248,9 +248,9 @@ class Operator:
 
     @property
     def ready(self) -> bool:
-        """Whether this replica does its work.
+        """Whether this replica is doing its work.
 
-        A leader must have read everything; any other replica must have read the Leases recently.
+        A leader must have read everything. Any other replica must have read the Leases recently.
         """
         if not self.schema.fits:
             return False
@@ -261,7 +261,7 @@ class Operator:
 
 @asynccontextmanager
 async def serve_probes(operator: Operator, address: str, port: int) -> AsyncIterator[None]:
-    """Serve `/healthz` (the event loop is alive) and `/readyz` (this replica does its work)."""
+    """Serve `/healthz` (the event loop is alive) and `/readyz` (this replica is doing its work)."""
     app = web.Application()
 
     async def healthz(request: web.Request) -> web.Response:

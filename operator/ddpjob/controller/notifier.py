@@ -33,7 +33,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
 """Delays in seconds between attempts. The delay doubles each time, unless the receiver requests a
 different one. All attempts together take about 10 minutes."""
 WORKERS = 2
-"""Number of workers per receiver. If two namespaces use a receiver, each has one."""
+"""Number of workers per receiver. If two namespaces use a receiver at the same time, each gets
+one."""
 LONGEST_URL = 4096
 EVERYBODY = "*"
 """Represents all namespaces in a receiver's list."""

@@ -120,14 +120,14 @@ CONNECTIONS = 16
 PATIENCE = 10.0
 """Maximum time in seconds for which a client may be silent."""
 FRESH_SECONDS = 0.5
-"""How long the same text is served again, in seconds."""
+"""How long a created text is reused, in seconds."""
 SHARE = 0.1
 """Maximum share of a CPU's time for creating texts. A text about many jobs takes long to create, so
 it is served for longer."""
 
 
 class Page:
-    """The text of all metrics as a WSGI application, cached for a moment for all clients."""
+    """The text of all metrics as a WSGI application, cached briefly for all clients."""
 
     def __init__(self, render: Callable[[], bytes] = generate_latest) -> None:
         self._render = render

@@ -8,7 +8,7 @@ the rules here only say which replica should take which Lease.
   free for PATIENCE per Lease that it holds, so that others can take it first.
 - A replica with at least two fewer shards than another one asks that one for a shard by writing its
   own name into an annotation of the Lease. The holder stops acting for that shard and releases it.
-- The number of shards is in the Leases' names. As long as any Lease of a different number is held,
+- The Leases' names contain the number of shards. As long as a Lease for a different number is held,
   this replica takes none, because the two numbers put the same namespace into different shards.
 
 Example with 4 shards:

@@ -85,9 +85,9 @@ def read_pod(body: Mapping[str, Any]) -> PodView:
 
 
 def _devices(spec: Mapping[str, Any]) -> dict[str, int]:
-    """Return the devices that a pod's containers request together.
+    """Return the devices that a pod's containers request in total.
 
-    Such resources have a domain and are counted in whole numbers.
+    Such resources have a domain in their name and are counted in whole numbers.
     """
     found: dict[str, int] = {}
     for container in spec.get("containers", ())[:_MOST_CONTAINERS]:
@@ -221,7 +221,7 @@ def _flavors(assignment: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
-    """Return the fields that passed admission checks add to the pods of a pod set."""
+    """Return the fields that successful admission checks add to the pods in a pod set."""
     changes = PodChanges()
     for check in status.get("admissionChecks") or ():
         for update in check.get("podSetUpdates") or ():

@@ -84,7 +84,7 @@ def _lay_out(view: View) -> tuple[JobStatus, list[Event]]:
     if not status.slots:
         return begin_generation(view), []
     if view.world.problems:
-        return status, []  # pods cannot be built from this spec
+        return status, []  # Pods cannot be built from this spec.
     suspended = status.holds(ConditionType.SUSPENDED)
     fitting = fits(view)
     if fitting and is_outdated(view):

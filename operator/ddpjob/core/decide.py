@@ -100,7 +100,7 @@ def _decide(view: View) -> Decision:
 def _run(view: View) -> Decision:
     """Return the decision for a job that should run.
 
-    The order of these lines matters. Whether the job ends is known only after `follow`. Only a job
+    The order of these steps matters. Whether the job ends is known only after `follow`. Only a job
     that continues gets new actions, conditions and messages to the coordinator.
     """
     begun = begin(view)

@@ -29,9 +29,9 @@ class View:
     now: datetime
 
     def with_status(self, status: JobStatus) -> View:
-        """Return the same job, world and time with a changed status.
+        """Return a view of the same job, world and time with a changed status.
 
-        If the status object is the same, return the same view.
+        If the status object is the same, return this view.
         """
         if status is self.status:
             return self

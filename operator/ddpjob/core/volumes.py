@@ -195,9 +195,9 @@ def _goes_with_job(job: DDPJob, claim: ClaimView) -> Unusable | None:
 def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
     """Return why an existing claim cannot serve as the claim that the job makes; None if it can.
 
-    It can if this job, or an earlier job with the same name, made it from an equal template. Names
-    are unique in a namespace, so the earlier job is gone. This job's own template may have changed
-    too, because it can be removed and added again.
+    The claim can serve if this job, or an earlier job with the same name, made it from an equal
+    template. Names are unique in a namespace, so the earlier job is gone. This job's own template
+    may have changed too, because it can be removed and added again.
     """
     what = f"the claim {claim.name}, which {FIELD} makes,"
     if any(uid != job.uid for uid in claim.owners):

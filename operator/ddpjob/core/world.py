@@ -44,7 +44,7 @@ LABEL_BUDGET = "ddpjob.io/disruption-budget"
 ANNOTATION_GROUP = "scheduling.k8s.io/group-name"
 """Annotation on a pod that names its PodGroup for Volcano."""
 ANNOTATION_TEMPLATE = "ddpjob.io/claim-template"
-"""Annotation on a claim that a job has made. The value is the mark of the claimTemplate."""
+"""Annotation on a claim that a job has made. The value is a hash of the claimTemplate."""
 
 
 class Role(StrEnum):
@@ -161,7 +161,7 @@ class HealthSignals:
     """Condition types with the status that means unhealthy, such as ("AcceleratedHardwareReady",
     "False")."""
     taints: tuple[str, ...] = ()
-    """Keys of taints."""
+    """Keys of taints that mark a node as unhealthy."""
 
     def against(self, conditions: Iterable[Mapping[str, Any]], taints: Iterable[Mapping[str, Any]]) -> str:
         """Describe the first sign of a fault; empty if there is none.
@@ -244,7 +244,10 @@ class HostView:
 
 
 def _devices(allocatable: Mapping[str, Any]) -> dict[str, int]:
-    """Return the resources of device plugins, which are whole numbers with a domain in the name."""
+    """Return the resources that come from device plugins.
+
+    Their names have a domain, and their amounts are whole numbers.
+    """
     return {name: int(n) for name, n in allocatable.items() if "/" in name and str(n).isdecimal()}
 
 
@@ -289,7 +292,7 @@ class ClaimView:
     made_for: str = ""
     """Name of the job that made the claim."""
     template: str = ""
-    """The mark of the claimTemplate from which the claim was made."""
+    """Hash of the claimTemplate from which the claim was made."""
     owners: tuple[str, ...] = ()
     """UIDs of the objects that own the claim. It is deleted with them."""
     deleting: bool = False
@@ -397,8 +400,8 @@ class World:
     runtime_offered: str = ""
     """Name of the runtime ConfigMap that this version of the operator would create."""
     key_mark: str = ""
-    """A mark of the key from which the jobs' tokens are derived. Pods reject each other if their
-    tokens come from different keys."""
+    """Short hash of the key from which the jobs' tokens are derived. Pods reject each other if
+    their tokens come from different keys."""
     has_token: bool = False
     """Whether the Secret with the token has been created. The operator cannot read it, so it may
     have been deleted since."""
@@ -424,7 +427,7 @@ class World:
     folder_user: str = ""
     """Name and phase of another job that uses this job's checkpoint folder; empty if it is free."""
     claim_template: str = ""
-    """The mark of the job's own claimTemplate."""
+    """Hash of the job's own claimTemplate."""
     hosts: Mapping[str, HostView] | None = None
     """Kubernetes nodes by name. A missing name means that nothing is known about that node. None if
     the operator may not watch nodes."""

@@ -163,10 +163,11 @@ async def _create(
 ) -> tuple[Rejection, ...]:
     """Create the objects that pods need, then the pods.
 
-    The first batch is one pod, and each later batch is twice as large, until a pod is rejected,
-    because a quota or a webhook that rejects one pod usually rejects all of them. Coordinators are
-    not counted. A coordinator is created with the first node, since each is useless without the
-    other. Return the rejections sorted by name, because a condition shows the first one.
+    The first batch is one pod, and each later batch is twice as large. After a pod is rejected, no
+    further batch is created, because a quota or a webhook that rejects one pod usually rejects all
+    of them. Coordinators are not counted. A coordinator is created together with the first node,
+    because each is useless without the other. Return the rejections sorted by name, because a
+    condition shows the first one.
     """
     rejections: list[Rejection] = []
     granted = job.granted(status)

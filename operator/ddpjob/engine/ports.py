@@ -109,14 +109,14 @@ class Cluster(Protocol):
     ) -> None:
         """Replace a Workload with the one that `change` returns for it; None means no change.
 
-        Succeed if the Workload is gone or has a different uid. A refusal is not an error either.
-        Raises Conflict.
+        Succeed if the Workload is gone or has a different uid. A refusal is not treated as an
+        error. Raises Conflict.
         """
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
         """Set a pod's role label; succeed if the pod is gone or has a different uid.
 
-        A refusal is not an error either.
+        A refusal is not treated as an error.
         """
 
     async def notify(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:

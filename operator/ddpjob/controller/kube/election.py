@@ -18,7 +18,7 @@ Example: A holds the Lease, B waits, and A is partitioned right after a renewal.
     10.0  A stops acting and cancels whatever it was doing
     16.0  B has seen no renewal for 15 s, and takes the Lease
 
-From 10 to 16 nobody acts, which is A's margin to stop. A holder that shuts down cleanly releases
+From 10 to 16 no replica acts, which gives A time to stop. A holder that shuts down cleanly releases
 the Lease once it has stopped, so a rolling update takes seconds. A renewal is one request, which is
 soon retried if it fails, so that a holder keeps the Lease even if the API server refuses half of
 all requests.

@@ -272,7 +272,7 @@ class Informer(Cache[View]):
             await asyncio.sleep(pause)
 
     def _forbidden(self, error: ApiError) -> float:
-        """Return the seconds until the next attempt."""
+        """Log the refusal, and return the seconds until the next attempt."""
         # The permission for an optional collection may be withheld on purpose. A job that needs the
         # collection shows this in its conditions.
         self._log_forbidden(error, logging.INFO if self._optional else logging.ERROR)

@@ -176,7 +176,7 @@ async def _read_at_most(most: int, response: aiohttp.ClientResponse) -> bytes:
         async for part in response.content.iter_chunked(2**16):
             text += part
             if len(text) > most:
-                response.close()  # The connection is closed, so the rest is not read either.
+                response.close()  # The connection is closed, so the rest of the response is not read.
                 raise TooLarge
     return bytes(text)
 

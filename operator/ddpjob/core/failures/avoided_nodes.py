@@ -1,7 +1,7 @@
 """Decides which Kubernetes nodes new pods avoid, from the restarts of the last hour.
 
 A broken host has free devices, so the scheduler would place the next pod there again. But most
-failures are the job's own, and each avoided host is room that the job cannot use. So a host is
+failures are the job's own, and each avoided host is capacity that the job cannot use. So a host is
 avoided for WINDOW after one of these signs:
 
 - one fault that is not the program's (FAULTS), such as a container that cannot start

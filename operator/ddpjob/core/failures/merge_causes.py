@@ -37,7 +37,7 @@ from ddpjob.core.failures.classify import Cause, names_pod
 SAME_BREAK = timedelta(seconds=5)
 """Maximum time between a pod's end and an incident that belong to one break."""
 CLEARLY_BEFORE = timedelta(seconds=2)
-"""This is more than the clocks may differ by, plus the kubelets' rounding."""
+"""Longer than the clocks can differ, including the kubelets' rounding."""
 
 _EVER = datetime.max.replace(tzinfo=UTC)
 _HARD = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
@@ -104,16 +104,16 @@ def attribute(
     """Merge the findings of one reconcile into breaks, each with one cause.
 
     The function is pure and records nothing. `status` holds the breaks of earlier reconciles
-    (`restarts.recent`, `restarts.seen_round`, `round`). `ends` are pods that have ended since, in
-    any order. `incidents` are the coordinator's, in the order of their numbers. `lost` are
-    incidents (pod, time) that do not name a cause because a pod's end explains them.
+    (`restarts.recent`, `restarts.seen_round`, `round`). `ends` are the ends of pods since then, in
+    any order. `incidents` are the coordinator's incidents, in the order of their numbers. `lost`
+    lists incidents (pod, time) that do not include a cause because a pod's end explains them.
 
     1. An end joins the last recorded break if its pod was created before that break, and the group
        is still down from the break or the two are within SAME_BREAK. All other ends form one new
        break. Its cause is an end that does not count, if there is one, otherwise the earliest end.
-    2. The first incident within SAME_BREAK of the new break joins it: as the cause, if the ends are
-       ordinary failures of a worker; otherwise as a consequence of the eviction, deletion or lack
-       of memory. If it was clearly before one of the latter, it is a separate break.
+    2. The first incident within SAME_BREAK of the new break joins it. It is the cause if the ends
+       are ordinary failures of a worker. Otherwise it is a consequence of the eviction, deletion or
+       lack of memory, or a separate break if it was clearly earlier.
     3. An incident within SAME_BREAK of the last recorded break is a consequence of it, if no
        earlier incident has explained that break. Every other incident is a separate break.
 

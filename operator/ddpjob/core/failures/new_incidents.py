@@ -43,7 +43,7 @@ _CAUSES = {
     IncidentKind.INIT_FAILURE: Cause.INIT_FAILURE,
     IncidentKind.JOINED: Cause.JOINED,
 }
-"""Causes of the incident kinds that include one. The other kinds are PeerLost and Left."""
+"""The cause for each incident kind that has one. The other kinds are PeerLost and Left."""
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def _is_ruled(spec: JobSpec) -> bool:
 def find_error_everywhere(spec: JobSpec, recent: Sequence[Restart]) -> str | None:
     """Return a message if several ranks had the same error in the last REPEATS counted failures.
 
-    Failures less than APART after one another are counted as one. Any type of error qualifies,
+    Failures that follow each other within APART are counted as one. Any type of error qualifies,
     except errors of a network, a disk or a device, which may be temporary.
     """
     if _is_ruled(spec):

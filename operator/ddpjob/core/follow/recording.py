@@ -121,7 +121,7 @@ def _coordinator_restart(view: View, ended: Ended) -> Restart:
 
 
 def without_restart(view: View, before: JobStatus) -> View:
-    """Return the view of a job that its newest failures have failed, so no restart follows.
+    """Return the view of a job whose newest failures are final, so no restart follows them.
 
     The failures stay listed, and counted failures stay counted. Only the totals of restarts exclude
     them.

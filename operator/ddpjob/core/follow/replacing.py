@@ -1,8 +1,7 @@
 """Last stage: decide what replaces ended pods, and when.
 
 If possible, each lost pod is replaced alone: its slot gets the next attempt, and the other pods
-keep running. Otherwise a new generation replaces the whole group (`_must_regroup`). This is the
-case:
+keep running. A new generation replaces the whole group instead (`_must_regroup`):
 
 - if the coordinator is lost, except in mode Fast
 - if slot 0 is lost with placement Master, because the coordinator is in its pod

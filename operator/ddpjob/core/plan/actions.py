@@ -169,7 +169,7 @@ def _lacks_token(view: View) -> bool:
 
 
 def _removals(view: View, lost: frozenset[str]) -> list[Action]:
-    """Return deletions of running pods that are not planned, and of the oldest failed pods.
+    """Return actions that delete unplanned running pods and the oldest failed pods.
 
     For each index, runPolicy.failedPodsKept failed pods are kept.
     """

@@ -7,7 +7,7 @@ its pods. Only the scheduler can prevent this, so the operator creates a PodGrou
   beyond `elastic.minNodes` are created later, so they neither delay the gang nor take its room.
 - Once all its pods have been seen on hosts at the same time, the gang is placed (`with_placed`),
   and remains so in this generation. Later pods do not belong to a group, because Kubernetes 1.36
-  does not let a group's pods pass while fewer than its minimum exist.
+  does not schedule a group's pods while fewer than its minimum exist.
 - A job whose gang has been placed can later be stuck with half of its nodes. It then yields: if it
   has held nodes for YIELD without training, and the scheduler finds no room for a pod that it
   needs, it gives up all its nodes and waits as a new gang. After a preemption that leaves too few

@@ -96,7 +96,10 @@ def _holding(view: View) -> WorkloadView | None:
 
 
 def with_grant(view: View) -> View:
-    """Return the view with Kueue's current grant in `status.queue`; None without a grant."""
+    """Return the view with Kueue's current grant in `status.queue`.
+
+    `status.queue` is None if there is no grant.
+    """
     status = view.status
     if not is_queued(view):
         return view.with_status(without_condition(replace(status, queue=None), ConditionType.ADMITTED))
@@ -189,7 +192,7 @@ def _asks(job: DDPJob) -> tuple[str, str]:
 
 
 def drop_workloads(view: View) -> list[Action]:
-    """Return deletions of all quota requests of the job."""
+    """Return actions that delete all of the job's quota requests."""
     return [DeleteWorkload(w.name, w.uid) for w in view.world.workloads if not w.leaving]
 
 

@@ -53,7 +53,7 @@ _ENDED_WITH = re.compile(
     r"((?:rank [0-9]+ in )?pod \S+ ended with (?:exit code -?[0-9]+(?: \(128 \+ \w+\))?|signal \w+)): "
     r"(.+?)(; waits [0-9.e+]+ s)?"
 )
-"""The form of a recorded failure's first line (classify.py, new_incidents.py)."""
+"""Matches the first line of a recorded failure (classify.py, new_incidents.py)."""
 
 
 def _cut(text: str, size: int) -> str:

@@ -54,7 +54,7 @@ def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStat
         last = next((r for r in reversed(broke) if not r.consequence), broke[-1])
         message = next(
             iter(put_cause_first(last.message).splitlines()), ""
-        )  # From a user's coordinator, so it may be empty.
+        )  # The message comes from a user's coordinator, so it may be empty.
         return with_condition(status, ConditionType.RESTARTING, True, last.reason, message, now)
     running = running and _has_resumed(view)
     if running and any(r.seconds is None for r in status.restarts.recent):
@@ -64,7 +64,7 @@ def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStat
         known = view.job.spec.under_torchrun or _steps(reported_figures(view))
         known = known or (not broke and before is not None and before.reason == RECOVERED)
         reason, message = (RECOVERED, "the group runs again") if known else (PODS_RUN, _PODS_RUN)
-        again = repeats(current_restart(status))  # This is known only a little later, so it is added then.
+        again = repeats(current_restart(status))  # The count arrives a little later and is added then.
         message += f"; {again}" if again else ""
         return with_condition(status, ConditionType.RESTARTING, False, reason, message, now)
     return status

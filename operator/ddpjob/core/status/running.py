@@ -10,8 +10,8 @@ explanation is shown (`judge_running`), in this order:
    continue
 5. the state of the rendezvous: backing off, finished, restarting, or forming
 
-Messages are stable while the state is. A time that must survive an operator, such as that of the
-last step, is part of the message and is read back from there.
+A message stays the same until the state changes. A time that must survive a restart of the
+operator, such as the time of the last step, is part of the message and is read back from there.
 
 Example of a start with 2 nodes:
 

@@ -95,9 +95,9 @@ def _begins_at_zero(shown: Json, reported: Json) -> bool:
 
 
 def _start(shown: Json, reported: Json, fresh: Json) -> Json:
-    """Return whether the script continued after its last restart, and the last step before it.
+    """Return the fields that show the last step before a restart, and whether the script continued.
 
-    This is known only for steps that are counted automatically.
+    They are known only for steps that are counted automatically.
     """
     if protocol.RESUMED not in reported or "step" not in fresh:
         return {}
