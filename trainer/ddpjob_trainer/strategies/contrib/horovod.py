@@ -95,7 +95,7 @@ class Horovod(Strategy):
 
 
 def enter() -> None:
-    """Under horovodrun, set torch.distributed's environment from Horovod's.
+    """Set torch.distributed's environment from Horovod's, if horovodrun started this process.
 
     Must run before ranks read RANK. Raises ConfigError if Horovod is missing, or runs in its own
     elastic mode.
