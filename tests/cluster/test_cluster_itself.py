@@ -28,7 +28,7 @@ ctypes.CDLL(None).pthread_exit(None)
 
 
 def test_a_program_lives_until_its_last_thread_has_ended() -> None:
-    """Until then the process holds its ports. Regression: the kubelet that replaced it ended with
+    """The process holds its ports until then. Regression: the kubelet that replaced it ended with
     "address already in use".
     """
     pipe = subprocess.PIPE

@@ -100,7 +100,7 @@ def test_copies_are_posted_by_themselves_and_displace_no_progress(coordinator: A
 
 
 def test_another_coordinator_is_told_who_lags_too(coordinator: Any) -> None:
-    """In Fast mode, a new coordinator takes over the round, and the state of the previous one is
+    """A new coordinator takes over the round in Fast mode, and the state of the previous one is
     lost.
     """
     port, posts, handler = coordinator
