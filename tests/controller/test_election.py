@@ -1,5 +1,5 @@
-"""At most one replica acts at any time, whatever happens to requests for the Lease, and a replica
-soon acts again.
+"""One replica acts at a time, whatever happens to requests for the Lease, and a replica soon acts
+again.
 """
 
 from __future__ import annotations

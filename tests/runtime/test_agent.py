@@ -46,10 +46,10 @@ class Exits:
 def closed(*workers: SlowlyDying) -> Any:
     """Close a context with these workers as torch does, which gives up after the grace period."""
     handlers = {rank: SimpleNamespace(proc=worker, close=lambda death_sig: None) for rank, worker in enumerate(workers)}
-    pids = {rank: 2**22 + worker.pid for rank, worker in enumerate(workers)}  # higher than any pid
+    pids = {rank: 2**22 + worker.pid for rank, worker in enumerate(workers)}  # higher than any process id
 
     def close(death_sig: object, timeout: float) -> None:
-        """Stand for torch's own close, which in some versions waits without a limit."""
+        """Stand in for torch's own close, which waits without a limit in some versions."""
         assert all(worker.poll() is not None for worker in workers), (
             "torch's close runs only after all workers have ended"
         )

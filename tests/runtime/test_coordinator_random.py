@@ -1,9 +1,8 @@
-"""Random histories of a group: members join, fail, die and lose connections that hold lines, and
-coordinators restart.
+"""Random histories of a group: members join, fail, die and lose connections with undelivered lines,
+and coordinators restart.
 
-In each of them there is one round at a time, with the announced members and ranks, and one incident
-per break. The
-group trains again when the faults end.
+In each history there is one round at a time, with the announced members and ranks, and one incident
+per break. The group trains again when the faults end.
 """
 
 from __future__ import annotations
@@ -131,8 +130,8 @@ class Node:
             self.notified = True
 
     def end_with_0(self) -> None:
-        """Let one of its workers leave. That is reported next to the errors of others, and is not
-        an error itself.
+        """Let one of its workers exit with 0. The exit is reported next to the errors of others,
+        and is not an error itself.
         """
         if self.working and self.member is not None:
             member, number, world = self.member, self.place["round"], self.life.world

@@ -54,20 +54,20 @@ class CoordinatorProcess:
         self.network.say(f"{self.pod.name}: {text}")
 
     def encode(self, verb: str, fields: dict[str, Any]) -> bytes:
-        """Send a line to a launcher."""
+        """Encode a line for a launcher."""
         if verb != "hb":
             self._log(f"-> {verb} {fields if verb != 'go' else (fields['round'], fields['rank'], fields['world'])}")
         line: bytes = production.encode(verb, **fields)
         return line
 
     def _hear(self) -> None:
-        """Heartbeats that have arrived so far on each working connection."""
+        """Note the heartbeats that have arrived so far on each working connection."""
         for connection in self.connections:
             if connection.member is not None and connection.frozen_since is None and connection.down_open:
                 self.real.hear(connection.member)
 
     def _acknowledges(self, member: Any) -> bool:
-        """Whether the member's host is reached."""
+        """Return whether the member's host can be reached."""
         return all(c.frozen_since is None for c in self.connections if c.member is member and c.send is member.send)
 
     def silence(self, connection: Connection) -> float:

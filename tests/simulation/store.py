@@ -94,8 +94,8 @@ class Store:
         return known
 
     def replace(self, kind: str, name: str, body: Json, namespace: str = NAMESPACE) -> Json:
-        """Write everything except the metadata, of which only annotations, if the version in it is
-        current.
+        """Write everything except metadata other than annotations, if the version in the metadata
+        is current.
 
         Raises Refusal 404 and 409.
         """

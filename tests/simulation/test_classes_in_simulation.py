@@ -15,7 +15,7 @@ H100: Json = {
 
 
 def classed(spec: Json | None = None, steps: int = 20, **classes: Json) -> Simulation:
-    """A job that names class h100, and no image."""
+    """Create a job in class h100 without an image."""
     s = Simulation({"className": "h100", **(spec or {})}, steps=steps)
     if "image" not in (spec or {}):
         del s.spec["image"]

@@ -1,4 +1,4 @@
-"""Kubernetes nodes and places: lost, unhealthy, failing, avoided."""
+"""Kubernetes nodes and topology domains that are lost, unhealthy, failing or avoided."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ async def test_the_node_of_a_lost_coordinator_is_avoided_in_both_modes() -> None
 
 
 async def test_a_member_lost_together_with_the_coordinators_node_delays_nothing() -> None:
-    """The others are in a collective with it, and the new coordinator has never heard of it."""
+    """The other members are in a collective with it, and the new coordinator has never heard of it."""
     s = await Simulation({"nodes": 3, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=10**6).begun()
     for pod in ("job-coordinator-0", "job-1-0"):
         s.cut(s.pods[pod].node)
