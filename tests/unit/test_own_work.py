@@ -143,7 +143,7 @@ def test_a_backward_pass_that_waits_at_its_end_has_waited() -> None:
 
 
 class Event:
-    """Stand in for a GPU's event, because this suite has no GPU."""
+    """A stand-in for a GPU's event, because this suite has no GPU."""
 
     done = True
 
@@ -179,7 +179,7 @@ def test_gpu_events_are_read_once_they_are_complete(monkeypatch: pytest.MonkeyPa
 
 
 class Store:
-    """The group's store as a dictionary."""
+    """The group's store, as a dictionary."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -195,7 +195,7 @@ class Store:
 
 
 def said_by(owns: Callable[[float, int], float], step: float, seconds: float, world: int = 4) -> list[list[Any]]:
-    """Return rank 0's reports in `seconds` of looks, one each 5 s, if a rank's own work takes
+    """Return rank 0's reports in `seconds` of checks, one each 5 s, if a rank's own work takes
     `owns(time, rank)`.
     """
     said: list[list[Any]] = []

@@ -1,4 +1,6 @@
-"""Packs code into an archive: which files, as git decides; always the same bytes; limits before reading."""
+"""Code archives: the files are those that git selects, the bytes are always the same, and limits
+are checked before reading.
+"""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ def test_memory_explains_the_failed_worker() -> None:
 
 
 def test_a_break_has_one_incident() -> None:
-    """PeerLost has reported the lost pod, so the next failure is a separate break, however soon it
-    comes.
+    """PeerLost has reported the lost pod, so the next failure is a separate break, even if it
+    follows soon.
     """
     recorded = restart(Cause.DELETED, 0, "job-1-0", round=1, seconds=0.2)
     seen = attribute(status(recorded), [], [], [("job-1-0", T0)])
@@ -111,7 +111,7 @@ def test_a_break_has_one_incident() -> None:
 
 
 def test_a_failure_that_is_reported_before_the_loss_belongs_to_the_same_break() -> None:
-    """If a coordinator is replaced in the middle of a break, the next one hears of the failed
+    """If a coordinator is replaced in the middle of a break, the next one receives the failed
     worker first.
     """
     recorded = restart(Cause.NODE_LOST, 0, "job-1-0", round=1)

@@ -108,7 +108,7 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
 
 
 def test_a_name_has_the_same_meaning_everywhere() -> None:
-    """Programs that export the same figure use the same name, type and job labels. The help may
+    """Programs that export the same metric use the same name, type and job labels. The help may
     differ.
     """
     families = [f for source in ("operators", "coordinators", "trainers") for f in METRICS[source]()]

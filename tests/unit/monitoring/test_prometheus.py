@@ -121,7 +121,7 @@ class Prometheus(PrometheusServer):
             try:
                 if holds():
                     return
-            except OSError:  # It does not listen yet.
+            except OSError:  # it does not listen yet
                 pass
             assert time.monotonic() < deadline, f"{what}: not in time; firing: {self.firing()}"
             time.sleep(0.2)
@@ -159,7 +159,7 @@ def prometheus(tmp_path: Path, fleet: Fleet) -> Iterator[Prometheus]:
 
 
 def play_faults(fleet: Fleet) -> None:
-    """Faults of jobs between two scrapes."""
+    """Play faults of jobs between two scrapes."""
     fleet.becomes("good", running(step=30, restarts=1, broke=True))
     fleet.becomes("good", running(step=30, restarts=1))
     fleet.becomes(

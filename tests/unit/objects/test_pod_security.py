@@ -147,7 +147,7 @@ def test_a_limit_that_nobody_wrote_is_not_the_coordinators_request(given: Json, 
 
 
 def test_the_images_of_this_repository_run_as_a_numeric_user() -> None:
-    """From a name, the kubelet cannot see that the user is not root."""
+    """The kubelet cannot tell from a user name that the user is not root."""
     stages = re.split(r"^FROM ", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
     for name in ("operator", "trainer"):
         [stage] = [s for s in stages if s.splitlines()[0].endswith(f" AS {name}")]
