@@ -1,4 +1,6 @@
-"""DDPJobs of the cluster tests: manifests whose pods use this machine's Python, and waits for their states."""
+"""DDPJobs of the cluster tests: manifests whose pods use this machine's Python, and waits for
+their states.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Kueue's own controller manager in the test cluster: built from its Go module, installed from its own manifests."""
+"""Kueue's own controller manager in the test cluster: built from its Go module, installed from
+its own manifests.
+"""
 
 from __future__ import annotations
 

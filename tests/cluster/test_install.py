@@ -273,7 +273,9 @@ def uninstalled(release: Release) -> Iterator[Release]:
 
 
 def test_the_operator_runs_jobs_only_in_its_namespaces(uninstalled: Release, jobs: Jobs) -> None:
-    """The operator has no rights over the whole cluster, not even to read the definition of DDPJob."""
+    """The operator has no rights over the whole cluster, not even to read the definition of
+    DDPJob.
+    """
     release = uninstalled
     release.install("--set", f"watchNamespaces={{{jobs.namespace}}}")
     jobs.apply(steps_job("one", 5, nodes=1, recovery=FAST))

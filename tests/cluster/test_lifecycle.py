@@ -1,4 +1,6 @@
-"""A job's lifecycle on the cluster: success, failure, suspend and resume, scaling, deadline, clean-up, deletion."""
+"""A job's lifecycle on the cluster: success, failure, suspend and resume, scaling, deadline,
+clean-up, deletion.
+"""
 
 from __future__ import annotations
 

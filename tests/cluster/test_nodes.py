@@ -33,7 +33,9 @@ lost.
 
 @dataclass
 class Stage:
-    """The namespace in which all the jobs run. Each has a pod on `n1` and one on a node that it will lose."""
+    """The namespace in which all the jobs run. Each has a pod on `n1` and one on a node that it
+    will lose.
+    """
 
     jobs: Jobs
     watch: Watch
@@ -182,7 +184,9 @@ def test_draining_a_node_moves_a_job_without_loss_one_pod_at_a_time(stage: Stage
 
 
 def evict(jobs: Jobs, pod: str) -> None:
-    """Evict a pod, as `kubectl drain` does. Raises ClusterError if a disruption budget forbids it."""
+    """Evict a pod, as `kubectl drain` does. Raises ClusterError if a disruption budget forbids
+    it.
+    """
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": jobs.namespace}}
     path = f"/api/v1/namespaces/{jobs.namespace}/pods/{pod}/eviction"
     jobs.cluster.kubectl("create", "--raw", path, "--filename=-", input_text=json.dumps(body))

@@ -1,4 +1,6 @@
-"""Pods avoid Kubernetes nodes that health agents call unhealthy, and run within one network domain."""
+"""Pods avoid Kubernetes nodes that health agents call unhealthy, and run within one network
+domain.
+"""
 
 from __future__ import annotations
 

@@ -360,7 +360,9 @@ class ApiServer:
 
 
 class RandomFaults:
-    """Plays random faults of all kinds from a seed. Paths that contain a part of `spare` have none."""
+    """Plays random faults of all kinds from a seed. Paths that contain a part of `spare` have
+    none.
+    """
 
     def __init__(self, chance: random.Random, rate: float, spare: tuple[str, ...] = ()) -> None:
         self.random, self.rate, self.spare = chance, rate, spare

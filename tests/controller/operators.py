@@ -177,7 +177,9 @@ class HttpStory(Story):
             self.replicas.start(name)
 
     async def _idempotent(self) -> None:
-        """Check that nothing is written in two seconds without a change, except status and Lease."""
+        """Check that nothing is written in two seconds without a change, except status and
+        Lease.
+        """
 
     async def _end(self) -> None:
         self.server.faults = lambda method, path: None

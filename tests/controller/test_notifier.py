@@ -24,7 +24,9 @@ BODY = {"event": "Complete", "text": "done"}
 
 
 class Web:
-    """A server on this machine. `handlers` are by path, and `got` contains the requests in order."""
+    """A server on this machine. `handlers` are by path, and `got` contains the requests in
+    order.
+    """
 
     def __init__(self) -> None:
         self.handlers: dict[str, Handler] = {}

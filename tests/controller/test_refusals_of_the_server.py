@@ -411,7 +411,9 @@ async def test_a_refused_deletion_of_a_queued_jobs_group_is_tried_again(c: Case)
 
 @in_case(serves_queues=True)
 async def test_quota_is_not_given_back_where_kueue_has_judged_again(c: Case) -> None:
-    """The job was evicted when the decision was made, and is admitted again when it is carried out."""
+    """The job was evicted when the decision was made, and is admitted again when it is carried
+    out.
+    """
     put_into_queue(c)
     await seen()
     await c.reconcile()

@@ -186,7 +186,9 @@ async def test_an_overdue_step_is_news_once_however_the_clocks_are_compared(worl
 
 @in_virtual_time
 async def test_the_first_step_loss_and_speed_are_news(world: World, c: Coordinator) -> None:
-    """The first step decides what a later failure means. Users wait for the first loss and speed."""
+    """The first step decides what a later failure means. Users wait for the first loss and
+    speed.
+    """
     world.watch.follow(KEY, c.target)
     for number, first in enumerate(({"step": 1}, {"loss": 0.5}, {"metrics": {"stepsPerSecond": 2.0}})):
         await asyncio.sleep(15)

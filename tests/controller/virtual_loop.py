@@ -23,7 +23,9 @@ from typing import Any, ParamSpec, TypeVar
 Result = TypeVar("Result")
 Given = ParamSpec("Given")
 LOST_SECONDS = 2.0
-"""Real seconds after which unread bytes are forgotten, because their receiver has stopped reading."""
+"""Real seconds after which unread bytes are forgotten, because their receiver has stopped
+reading.
+"""
 END_SECONDS = 0.004
 """Real seconds after which the unread end of a connection is forgotten."""
 STUCK_SECONDS = 20.0

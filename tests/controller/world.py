@@ -47,7 +47,9 @@ class ReplicaTasks:
 
 
 class LoopClock(Clock):
-    """The simulation's clock, driven by the event loop: HTTP and the simulated world share one time."""
+    """The simulation's clock, driven by the event loop: HTTP and the simulated world share one
+    time.
+    """
 
     @property
     def now(self) -> float:  # type: ignore[override]

@@ -270,7 +270,7 @@ def test_dali_decodes_what_the_workers_do(tmp_path: Path) -> None:
 
 
 def test_workers_of_the_fork_server_have_the_gpu(tmp_path: Path, figure: Figure) -> None:
-    """In recovery.mode Fast, workers are forked from a process that has imported torch but not
+    """Workers in recovery.mode Fast are forked from a process that has imported torch but not
     touched CUDA.
     """
     (tmp_path / "job.yaml").write_text(

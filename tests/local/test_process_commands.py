@@ -1,4 +1,6 @@
-"""Commands for local jobs from another terminal, and `Client`. The job's program is a shell loop."""
+"""Commands for local jobs from another terminal, and `Client`. The job's program is a shell
+loop.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A group of the coordinator with a manual clock. The lines for each member are collected in lists."""
+"""A group of the coordinator with a manual clock. The lines for each member are collected in
+lists.
+"""
 
 from __future__ import annotations
 

@@ -452,7 +452,9 @@ def test_the_operator_knows_of_a_lost_pod_before_its_connection_ends() -> None:
 
 
 def test_a_deleted_pod_that_does_not_train_is_sent_away() -> None:
-    """Its launcher has not been notified of the deletion. A training member has, and may be saving."""
+    """Its launcher has not been notified of the deletion. A training member has, and may be
+    saving.
+    """
     world, *members = formed(2)
     spare = world.hello(2)
     for pod in ("job-0-0", "job-2-0", "job-3-0"):
@@ -463,8 +465,8 @@ def test_a_deleted_pod_that_does_not_train_is_sent_away() -> None:
 
 
 def test_an_empty_note_withdraws_the_previous_one() -> None:
-    """At most a hundred notes are reported. Regression: notes of pods that had fetched their data
-    hid others.
+    """The report contains at most a hundred notes. Regression: notes of pods that had fetched their
+    data hid others.
     """
     world, first, second = formed(2)
     world.coordinator.note(first, "Data", "1 of 2 files")

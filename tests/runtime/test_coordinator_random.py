@@ -316,7 +316,9 @@ class Life:
                 node.deliver()
 
     def calm(self) -> None:
-        """Play on without faults, and replace pods as the operator would. The whole group must run."""
+        """Play on without faults, and replace pods as the operator would. The whole group must
+        run.
+        """
         self.world.coordinator.resize(3, 2)
         for seconds in range(400):
             for node in list(self.nodes):

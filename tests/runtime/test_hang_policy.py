@@ -1,4 +1,6 @@
-"""When a round without steps is examined, reported and ended, with simulated ranks in virtual time."""
+"""When a round without steps is examined, reported and ended, with simulated ranks in virtual
+time.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Client:
-    """A coordinator as a handler sees it: one call to begin a round, and whether the round is over."""
+    """A coordinator as a handler sees it: one call to begin a round, and whether the round is
+    over.
+    """
 
     why = "a node was lost"
 

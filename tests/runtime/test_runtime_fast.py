@@ -300,7 +300,9 @@ class Unlogged(Job):
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 @pytest.mark.parametrize("why", NO_LOGS)
 def test_a_log_that_cannot_be_written_only_loses_its_lines(tmp_path: Path, why: str, mode: str) -> None:
-    """This happens if the disk is full of checkpoints, or while a host's container runtime hangs."""
+    """This happens if the disk is full of checkpoints, or while a host's container runtime
+    hangs.
+    """
     job = Unlogged(tmp_path, mode=mode)
     job.start = NO_LOGS[why]
     try:

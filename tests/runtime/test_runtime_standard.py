@@ -1,4 +1,6 @@
-"""Coordinator and launchers with real torchrun and gloo: two nodes are two launchers on 127.0.0.1."""
+"""Coordinator and launchers with real torchrun and gloo: two nodes are two launchers on
+127.0.0.1.
+"""
 
 from __future__ import annotations
 

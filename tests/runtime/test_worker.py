@@ -330,7 +330,9 @@ def mounted(folder: Path) -> Path:
 
 
 def test_job_pods_find_ddpjob_report_next_to_the_runtime(tmp_path: Path) -> None:
-    """The image has nothing of DDPJob. Processes spawned by multiprocessing find the package too."""
+    """The image has nothing of DDPJob. Processes spawned by multiprocessing find the package
+    too.
+    """
     folder = mounted(tmp_path)
     script = tmp_path / "train.py"
     script.write_text(IMPORTS)

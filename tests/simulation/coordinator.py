@@ -1,4 +1,6 @@
-"""A coordinator's container: the production coordinator, with the simulated network for its sockets."""
+"""A coordinator's container: the production coordinator, with the simulated network for its
+sockets.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class CoordinatorProcess:
-    """One start of the coordinator. `ended(exit_code, message)` is called when it ends by itself."""
+    """One start of the coordinator. `ended(exit_code, message)` is called when it ends by
+    itself.
+    """
 
     def __init__(
         self, network: Network, pod: Pod, container: dict[str, Any], ended: Callable[[int, str], None], skew: float

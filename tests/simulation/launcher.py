@@ -346,7 +346,9 @@ class Launcher:
             self._end_workers()
 
     def _end_workers(self) -> None:
-        """End the workers: SIGTERM, then SIGKILL after the grace period. Then this node is ready."""
+        """End the workers: SIGTERM, then SIGKILL after the grace period. Then this node is
+        ready.
+        """
         grace = self.grace if self.planned else DRAIN_GRACE[self.mode]
         seconds = 0.05 if self.workers == "finished" else min(grace, self.network.draw("drain"))
         self.workers = "ending"

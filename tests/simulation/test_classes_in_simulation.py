@@ -1,4 +1,6 @@
-"""Classes of jobs in simulated time: missing, appearing later, changed under a running job, refused, and crashes."""
+"""Classes of jobs in simulated time: missing, appearing later, changed under a running job,
+refused, and crashes.
+"""
 
 from __future__ import annotations
 

@@ -80,7 +80,9 @@ async def key_changed(s: Simulation) -> None:
 
 
 async def runtime_changed(s: Simulation) -> None:
-    """Start a job with an operator of a different protocol version, whose runtime had other files."""
+    """Start a job with an operator of a different protocol version, whose runtime had other
+    files.
+    """
     await s.until_phase("Running")
     old, status = "job-podfiles-12345678", s.status
     template, key, _ = status["templateHash"].split("-")

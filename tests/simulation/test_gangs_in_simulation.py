@@ -257,7 +257,9 @@ async def test_a_job_yields_if_there_is_a_second_copy_or_a_rival(waits: bool, sp
 
 
 async def test_a_scale_down_keeps_the_pod_with_the_only_copy() -> None:
-    """The highest slots are removed, and one of them may hold the only copy of the job's progress."""
+    """The highest slots are removed, and one of them may hold the only copy of the job's
+    progress.
+    """
     s = await WithGangs({"nodes": 2, "scheduling": {"gang": False}}, steps=10**6).begun()
     await s.until(lambda: s.status.get("trained"))
     s.machines.capacity = 1

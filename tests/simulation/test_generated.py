@@ -57,7 +57,9 @@ def small(manifest: Json) -> Json:
 
 @contextmanager
 def tried(number: int) -> Iterator[tuple[Json, Maker]]:
-    """Yield a generated manifest. The block may raise only if the API server refuses the manifest."""
+    """Yield a generated manifest. The block may raise only if the API server refuses the
+    manifest.
+    """
     maker = Maker(number)
     manifest = small(maker.manifest())
     try:

@@ -1,4 +1,6 @@
-"""GPU seconds of whole jobs, compared with the time for which the simulated Kubernetes reserved the GPUs."""
+"""GPU seconds of whole jobs, compared with the time for which the simulated Kubernetes reserved
+the GPUs.
+"""
 
 from __future__ import annotations
 

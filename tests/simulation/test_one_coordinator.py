@@ -1,4 +1,6 @@
-"""Partitions of every kind: members follow one coordinator, and two groups of a job never train at once."""
+"""Partitions of every kind: members follow one coordinator, and two groups of a job never train
+at once.
+"""
 
 from __future__ import annotations
 

@@ -73,14 +73,18 @@ def distance(one: Path, other: Path) -> float:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train one process without interruption. Autograd adds the micro-batches' gradients in order."""
+    """Train one process without interruption. Autograd adds the micro-batches' gradients in
+    order.
+    """
     folder = tmp_path_factory.mktemp("alone")
     good(1, [*TIED, f"checkpoint.dir={folder}"])
     return folder
 
 
 def test_the_running_statistics_are_those_of_one_update_with_the_mean(alone: Path, tmp_path: Path) -> None:
-    """The reference is computed by hand: one step of one epoch, five micro-batches, momentum 0.1."""
+    """The reference is computed by hand: one step of one epoch, five micro-batches, momentum
+    0.1.
+    """
     from ddpjob_trainer.data.catalog import open_data
 
     arguments = [*TIED, "data.batch=1438", "train.epochs=1", "model.dropout=0", f"checkpoint.dir={tmp_path}"]
@@ -215,7 +219,9 @@ def dropout_of_the_part(rank: int) -> None:
 
 
 def gradients_of_the_part(rank: int) -> None:
-    """Deliberate defect: the backward pass of batch normalization uses only the rank's own samples."""
+    """Deliberate defect: the backward pass of batch normalization uses only the rank's own
+    samples.
+    """
     backward, swap = shared_parts._NormalizeParts.backward, Group.swap
 
     def alone(context: Any, *gradients: torch.Tensor) -> Any:

@@ -344,7 +344,9 @@ def test_a_status_of_a_later_release_can_be_read() -> None:
 
 
 def test_impossible_content_of_a_status_is_dropped() -> None:
-    """The operator would not see a job whose status it cannot read, and its pods would run forever."""
+    """The operator would not see a job whose status it cannot read, and its pods would run
+    forever.
+    """
     good = {"type": "Running", "status": "True", "reason": "A", "message": "", "lastTransitionTime": TIME}
     forged = {
         "phase": "Later",
@@ -378,7 +380,7 @@ SCHEMA_WORDS = {
 
 
 def test_the_schema_has_only_keywords_that_the_api_server_knows() -> None:
-    """In YAML's flow style a comma ends a description, and the text after it becomes keys of the
+    """A comma in YAML's flow style ends a description, and the text after it becomes keys of the
     schema.
     """
 
@@ -418,7 +420,7 @@ def test_columns_and_subresources_point_at_fields() -> None:
 
 @pytest.mark.slow
 def test_a_wheel_contains_the_definition(tmp_path: Path) -> None:
-    """In the checkout it is a link to the chart's file, but a wheel needs the file."""
+    """The file is a link to the chart's file in the checkout, but a wheel needs the file."""
     source = tmp_path / "source"  # setuptools leaves its build folder next to pyproject.toml
     for part in ("operator", "runtime", "trainer", "charts"):
         shutil.copytree(ROOT / part, source / part, symlinks=True)

@@ -525,7 +525,9 @@ def test_common_labels_are_on_every_object_and_pod(tmp_path: Path) -> None:
 
 @needs_helm
 def test_values_of_pods_reach_both_deployments(tmp_path: Path) -> None:
-    """Additions to the security contexts keep the rest, so that the Pod Security Standard is still met."""
+    """Additions to the security contexts keep the rest, so that the Pod Security Standard is
+    still met.
+    """
     values = {
         "runtimeClassName": "gvisor",
         "podSecurityContext": {"runAsUser": 1000, "seLinuxOptions": {"level": "s0:c1"}},

@@ -93,7 +93,9 @@ def test_the_programs_on_the_page_of_the_python_client_use_existing_names() -> N
 
 
 def documented_commands(text: str) -> set[str]:
-    """Return each `ddpjob COMMAND` in Markdown code and at the beginning of a line of a code block."""
+    """Return each `ddpjob COMMAND` in Markdown code and at the beginning of a line of a code
+    block.
+    """
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     lines = [line.removeprefix("$ ").strip() for block in blocks for line in block.splitlines()]
     spans = re.findall(r"`((?:kubectl ddp|ddpjob) [^`]*)`", text)

@@ -93,7 +93,9 @@ def test_the_shipped_versions_were_tested(name: str) -> None:
 
 
 def test_no_package_of_the_trainer_is_installed_twice() -> None:
-    """Otherwise the second lock file would replace the torch of TORCH_INDEX_URL by the CUDA build."""
+    """Otherwise the second lock file would replace the torch of TORCH_INDEX_URL by the CUDA
+    build.
+    """
     assert not lock.pins("torch.txt").keys() & lock.pins("trainer.txt").keys()
 
 

@@ -47,7 +47,9 @@ LOOPS = {"ddp": by_ddp, "by hand": by_hand}
 
 
 def train(kind: str, rank: int, folder: Path) -> None:
-    """Train like a script until rank 1 is reported. Rank 0 saves a checkpoint in every tenth step."""
+    """Train like a script until rank 1 is reported. Rank 0 saves a checkpoint in every tenth
+    step.
+    """
     os.environ |= {"WORLD_SIZE": str(WORLD), "RANK": str(rank)}
     said, step, stop = folder / "said", 0, torch.zeros(1)
     own_work.LOOK_SECONDS, own_work.SECONDS, own_work.FACTOR = 0.5, 1.0, 2.0

@@ -556,9 +556,9 @@ def test_accelerate_s_checkpoints_are_kept_apart_from_what_others_put_beside_the
 def test_ranks_that_would_each_train_a_model_of_their_own_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a setting, Accelerate (and so Hugging Face's Trainer) forms no group on CPUs, and
-    Lightning none on nodes with one device each. All ranks would then save under the same names,
-    and the job would be Complete.
+    """Accelerate (and so Hugging Face's Trainer) forms no group on CPUs unless it is configured to,
+    and Lightning none on nodes with one device each. All ranks would then save under the same
+    names, and the job would be Complete.
     """
     accelerate = imitated(monkeypatch, "accelerate", "accelerate.tracking:GeneralTracker")
     trainer = imitated(monkeypatch, "huggingface", "transformers:TrainerCallback").DDPJobCallback()

@@ -317,7 +317,9 @@ def test_without_a_bucket_the_folder_itself_keeps_it(monkeypatch: pytest.MonkeyP
 
 
 def test_a_note_that_cannot_be_read_is_no_start_from_scratch(tmp_path: Path) -> None:
-    """Regression: every rank treated the note as missing, and the script overwrote its checkpoint."""
+    """Regression: every rank treated the note as missing, and the script overwrote its
+    checkpoint.
+    """
     path = saved(tmp_path / "pod", "1")
     ddpjob_report.copy_checkpoint(path, 1)
     note = tmp_path / "pod" / copies.RECORD
@@ -360,7 +362,9 @@ def test_a_note_that_finds_no_room_leaves_the_one_before_and_nothing_else(
 def test_a_job_that_gets_a_bucket_on_one_machine_continues_from_what_its_folder_has(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Regression: the job started from scratch, in the folder from which it had promised to resume."""
+    """Regression: the job started from scratch, in the folder from which it had promised to
+    resume.
+    """
     monkeypatch.setenv("DDPJOB_CHECKPOINT_SHARED", "1")
     url = os.environ.pop("DDPJOB_CHECKPOINT_URL")
     path = saved(tmp_path / "pod", "before")

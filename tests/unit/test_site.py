@@ -99,7 +99,9 @@ def diagrams(site: Path) -> dict[Path, int]:
 
 
 async def test_diagrams_are_drawn_without_another_server(diagrams: dict[Path, int]) -> None:
-    """The test needs a real browser, because no tag of a page shows what it loads while it is read."""
+    """The test needs a real browser, because no tag of a page shows what it loads while it is
+    read.
+    """
     assert {page.name for page in diagrams} >= {"architecture.html", "protocol.html"}
     async with browser_page() as tab:
         await tab.size(1400)

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 MODULE = Path(__file__).parent / "actionlint"
 
-# A path of this repository: one of its top-level entries, then anything up to a space or a quote. Not in a URL.
+# A path of this repository: one of its top-level entries, then anything up to a space or a quote.
+# Not in a URL.
 TOP = r"\.github|benchmarks|charts|docs|examples|locks|operator|runtime|scripts|tests|trainer"
 PATH = re.compile(
     rf"(?<![\w/.:-])(?:\./)?((?:{TOP})/[\w./*-]+|pyproject\.toml|Dockerfile|CONTRIBUTING\.md|CHANGELOG\.md)"
@@ -120,7 +121,9 @@ def test_a_path_or_a_target_that_is_gone_is_found() -> None:
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 def test_actions_are_pinned_and_rights_are_narrow(workflow: Path) -> None:
-    """A tag can be moved to different code. Rights are granted per job, only to jobs that publish."""
+    """A tag can be moved to different code. Rights are granted per job, only to jobs that
+    publish.
+    """
     lines = [line.strip().removeprefix("- ") for line in workflow.read_text().splitlines()]
     assert [line for line in lines if line.startswith("uses: ") and not PINNED.match(line)] == []
     assert yaml.safe_load(workflow.read_text())["permissions"] == {"contents": "read"}

@@ -165,7 +165,9 @@ def _go_build(flags: Iterable[str], target: Path, packages: Iterable[str], modul
 
 
 def collect(settings: Settings) -> Path:
-    """Return a folder with a link to every program, for PATH. containerd looks for its shim there."""
+    """Return a folder with a link to every program, for PATH. containerd looks for its shim
+    there.
+    """
     folder = settings.run / "bin"
     folder.mkdir(parents=True, exist_ok=True)
     for name, path in build(settings).items():

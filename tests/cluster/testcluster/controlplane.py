@@ -1,4 +1,6 @@
-"""etcd, the API server, the controllers, the scheduler and DNS, all in the control plane's namespace."""
+"""etcd, the API server, the controllers, the scheduler and DNS, all in the control plane's
+namespace.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One node: containerd, kubelet and kube-proxy in the node's namespace, pods in the node's cgroup."""
+"""One node: containerd, kubelet and kube-proxy in the node's namespace, pods in the node's
+cgroup.
+"""
 
 from __future__ import annotations
 

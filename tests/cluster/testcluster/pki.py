@@ -56,7 +56,9 @@ def _write_key(key: ec.EllipticCurvePrivateKey, path: Path) -> None:
 
 
 def create_authority(settings: Settings) -> Authority:
-    """Create the authority (`pki/ca.*`) and the key that signs service account tokens (`pki/sa.*`)."""
+    """Create the authority (`pki/ca.*`) and the key that signs service account tokens
+    (`pki/sa.*`).
+    """
     folder = settings.run / "pki"
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name("ddpjob-test-ca")

@@ -80,7 +80,9 @@ def reasons(settings: Settings, images: bool = False) -> list[str]:
 
 
 def install(images: bool = False) -> None:
-    """Install the missing Debian packages. Raises ClusterError with apt-get's output if it fails."""
+    """Install the missing Debian packages. Raises ClusterError with apt-get's output if it
+    fails.
+    """
     tools = TOOLS | IMAGE_TOOLS if images else TOOLS
     if not _missing(tools):
         return

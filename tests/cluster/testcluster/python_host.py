@@ -24,7 +24,9 @@ def links() -> dict[str, str]:
 
 
 def host_paths() -> list[str]:
-    """Return the paths that a pod mounts from this machine. A path below another one is left out."""
+    """Return the paths that a pod mounts from this machine. A path below another one is left
+    out.
+    """
     unmerged = [
         f"/{name}" for name in MERGED_FOLDERS if Path(f"/{name}").is_dir() and not Path(f"/{name}").is_symlink()
     ]

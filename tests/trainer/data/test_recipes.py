@@ -71,7 +71,9 @@ def test_random_erasing_is_torchvisions() -> None:
 
 
 def test_cutout_is_the_papers() -> None:
-    """The paper's code cuts a square around a uniformly drawn center and clips it at the borders."""
+    """The paper's code cuts a square around a uniformly drawn center and clips it at the
+    borders.
+    """
     images = torch.ones(50, 3, 32, 20)
     found = Cutout(16, SEED)(images.clone(), list(range(50)), EPOCH)
     draws = uniform(derive(SEED, 0x43555420), EPOCH, np.arange(50), 2)

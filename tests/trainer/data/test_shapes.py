@@ -1,4 +1,6 @@
-"""The generated shapes are the same images on any machine. Each image depends only on its number."""
+"""The generated shapes are the same images on any machine. Each image depends only on its
+number.
+"""
 
 from __future__ import annotations
 

@@ -85,7 +85,9 @@ def test_all_ranks_dump_before_a_hanging_collective_fails(tmp_path: Path, capfd:
 
 
 def test_the_signal_ends_no_rank_that_is_about_to_leave(tmp_path: Path) -> None:
-    """Regression: the signal ended the rank, because faulthandler had restored the default action."""
+    """Regression: the signal ended the rank, because faulthandler had restored the default
+    action.
+    """
 
     def leave() -> None:
         StackDumps(tmp_path, 0, 60).close()

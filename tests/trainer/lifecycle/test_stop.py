@@ -1,4 +1,6 @@
-"""The ranks agree on SIGTERM, save and exit with 75. A rank whose peers do not answer exits alone."""
+"""The ranks agree on SIGTERM, save and exit with 75. A rank whose peers do not answer exits
+alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Parameters that match model.freeze keep their values, on any number of ranks and across a resume."""
+"""Parameters that match model.freeze keep their values, on any number of ranks and across a
+resume.
+"""
 
 from __future__ import annotations
 

@@ -124,7 +124,9 @@ def test_any_number_of_ranks_lies_on_the_curve_of_one(
 
 
 def counting_stand_ins(rank: int) -> None:
-    """Deliberate defect: a rank without samples includes its placeholder samples in the statistics."""
+    """Deliberate defect: a rank without samples includes its placeholder samples in the
+    statistics.
+    """
     backward = Strategy.backward_one
 
     def with_all(self: Strategy, micro: object, batch: object, count: int) -> torch.Tensor:

@@ -43,7 +43,9 @@ HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Use one thread, because the tensors are small and a second thread costs more than it saves."""
+    """Use one thread, because the tensors are small and a second thread costs more than it
+    saves.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -221,7 +221,9 @@ def nodes() -> Iterator[Network]:
 
 
 def listener_loses(rank: int, longer_than: int = -1) -> Prepare:
-    """Return a hook that drops everything sent to the listener of one node, as its firewall would."""
+    """Return a hook that drops everything sent to the listener of one node, as its firewall
+    would.
+    """
 
     class Filtered(peers.Listener):
         def server_activate(self) -> None:

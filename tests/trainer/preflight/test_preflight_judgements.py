@@ -386,7 +386,8 @@ def test_clocks_are_only_blamed_for_what_is_sure() -> None:
     assert (judged(none, none).status, judged(none, none).culprit) == (Status.SKIPPED, ("b",))
 
 
-# ---------------------------------------------------------------- the all-reduce, the table, waiting
+# ---------------------------------------------------------------- the all-reduce, the table,
+# waiting
 
 
 def test_slow_network() -> None:

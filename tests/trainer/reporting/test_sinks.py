@@ -50,7 +50,9 @@ def a_run(folder: Path, step: int = 0) -> Run:
 
 
 def written_by(deadline: float, file: Path, word: bytes) -> None:
-    """Wait until `word` is in the file. W&B's own process may write it after `finish` has returned."""
+    """Wait until `word` is in the file. W&B's own process may write it after `finish` has
+    returned.
+    """
     while word not in file.read_bytes():
         assert time.monotonic() < deadline, file.read_bytes()
         time.sleep(0.1)

@@ -83,7 +83,9 @@ def test_powersgd_sends_little_and_begins_anew_after_a_restart(whole: list[float
 
 
 def test_powersgd_goes_on_after_a_step_that_is_left_out(tmp_path: Path) -> None:
-    """Regression: its error memory and its initial matrices contained values that were not finite."""
+    """Regression: its error memory and its initial matrices contained values that were not
+    finite.
+    """
 
     def prepare(rank: int) -> None:
         from ddpjob_trainer.optim import loss

@@ -48,7 +48,9 @@ HOROVOD, SERVER = "strategy=horovod", "strategy=parameter_server"
 
 
 def run(world: int, arguments: list[str], prepare: Prepare | None = None) -> list[Ended]:
-    """Run ranks with a long timeout, because importing the libraries takes long on a busy machine."""
+    """Run ranks with a long timeout, because importing the libraries takes long on a busy
+    machine.
+    """
     return finish(start(world, arguments, prepare), timeout=180)
 
 

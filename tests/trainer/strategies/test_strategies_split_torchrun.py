@@ -1,4 +1,6 @@
-"""Strategies that split the model need only torchrun's environment, which a DDPJob also provides."""
+"""Strategies that split the model need only torchrun's environment, which a DDPJob also
+provides.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,9 @@ AWAY, GONE = NoAnswer("the API server does not answer"), NoSuchJob("no job j")
 
 
 class OneJob:
-    """A backend with the job j, whose reads return `phases` in turn, and then the last one forever."""
+    """A backend with the job j, whose reads return `phases` in turn, and then the last one
+    forever.
+    """
 
     where = "here"
     notes: tuple[str, ...] = ()

@@ -201,7 +201,7 @@ def test_the_old_launchers_argument_is_reported() -> None:
 
 
 def test_arguments_of_the_images_entry_point_are_not_a_command() -> None:
-    """In Kubeflow's own examples the script is the ENTRYPOINT of the image."""
+    """The script in Kubeflow's own examples is the ENTRYPOINT of the image."""
     job = yaml.safe_load(PYTORCH_JOB)
     container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     container |= {"command": None, "args": ["--backend", "nccl"]}
@@ -663,7 +663,9 @@ def test_replicas_that_are_null_count_as_one() -> None:
     ],
 )
 def test_pods_may_share_a_node_as_before(workers: int, pod: dict[str, Any], shared: bool) -> None:
-    """Regression: four pods with one GPU each waited for three Kubernetes nodes that do not exist."""
+    """Regression: four pods with one GPU each waited for three Kubernetes nodes that do not
+    exist.
+    """
     job = _of_four_gpus(["torchrun", "a.py"])
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     worker["replicas"] = workers

@@ -1,4 +1,6 @@
-"""`ddpjob show`: the files of a job's pods in its checkpoint folder, and other files in the folder."""
+"""`ddpjob show`: the files of a job's pods in its checkpoint folder, and other files in the
+folder.
+"""
 
 from __future__ import annotations
 

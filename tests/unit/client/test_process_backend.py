@@ -188,7 +188,9 @@ def test_the_last_lines_of_a_log_count_a_progress_bar_as_one(tmp_path: Path, mon
 def test_a_job_of_a_different_machine_or_container_is_not_stopped_by_its_pid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a folder that both see, its process id may belong to any process here."""
+    """The record may be in a folder that both machines see, so its process id may belong to any
+    process here.
+    """
     folder = recorded(tmp_path, monkeypatch)
     bystander = subprocess.Popen(["sleep", "60"])
     try:

@@ -218,7 +218,9 @@ def test_pods_that_a_host_rejects_neither_count_nor_end_the_job() -> None:
 
 
 def test_a_pod_placed_repeatedly_on_a_host_that_is_down_backs_off() -> None:
-    """It tolerates every taint and finds no room elsewhere, so it is lost as soon as it is placed."""
+    """It tolerates every taint and finds no room elsewhere, so it is lost as soon as it is
+    placed.
+    """
     job = running(a_job(), a_pod(0), a_pod(1))
     down = HostView(name="n0", ready=False, since=NOW - timedelta(hours=1), out_of_service=False)
     hosts = {"n0": down, "n1": HostView(name="n1", ready=True, since=NOW, out_of_service=False)}

@@ -135,7 +135,7 @@ def test_every_incident_is_a_separate_break() -> None:
 
 
 def test_a_pod_created_after_the_break_had_no_part_in_it() -> None:
-    """In a crash loop, each replacement counts."""
+    """Each replacement in a crash loop counts."""
     recorded = restart(Cause.EXIT_CODE, 0, round=3)
     found = attribute(status(recorded, broken=True), [end(Cause.EXIT_CODE, 2, "job-0-1", made_in=3)], [], [])
     assert summary(found) == [("ExitCode", "job-0-1", True, 4)]

@@ -80,7 +80,9 @@ BARS = """(() => {
     return (a + 0.05) / (b + 0.05) < 3;
   }).map((bar) => bar.getAttribute("class"));
 })()"""
-"""Parts of the timeline whose contrast with the panel is below 3:1, the WCAG minimum for graphics."""
+"""Parts of the timeline whose contrast with the panel is below 3:1, the WCAG minimum for
+graphics.
+"""
 TALL = """[...document.querySelectorAll(".panel .scroll tr")].filter((row) => {
   const why = row.querySelector(".why");
   return why && (why.getBoundingClientRect().right > innerWidth || (!why.textContent.trim() && row.offsetHeight > 150));
@@ -89,7 +91,9 @@ TALL = """[...document.querySelectorAll(".panel .scroll tr")].filter((row) => {
 SIDEWAYS = """[...document.querySelectorAll(".scroll")].filter(
   (region) => region.checkVisibility() && region.scrollWidth > region.clientWidth + 1
 ).map((region) => `${region.getAttribute("aria-label")}: ${region.scrollWidth - region.clientWidth}`)"""
-"""Tables with a part, such as the message, beyond the edge. Some jobs have names of 40 characters."""
+"""Tables with a part, such as the message, beyond the edge. Some jobs have names of 40
+characters.
+"""
 UNNAMED = """[...document.querySelectorAll("a, button, input, select, progress, [role=img], [role=region]")].filter(
   (node) => node.checkVisibility() && node.type !== "hidden"
   && !(node.textContent.trim() || node.getAttribute("aria-label") || node.labels?.length))

@@ -88,7 +88,9 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
 
 
 class Prometheus(PrometheusServer):
-    """A server that scrapes the operator twice a second and knows its alerts, which fire without waiting."""
+    """A server that scrapes the operator twice a second and knows its alerts, which fire without
+    waiting.
+    """
 
     def __init__(self, folder: Path, target: int, stop_operator: Callable[[], None]) -> None:
         self.stop_operator = stop_operator
