@@ -197,8 +197,8 @@ class Dealing:
 
     With micro_batches > 0, the number of micro-batches is fixed, whatever the number of ranks.
     Everything within a micro-batch (normalization statistics, dropout, mixed images) is then the
-    same on any number of ranks. If micro-batches cannot be distributed evenly, `dividing` decides what
-    happens.
+    same on any number of ranks. If micro-batches cannot be distributed evenly, `dividing` decides
+    what happens.
 
     With micro_batches 0, each rank takes one contiguous share of the samples, in `accumulate`
     portions that all ranks process together. This suits models that treat each sample separately,
