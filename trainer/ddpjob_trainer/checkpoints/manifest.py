@@ -225,9 +225,10 @@ def _covers(stored: StoredTensor) -> bool:
 
 
 def encode(tree: Any, name: Callable[[Path, torch.Tensor], str], path: Path = ()) -> Any:
-    """Return the structure around tensors in its JSON form; `name` gives each tensor's name.
+    """Return the structure around the tensors of `tree`, in JSON form.
 
-    Raises CheckpointError for a value that this form cannot represent.
+    `name` returns a tensor's name. Raises CheckpointError for a value that this form cannot
+    represent.
     """
     if isinstance(tree, torch.Tensor):
         return {"tensor": name(path, tree)}

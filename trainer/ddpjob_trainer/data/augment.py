@@ -56,7 +56,7 @@ class CropAndFlip:
 
 
 class RandAugment:
-    """torchvision's RandAugment or TrivialAugment; (seed, epoch, sample) determines the choices."""
+    """torchvision's RandAugment or TrivialAugment. Choices depend on (seed, epoch, sample)."""
 
     def __init__(self, operations: int, magnitude: int) -> None:
         """Use TrivialAugment if `operations` is 0."""
@@ -98,8 +98,9 @@ class RandAugment:
 
 
 class RandomErasing:
-    """torchvision's RandomErasing for normalized images; (seed, epoch, sample) determines
-    choices.
+    """torchvision's RandomErasing for normalized images.
+
+    The choices depend on (seed, epoch, sample).
     """
 
     _SCALE, _RATIO = (0.02, 0.33), (0.3, 3.3)

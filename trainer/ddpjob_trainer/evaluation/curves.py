@@ -37,7 +37,7 @@ class Curve:
         return float(-(self.recall.diff() * self.precision[:-1]).sum())
 
     def thin(self, limit: int) -> Curve:
-        """Return approximately at most `limit` points, evenly spaced over recall, with both ends.
+        """Return about `limit` points or fewer, evenly spaced over recall, including both ends.
 
         If points have equal recall, the most precise one is kept.
         """

@@ -28,7 +28,7 @@ Matrix = npt.NDArray[np.int64]
 
 
 def draw(path: Path) -> list[Path]:
-    """Draw every plot for which `path` has numbers, next to it, and return the files."""
+    """Draw the plots for which `path` has numbers into files next to it, and return these files."""
     use_style()
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     written = []

@@ -213,9 +213,9 @@ def count(root: Path, seconds: float) -> dict[str, str]:
 
 
 def shared_memory(context: Context) -> RankFinding:
-    """Compare the size of /dev/shm with what loader processes keep there.
+    """Compare the size of /dev/shm with the memory that loader processes need there.
 
-    For each rank, they keep some batches ahead, as uint8.
+    They keep a few batches ahead for each rank, as uint8.
     """
     group, data, needed = context.group, context.config.data, 0
     if data.size_key and data.workers:

@@ -66,7 +66,7 @@ class Listener(socketserver.ThreadingTCPServer):
     def handle_error(self, *_: object) -> None:
         """Ignore peers that end a connection or are not ranks.
 
-        The connecting side reports what went wrong.
+        The connecting side reports the problem.
         """
 
     def close(self) -> None:

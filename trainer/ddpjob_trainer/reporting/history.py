@@ -43,7 +43,10 @@ class History:
 
     @property
     def gaps(self) -> list[tuple[float, float, bool]]:
-        """(time of the last step, time of the next step, whether it is a restart) around starts."""
+        """The times of the last step before and the first step after each later start.
+
+        Each entry is (time before, time after, whether the start is a restart).
+        """
         found = []
         parts = list(zip(self.incarnations, self.steps, strict=True))
         for (first, before), (second, after) in pairwise(parts):
