@@ -1,7 +1,7 @@
 """Measures the dashboard's views with many jobs: `python -m benchmarks.dashboard_views [JOBS]`.
 
-Jobs are records of the process backend, in the form that `ddpjob run` writes. This process holds
-the running jobs.
+Jobs are records of the process backend, as `ddpjob run` writes them. This process holds the locks
+of the running jobs.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def record(number: int, now: datetime) -> dict[str, Any]:
 def runs(root: Path, jobs: int) -> Iterator[list[str]]:
     """Write records of `jobs` jobs into a folder, and yield their names.
 
-    Jobs that have not ended are held for the duration of the context.
+    The locks of unfinished jobs are held until the context ends.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 8192), hard), hard))
@@ -247,7 +247,7 @@ def runs(root: Path, jobs: int) -> Iterator[list[str]]:
 
 @contextlib.asynccontextmanager
 async def served(fleet: Fleet, token: str) -> Any:
-    """Serve a fleet's dashboard on a free port. Yields its address without a path."""
+    """Serve a fleet's dashboard on a free port, and yield its base URL."""
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
         serve(

@@ -3,10 +3,11 @@
     python -m benchmarks.launcher_memory [--table docs/recovery.md]
 
 The node has two workers under `ddpjob run`, whose script imports torch, takes an optimizer step and
-waits. Linux shares the pages of forked processes until one of them writes to a page. Written pages
-are counted here: a process's own pages are those that only it holds, and its share includes a part
-of each shared page. Pages of library files are only in the resident size, because all pods on a
-machine that use the same image share them, and the kernel can drop them.
+waits. Linux shares the pages of forked processes until one of them writes to a page, so the
+benchmark counts written pages. A process's own pages are those that no other process holds; its
+share also includes a part of each shared page. Pages of library files count only in the resident
+size, because all pods on a machine that use the same image share them, and the kernel can drop
+them.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ time.sleep(1000)
 
 
 def measure(mode: str, folder: Path) -> list[tuple[str, float, float, float]]:
-    """Measure each process of the node, in MiB.
+    """Return (process, resident, written by it alone, its share of all written pages) for each
+    process.
 
-    Returns (process, resident, written by it alone, its share of all written pages).
+    All sizes are in MiB.
     """
     name, ready = f"memory-{mode.lower()}", folder / mode
     ready.mkdir()

@@ -1,15 +1,16 @@
 """Measures a coordinator with a very large number of members.
 
-It measures the times until a round begins, until the next round after a loss begins, and until all
-members have connected at once, at the job's start and after the loss of an earlier coordinator.
+It measures how long it takes until a round begins, and until the next round begins after a loss. It
+also measures how long all members take to connect at once, at the job's start and after the loss of
+an earlier coordinator.
 
     python -m benchmarks.members [--members 1024] [--runs 3] [--share 1 0.1] [--table benchmarks/README.md]
 
 This program simulates the members over real sockets on 127.0.0.1, without torch. It shares the
 machine's CPUs with the coordinator. One additional member is a spare, so that a lost member is
 replaced at once. `--members` and 100 spares connect at once, each from its own address, with a
-launcher's timeouts and pauses. If the coordinator gets only a share of a processor, it is stopped
-for the rest of each twentieth of a second.
+launcher's timeouts and pauses. To give the coordinator only a share of a processor, the benchmark
+suspends it for the rest of each 50 ms.
 """
 
 from __future__ import annotations
@@ -42,13 +43,11 @@ from benchmarks.processes import exit_on_sigterm, free_port, memory, processor_s
 
 TOKEN = "a benchmark"
 PERIOD = 0.05
-"""A period in seconds. The coordinator runs for a share of each period."""
+"""Length of a period in seconds. In each period, the coordinator runs for its share of the time."""
 REST = 10
-"""Seconds for which the coordinator is observed while members train."""
+"""How long the coordinator is observed while members train, in seconds."""
 ARRIVAL_SECONDS = 60
-"""Maximum number of seconds for all members to reach a coordinator. A launch that takes longer has
-failed.
-"""
+"""Maximum number of seconds for all members to reach a coordinator. A slower launch has failed."""
 
 
 class Member:
@@ -81,12 +80,15 @@ class Member:
 
 @dataclass
 class Figures:
-    """The figures of one run, in seconds.
+    """The figures of one run. Times are in seconds.
 
-    For the coordinator, they are its share of a processor while all members train, its report's
-    size in kB, its processor time for everything else, and its memory in MiB at the end. `attempts`
-    is the number of connections needed for all members to arrive at once and to return to a second
-    coordinator, divided by the number of members.
+    Attributes:
+        attempts: connections per member until all had arrived at once, and had returned to a second
+            coordinator.
+        at_rest: the coordinator's share of a processor while all members train.
+        report: the size of its report in kB.
+        processor: its processor time for everything except the time at rest.
+        memory: its memory at the end in MiB.
     """
 
     connected: float
@@ -155,7 +157,7 @@ def measure(count: int, share: float) -> Figures:
 
 @contextmanager
 def coordinating(port: int, count: int, share: float, attempt: int) -> Iterator[int]:
-    """Run a coordinator with this share of a processor. Yields its process id."""
+    """Run a coordinator with this share of a processor, and yield its process id."""
     command = [sys.executable, str(CHECKOUT / "runtime" / "ddpjob_runtime"), "coordinator", "--port", str(port)]
     command += ["--host", "127.0.0.1", "--nodes", str(count), "--mode", "Fast", "--attempt", str(attempt)]
     with subprocess.Popen(command, env={**os.environ, "DDPJOB_TOKEN": TOKEN}, stderr=subprocess.DEVNULL) as process:
@@ -168,9 +170,11 @@ def coordinating(port: int, count: int, share: float, attempt: int) -> Iterator[
 
 
 async def _arrive(port: int, count: int, resumes: bool) -> tuple[float, int]:
-    """Connect all members and spares at once. Return (seconds until all are welcomed, connections).
+    """Connect all members and spares at once, and return (seconds until all are welcomed,
+    connections).
 
-    With `resumes`, they come from round 1 of an earlier coordinator, which must then continue.
+    With `resumes`, they rejoin from round 1 of an earlier coordinator, and the call also waits
+    until that round continues.
     """
     began, kept, attempts = time.monotonic(), [], 0
 
@@ -197,7 +201,7 @@ async def _arrive(port: int, count: int, resumes: bool) -> tuple[float, int]:
 
 
 async def _try_to_arrive(port: int, index: int, hello: dict[str, Any]) -> asyncio.StreamWriter:
-    """Return the connection.
+    """Connect to the coordinator as one member, and return the connection once it is welcomed.
 
     Raises OSError, ValueError or TimeoutError if the coordinator refuses it.
     """

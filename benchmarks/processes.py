@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
-"""Number of ticks per second in /proc's times."""
+"""Number of clock ticks per second in /proc's times."""
 
 
 def descendants(pid: int) -> list[int]:
@@ -34,7 +34,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_all(*processes: subprocess.Popen[bytes]) -> float:
-    """Send SIGKILL to the processes and their descendants. Returns the time just before, in seconds since 1970."""
+    """Send SIGKILL to the processes and their descendants, and return the Unix time just before."""
     victims = [pid for process in processes for pid in (process.pid, *descendants(process.pid))]
     moment = time.time()
     for pid in victims:

@@ -28,9 +28,9 @@ Curves = dict[str, dict[int, dict[int, float]]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """`--config shapes` with different keys on `ranks` ranks.
+    """The recipe `shapes` with different `keys`, trained on `ranks` ranks.
 
-    `break_it` first introduces a defect into their processes.
+    If `break_it` is set, it first introduces a defect into their processes.
     """
 
     name: str
@@ -155,7 +155,7 @@ def draw(curves: Curves, path: Path) -> None:
 
 
 def read(paths: list[Path]) -> Curves:
-    """Read what `--csv` wrote, in the order of RECIPES."""
+    """Read the curves from files written with `--csv`, in the order of RECIPES."""
     found: Curves = {}
     for path in paths:
         with path.open(newline="") as file:
@@ -183,7 +183,7 @@ def measure(recipes: list[Recipe], seeds: list[int], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure or read earlier measurements, and produce the table and the picture."""
+    """Measure the curves or read earlier ones, then print the table and draw the chart."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.png", help="draw the curves")
     parser.add_argument(

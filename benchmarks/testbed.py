@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks import CHECKOUT
 from benchmarks.processes import free_port
 
-sys.path += [str(CHECKOUT / "tests"), str(CHECKOUT / "tests" / "cluster")]  # For the test cluster.
+sys.path += [str(CHECKOUT / "tests"), str(CHECKOUT / "tests" / "cluster")]  # The test cluster's modules.
 
 from jobs import Jobs, job, steps_job
 from operator_process import KEY, OperatorProcess, install_crd

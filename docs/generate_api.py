@@ -1,4 +1,6 @@
-"""Writes references of Python packages, in docs/own-scripts.md and docs/python.md: `python docs/generate_api.py`."""
+"""Writes the Python references in docs/own-scripts.md and docs/python.md: `python
+docs/generate_api.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 PAGES = {"own-scripts.md": "ddpjob_trainer.api", "python.md": "ddpjob"}
-"""Page in docs/, and the package whose `__all__` it describes."""
+"""Pages in docs/, each with the package whose `__all__` it describes."""
 BEGIN, END = "<!-- api: begin -->", "<!-- api: end -->"
 
 
 def _render(package: str) -> str:
-    """A section for each name, with the signatures and docstrings of what it offers."""
+    """Return a section for each exported name, with its signature, its docstring and its
+    members.
+    """
     api = importlib.import_module(package)
     return "\n\n".join(part for name in api.__all__ for part in _section(name, getattr(api, name)))
 
@@ -55,7 +59,7 @@ def _members(kind: type) -> Iterator[str]:
 
 
 def _fields(kind: type) -> Iterator[str]:
-    """The fields of a dataclass that have a text below them."""
+    """Yield a list item for each documented field of a dataclass."""
     if not dataclasses.is_dataclass(kind):
         return
     [body] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
@@ -66,7 +70,9 @@ def _fields(kind: type) -> Iterator[str]:
 
 
 def _long_members(kind: type) -> Iterator[str]:
-    """A section for each method that has too many parameters for a line, with an item for each parameter."""
+    """Yield a section for each method with too many parameters for one line, with an item for each
+    parameter.
+    """
     for name, member in vars(kind).items():
         if inspect.isfunction(member) and not name.startswith("_") and _is_long(member):
             signature = _signature(member, bound=True).replace("(", "(\n    ", 1).replace(") ->", ",\n) ->")
@@ -81,7 +87,7 @@ def _is_long(member: Any) -> bool:
 
 
 class _Bare(str):
-    """An annotation as it was written."""
+    """An annotation whose repr is the annotation as written in the source, without quotes."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -110,12 +116,12 @@ def _line(value: Any) -> str:
 
 
 def file(page: str) -> Path:
-    """Where a page of PAGES is."""
+    """Return the path of a page of PAGES."""
     return Path(__file__).resolve().parent / page
 
 
 def made(page: str) -> str:
-    """The text of a page of PAGES with its reference replaced."""
+    """Return the text of a page of PAGES with an up-to-date reference."""
     before, _, rest = file(page).read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{_render(PAGES[page])}\n\n{END}{after}"

@@ -1,4 +1,4 @@
-"""Writes the table of values in the chart's README.md from values.yaml: `python docs/generate_chart_readme.py`."""
+"""Writes the table of values in the chart's README.md: `python docs/generate_chart_readme.py`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ _TABLE = re.compile(r"(?<=<!-- values: begin -->\n).*(?=<!-- values: end -->)", 
 
 
 def main() -> None:
-    """Overwrite the table."""
+    """Update the table in the chart's README.md."""
     PAGE.write_text(render(PAGE.read_text(), VALUES.read_text()))
 
 
 def render(page: str, values: str) -> str:
-    """The page with the table of these values: a row per value, described by the comment above it."""
+    """Return the page with a row for each value, described by the comment above it in
+    values.yaml.
+    """
     comments = dict(_comments(values))
     rows = ["| value | default | |", "| --- | --- | --- |"]
     for path, default in _leaves(yaml.safe_load(values)):
@@ -32,7 +34,7 @@ def render(page: str, values: str) -> str:
 
 
 def _leaves(values: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Path and default of each value; an empty mapping counts as one."""
+    """Yield the path and default of each value. An empty mapping counts as one value."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, (*path, name))
@@ -41,7 +43,7 @@ def _leaves(values: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tupl
 
 
 def _comments(values: str) -> Iterator[tuple[str, str]]:
-    """Path of a key and the comment directly above it."""
+    """Yield the path of each commented key, and the comment directly above it."""
     path: list[str] = []
     block: list[str] = []
     for line in values.splitlines():

@@ -1,4 +1,4 @@
-"""Write docs/cli.md from the command line's own help: python docs/generate_cli.py"""
+"""Writes docs/cli.md from the help of the commands: `python docs/generate_cli.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _PLACE = ("namespace", "context", "kubeconfig", "local")
 
 
 def _prose(text: str) -> str:
-    """Paragraphs of a help text; the lines after a mark that click leaves alone become a block."""
+    """Return the paragraphs of a help text. Paragraphs that click does not rewrap become code
+    blocks.
+    """
     parts = []
     for part in re.split(r"\n\n+", inspect.cleandoc(text)):
         if part.startswith("\b"):
@@ -49,7 +51,7 @@ def _options(command: click.Command) -> Iterator[str]:
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     context = click.Context(root, info_name="ddpjob")
     sections = [
         HEAD + _prose(root.help or "") + "\n\n" + PLACES + "\n" + AFTER,

@@ -15,14 +15,16 @@ _JOB = 'namespace="$namespace", job_name="$job_name"'
 _WIDTH = 24
 _REQUESTS = "ddpjob_operator_api_requests_total"
 _NOT_SERVED = '"429|5..|none"'
-"""Codes of requests that the API server has not served, as in the alert DDPJobApiErrors."""
+"""Codes of requests that failed, as in the alert DDPJobApiErrors."""
 _NOT_SHOWN = ("Time", "__name__", "container", "endpoint", "instance", "job", "pod", "service", "prometheus")
-"""Columns of a table: labels of the scrape, which say nothing of the job."""
+"""Table columns to hide: labels added by the scrape, which say nothing about the job."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel: its queries, each with the legend of its series, in a table the name of its column."""
+    """One panel. `queries` maps the legend of each series (in a table, the name of the column) to
+    its query.
+    """
 
     title: str
     queries: dict[str, str]
@@ -32,13 +34,17 @@ class Panel:
     text: str = ""
     stacked: bool = False
     look: str = "line"
-    """`bars` for events: one for each minute; `steps` for what is one thing or another, with nothing between."""
+    """`bars` shows events, with one bar per minute. `steps` shows values that change at once,
+    without interpolation.
+    """
     whole: bool = False
     """Whether the values are whole numbers."""
     red_from: float | None = None
-    """Values from here on are red, of a stat or gauge. Without colours of its own Grafana makes 80 of anything red."""
+    """Values of a stat or gauge from here on are red. Without thresholds, Grafana colours 80 and
+    above red.
+    """
     shows: str = "value_and_name"
-    """What a stat shows."""
+    """What a stat shows: Grafana's `textMode`."""
 
 
 @dataclass(frozen=True)
@@ -47,26 +53,34 @@ class Dashboard:
     title: str
     panels: tuple[Panel, ...]
     variables: dict[str, str] = field(default_factory=dict)
-    """By name: the query of its values."""
+    """The query for each variable's values, by name."""
     several: bool = True
-    """Whether a variable may have several values, and has all at first."""
+    """Whether several values of a variable can be selected. If so, all are selected at first."""
     annotations: dict[str, str] = field(default_factory=dict)
-    """By name: the query that is above 0 at the moments to mark."""
+    """A query for each annotation, by name. Times at which it is above 0 are marked."""
 
 
 def quantiles(histogram: str) -> dict[str, str]:
-    """The median and the 90th percentile of a histogram over the range shown."""
+    """Return queries for the median and the 90th percentile of a histogram over the displayed
+    range.
+    """
     rate = f"sum by (le) (increase({histogram}_bucket[$__range]))"
     return {name: f"histogram_quantile({share}, {rate})" for name, share in (("median", 0.5), ("90 %", 0.9))}
 
 
 def events(counter: str, by: str = "") -> str:
-    """How often something happened, by labels. What did not happen has no series: the legend names what did."""
+    """Return a query for the number of events, by labels.
+
+    Events that did not happen have no series, so the legend lists only those that did.
+    """
     return f"sum{f' by ({by}) ' if by else ''}(increase({counter}[$__rate_interval])) > 0"
 
 
 def of_job(metric: str) -> str:
-    """A figure of the job shown; operator, coordinator and trainer may all export it."""
+    """Return a query for a metric of the displayed job.
+
+    It takes the maximum, because the operator, the coordinator and the trainer may all export it.
+    """
     return f"max({metric}{{{_JOB}}})"
 
 
@@ -145,7 +159,7 @@ _OPERATOR = Dashboard(
     ),
 )
 
-_GOODPUT = (  # Rates of counters that have just begun are extrapolated, to a little more than there is.
+_GOODPUT = (  # Extrapolated rates of new counters may give slightly more than 1.
     "clamp_max(sum{by}(rate(ddpjob_job_useful_seconds_total{{{of}}}[{over}])) / "
     "(sum{by}(rate(ddpjob_job_pod_seconds_total{{{of}}}[{over}])) > 0), 1)"
 )
@@ -264,7 +278,7 @@ _JOB_BOARD = Dashboard(
             "Nodes",
             {
                 "wanted": of_job("ddpjob_job_nodes_wanted"),
-                "train": of_job("ddpjob_job_nodes_training"),  # The later line hides the one below it.
+                "train": of_job("ddpjob_job_nodes_training"),  # Drawn over the line before it.
             },
             look="steps",
             whole=True,
@@ -316,12 +330,12 @@ BOARDS = (_OPERATOR, _FLEET_BOARD, _JOB_BOARD)
 
 
 def queries(board: Dashboard) -> list[str]:
-    """Every PromQL expression of a dashboard, those of its annotations as well."""
+    """Return every PromQL expression of a dashboard, including those of its annotations."""
     return [q for panel in board.panels for q in panel.queries.values()] + list(board.annotations.values())
 
 
 def render(board: Dashboard) -> str:
-    """The dashboard as Grafana imports it."""
+    """Return the dashboard in the form that Grafana imports."""
     panels, x, y, height = [], 0, 0, 0
     for number, panel in enumerate(board.panels, start=1):
         if x + panel.width > _WIDTH:
@@ -388,7 +402,7 @@ def _panel(number: int, panel: Panel, place: Json) -> Json:
     if panel.whole:
         made["fieldConfig"]["defaults"]["decimals"] = 0
     if panel.look == "bars":
-        made["interval"] = "1m"  # Of a shorter time, $__rate_interval is longer than a bar, and an event is in several.
+        made["interval"] = "1m"  # With less, $__rate_interval is longer than a bar, so bars would share events.
     if panel.kind in ("stat", "bargauge"):
         red = [] if panel.red_from is None else [{"color": "red", "value": panel.red_from}]
         steps = [{"color": "green" if red else "blue", "value": None}, *red]
@@ -421,7 +435,7 @@ def _variable(board: Dashboard, name: str) -> Json:
 
 
 def main() -> None:
-    """Overwrite the files."""
+    """Write the dashboards' files."""
     for board in BOARDS:
         (FOLDER / f"{board.name}.json").write_text(render(board))
 

@@ -1,4 +1,6 @@
-"""Writes the module lists of docs/architecture.md from the modules' docstrings: `python docs/generate_map.py`."""
+"""Writes the module lists of docs/architecture.md from docstrings: `python
+docs/generate_map.py`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ BEGIN, END = "<!-- modules: begin -->", "<!-- modules: end -->"
 
 @cache
 def render() -> str:
-    """The lists: a heading for each package, a line for each of its modules."""
+    """Return the lists: a heading for each package, and an item for each of its modules."""
     lines: list[str] = []
     for top in PACKAGES:
         for folder in sorted({path.parent for path in (ROOT / top).rglob("*.py")}):
@@ -34,13 +36,13 @@ def render() -> str:
 
 
 def _summary(path: Path) -> str:
-    """The first paragraph of a module's docstring, as one line."""
+    """Return the first paragraph of a module's docstring as one line."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     return " ".join(text.split("\n\n")[0].split())
 
 
 def page(text: str) -> str:
-    """The page with its lists replaced."""
+    """Return the page with up-to-date lists."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{render()}\n{END}{after}"

@@ -1,4 +1,6 @@
-"""Writes docs/metrics.md from the code that exports metrics, and the alerts: `python docs/generate_metrics.py`."""
+"""Writes docs/metrics.md from the exported metrics and the alerts: `python
+docs/generate_metrics.py`.
+"""
 
 from __future__ import annotations
 
@@ -59,20 +61,20 @@ most of them by faults on real pods ([monitoring](monitoring.md#alerts)).
 @dataclass(frozen=True)
 class Family:
     name: str
-    """As in a query, but for the suffixes of a histogram."""
+    """The name as in a query, without the suffixes of a histogram."""
     kind: str
     labels: tuple[str, ...]
     text: str
 
     @property
     def series(self) -> tuple[str, ...]:
-        """The names that a query can use."""
+        """Return the names under which a query finds the metric."""
         ends = ("_bucket", "_sum", "_count") if self.kind == "histogram" else ("",)
         return tuple(f"{self.name}{end}" for end in ends)
 
 
 def operators() -> list[Family]:
-    """Those of the operator, which are registered when its modules are imported."""
+    """Return the operator's metrics, which are registered when its modules are imported."""
     own = [m for module in (operator_metrics, job_metrics) for m in vars(module).values()]
     families = [_family(m) for m in own if isinstance(m, MetricWrapperBase)]
     for made in job_metrics.SERIES.describe():
@@ -89,7 +91,7 @@ def _described(name: str, kind: str, labels: tuple[str, ...], text: str) -> Fami
 
 
 def coordinators() -> list[Family]:
-    """Those of a coordinator."""
+    """Return a coordinator's metrics."""
     own = job_metrics.JOB_LABELS
     return [
         Family(name, kind, (*own, coordinator.LABELS[name]) if name in coordinator.LABELS else own, text)
@@ -98,7 +100,7 @@ def coordinators() -> list[Family]:
 
 
 def trainers() -> list[Family]:
-    """Those of the built-in trainer."""
+    """Return the built-in trainer's metrics."""
     single = [
         Family(f"{name}_total" if counts else name, "counter" if counts else "gauge", trainer.LABELS, text.rstrip("."))
         for name, counts, text in trainer._METRICS.values()
@@ -110,13 +112,13 @@ def trainers() -> list[Family]:
 
 
 def alerts() -> Iterator[dict[str, Any]]:
-    """The rules of all groups."""
+    """Yield the alert rules of all groups."""
     for group in yaml.safe_load(ALERTS.read_text())["groups"]:
         yield from group["rules"]
 
 
 def case_of(alert: str) -> str:
-    """The name of the first case in which the alert fires."""
+    """Return the name of the first test case in which the alert fires."""
     cases = yaml.safe_load(CASES.read_text())["tests"]
     return next(
         str(case["name"])
@@ -126,7 +128,7 @@ def case_of(alert: str) -> str:
 
 
 def render() -> str:
-    """The page."""
+    """Return the whole page."""
     parts = [_HEAD]
     for head, families in (
         (_OPERATOR.format(most=f"{job_metrics.MOST_JOBS:,}"), operators()),
@@ -150,12 +152,12 @@ def render() -> str:
 
 
 def cell(text: str) -> str:
-    """A text as a cell of a table."""
+    """Escape a text for a table cell."""
     return text.replace("|", "\\|")
 
 
 def unit(name: str) -> str:
-    """The base unit, by the name's end."""
+    """Return a metric's base unit, derived from the end of its name."""
     name = name.removesuffix("_total")
     if name.endswith("_timestamp_seconds"):
         return "Unix seconds"

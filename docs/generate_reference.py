@@ -28,17 +28,18 @@ the field, set it back to false.
 
 
 def main() -> None:
-    """Overwrite docs/reference.md."""
+    """Write docs/reference.md."""
     PAGE.write_text(render(yaml.safe_load(CRD.read_text())))
 
 
 def render(crd: Schema) -> str:
-    """The page of a CustomResourceDefinition with one version."""
+    """Return the page for a CustomResourceDefinition with one version."""
     [version] = crd["spec"]["versions"]
     names = crd["spec"]["names"]
     root = version["schema"]["openAPIV3Schema"]
     spec, status = root["properties"]["spec"], root["properties"]["status"]
-    # Rules of the spec that look at the status, too, stand at the definition's top beside those of the name.
+    # Rules of the spec that also read the status are at the CRD's top level, next to the rules of
+    # the name.
     top = root["x-kubernetes-validations"]
     of_name = [rule for rule in top if "self.metadata.name" in rule["rule"]]
     of_spec = [rule for rule in top if rule not in of_name]
@@ -71,13 +72,17 @@ def _columns(columns: list[Schema], short: str) -> str:
 
 
 def _fixed_while_running(spec: Schema) -> frozenset[str]:
-    """Fields that a transition rule protects from changes unless the job is suspended."""
+    """Return the fields that a transition rule protects from changes unless the job is
+    suspended.
+    """
     rules = (rule for rule in spec["x-kubernetes-validations"] if "oldSelf." in rule["rule"])
     return frozenset(rule["fieldPath"].removeprefix(".") for rule in rules)
 
 
 def _sections(path: str, schema: Schema, level: int, fixed: frozenset[str] | None) -> Iterator[str]:
-    """A table of an object's fields, then a section for each field that has fields of its own."""
+    """Yield a table of an object's fields, then a section for each field that has its own
+    fields.
+    """
     table = _table(schema, fixed)
     yield table + "".join(f"\n- {_line(rule['message'])}" for rule in _own_rules(schema)) + "\n"
     for name, field in schema["properties"].items():
@@ -101,7 +106,9 @@ def _table(schema: Schema, fixed: frozenset[str] | None) -> str:
 
 
 def _meaning(field: Schema) -> str:
-    """Description, range and rules of a field; objects with a section of their own list their rules there."""
+    """Return the description, range and rules of a field. Objects with their own section list their
+    rules there.
+    """
     words = [_text(field)]
     if "minimum" in field or "maximum" in field:
         words.append(f"From {field.get('minimum', '…')} to {field.get('maximum', '…')}.")
@@ -117,7 +124,7 @@ def _own_rules(schema: Schema) -> list[Schema]:
 
 
 def _inner(field: Schema) -> tuple[Schema | None, str]:
-    """The schema whose fields get a section of their own, and the suffix of its path."""
+    """Return the schema whose fields get their own section, and the suffix of its path."""
     if field.get("properties"):
         return field, ""
     items = field.get("items") or {}
@@ -144,7 +151,9 @@ def _default(field: Schema) -> str:
 
 
 def _text(schema: Schema) -> str:
-    """The description without its last "Default ..." sentence: defaults have a column."""
+    """Return the description without a final "Default ..." sentence, because defaults have a
+    column.
+    """
     text = _line(schema.get("description", ""))
     return re.sub(r" Default [^.:]*\.$", "", text) if "default" in schema else text
 

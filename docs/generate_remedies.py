@@ -1,4 +1,4 @@
-"""Write what the tables of docs/troubleshooting.md say of each reason to the file that `ddpjob why` reads.
+"""Writes the file that `ddpjob why` reads, from the tables of docs/troubleshooting.md.
 
 python docs/generate_remedies.py
 """
@@ -22,10 +22,10 @@ _CONDITION = re.compile(r"## Condition (\w+)")
 
 
 def read_remedies(page: str) -> dict[str, dict[str, str]]:
-    """Read the page's tables: {reason: {meaning, remedy}}.
+    """Read the page's tables, and return {reason: {meaning, remedy}}.
 
-    If several conditions have a reason, it is repeated for each further one as `CONDITION REASON`.
-    Errors that are known by their text are listed as `message TEXT`.
+    If several conditions have the same reason, every later one is listed as `CONDITION REASON`.
+    Errors that are recognized by their text are listed as `message TEXT`.
     """
     found: dict[str, dict[str, str]] = {}
     titles: list[str] = []

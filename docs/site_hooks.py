@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages of the repository outside of docs/ join the site, and links between all of them fit."""
+"""mkdocs hooks that add pages from outside docs/ to the site and adapt all links."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PAGES = {
     "security.md": "SECURITY.md",
     "changelog.md": "CHANGELOG.md",
 }
-"""Pages of the site that are not in docs/, and their files."""
+"""The site's pages that are not in docs/, and their files."""
 MERMAID = "javascripts/mermaid.tiny.js"
-"""Draws the pages' diagrams. The theme would load it from unpkg.com, unless the page has it already."""
+"""The script that draws diagrams. The theme loads it from unpkg.com unless the page includes it."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the pages from outside of docs/."""
+    """Add the pages from outside docs/."""
     from mkdocs.structure.files import File
 
     for page, source in PAGES.items():
@@ -31,12 +31,14 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links of a page, as they are right in the repository, become those of the site."""
+    """Replace a page's links, which are relative to the repository, with links for the site."""
     return rewritten(markdown, page.file.src_uri, str(config.repo_url or ""))
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Pages with diagrams bring what draws them; it has 2.5 MB, which the others do without."""
+    """Add the diagram script to pages that have diagrams. It takes 2.5 MB, so other pages omit
+    it.
+    """
     if 'class="mermaid"' not in output:
         return output
     script = posixpath.relpath(MERMAID, posixpath.dirname(page.file.dest_uri) or ".")
@@ -44,7 +46,11 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
 
 
 def rewritten(markdown: str, page: str, repository: str) -> str:
-    """`page`: its path in the site. A file that is no page is linked in the repository, or only named."""
+    """Return the text with links for the site. `page` is the page's path in the site.
+
+    A file that is not a page of the site is linked in the repository. Without a repository, only
+    its name is shown.
+    """
     source = PAGES.get(page, f"docs/{page}")
     pages = {file: name for name, file in PAGES.items()}
 

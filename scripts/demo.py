@@ -83,7 +83,7 @@ def _demo(arguments: argparse.Namespace, manifest: Json) -> int:
 
 
 def _wait(run: subprocess.Popen[bytes]) -> int:
-    """Return the run's exit code. Ctrl-C reaches the run as well, which then needs time to stop."""
+    """Return the run's exit code. Ctrl-C also reaches the run, which then needs time to stop."""
     while True:
         try:
             return run.wait()
@@ -121,7 +121,7 @@ def _fail(why: str) -> int:
 
 
 def _ledger(folder: JobFolder) -> bool:
-    """Return whether every sample of every epoch was used once.
+    """Return whether every sample of every epoch was used exactly once.
 
     Steps that the kill undid are not counted.
     """

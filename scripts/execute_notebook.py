@@ -3,7 +3,7 @@
     pip install nbclient ipykernel
     python scripts/execute_notebook.py
 
-Paths of this machine are cut down to file names, and of a line that was replaced by returns only its
+Paths of this machine are cut down to file names. If carriage returns overwrote a line, only its
 last state is kept, as Jupyter shows it.
 """
 
@@ -21,7 +21,7 @@ _PATH = re.compile(r"(?<![\w.<:])(?:/[\w.+-]+)+/([\w.+-]+)")
 
 
 def neutral(output: dict[str, Any]) -> dict[str, Any]:
-    """Return an output without what differs on the next machine."""
+    """Return an output without the parts that differ between machines."""
     text = re.sub(r"[^\n]*\r(?!\n)", "", output.get("text", ""))
     data = output.get("data", {})
     html = data.get("text/html", "")

@@ -24,11 +24,13 @@ HANDED_ON = {
     "client-cert": "SSL_CLIENT_CERT",
     "proxy": "ALL_PROXY",
 }
-"""Settings of pip, and the variables with which uv takes the same values."""
+"""Settings of pip, and uv's variables for the same values."""
 
 
 def settings(listed: str) -> dict[str, str]:
-    """Return uv's variables for the output of `pip config list`, whose variables have priority."""
+    """Return uv's variables for the output of `pip config list`, in which environment variables
+    have priority.
+    """
     found: dict[str, str] = {}
     for line in sorted(listed.splitlines(), key=lambda line: line.startswith(":env:")):
         key, _, value = line.partition("=")

@@ -6,11 +6,12 @@
 Horovod 0.28.1, its last release, dates from 2023. It works with today's torch if its C++ is
 compiled as C++20, which torch's headers need, and if CMake accepts its old policies. The wheel is
 cached in ~/.cache/ddpjob/horovod (XDG_CACHE_HOME is respected), by the versions of torch and Python
-that it was built for. A build takes a few minutes, and later installations take seconds.
+that it was built for. A build takes a few minutes; installing a cached wheel takes seconds.
 
-Needs a compiler for C++20, CMake and make on PATH, and pip in the interpreter that runs this. The environment variables
-of Horovod's build are passed through, for instance HOROVOD_GPU_OPERATIONS=NCCL for GPUs, or HOROVOD_WITH_MPI=1. Exits
-with a message that names what is missing.
+Needs a C++20 compiler, CMake and make on PATH, and pip in the interpreter that runs this program.
+The environment variables of Horovod's build are passed through, for instance
+HOROVOD_GPU_OPERATIONS=NCCL for GPUs, or HOROVOD_WITH_MPI=1. If something is missing, the program
+exits with a message that says what.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ REQUIRES = {
     "packaging": "packaging",
     "cffi": "cffi",
 }
-"""The distribution of each module that Horovod imports. It is installed only if it is missing."""
+"""The distribution of each module that Horovod imports. Only missing ones are installed."""
 _PROBE = """
 import importlib.util, json, platform, sys
 missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
@@ -69,7 +70,7 @@ def main() -> None:
 def install(python: str, target: Path | None = None) -> Path | None:
     """Install Horovod into the environment of `python`, or into the folder `target`.
 
-    Raises SystemExit with what is missing or failed.
+    Raises SystemExit with a message about what is missing or has failed.
     """
     facts = probe(python)
     with locked(cache_folder() / "lock"):
@@ -149,7 +150,8 @@ def build(python: str, facts: dict[str, object]) -> Path:
     )
     with tempfile.TemporaryDirectory(prefix="horovod-") as temporary:
         work = Path(temporary)
-        # setup.py makes the metadata of the source distribution, and needs the torch of this environment.
+        # setup.py writes the source distribution's metadata, for which it needs the torch of this
+        # environment.
         pip(
             python,
             "download",
@@ -171,7 +173,8 @@ def build(python: str, facts: dict[str, object]) -> Path:
             **({} if "HOROVOD_WITH_MPI" in os.environ else {"HOROVOD_WITHOUT_MPI": "1"}),
             **os.environ,
             "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
-            # Do not inherit the flags of a make that runs this, which allow only one job at a time.
+            # Do not inherit MAKEFLAGS from a make that runs this program, because they allow only
+            # one job at a time.
             "MAKEFLAGS": f"-j{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}",
         }
         pip(
@@ -191,9 +194,9 @@ def build(python: str, facts: dict[str, object]) -> Path:
 
 
 def patch(source: Path) -> int:
-    """Set C++20 in every CMakeLists.txt of Horovod. Return the number of changed lines.
+    """Set C++20 in every CMakeLists.txt of Horovod, and return the number of changed lines.
 
-    It also removes -O3 and debug information, which take a quarter of the compilation.
+    It also removes -O3 and debug information, which account for a quarter of the compile time.
 
     Raises SystemExit if no file sets a standard.
     """

@@ -1,7 +1,8 @@
 """Builds the krew plugin `ddp`: python scripts/krew_plugin.py TAG URL FOLDER
 
-Writes FOLDER/kubectl-ddp.tar.gz, an asset of the release at URL, and FOLDER/ddp.yaml, krew's manifest with its
-checksum. `kubectl krew install --manifest=ddp.yaml --archive=kubectl-ddp.tar.gz` tries them without a release.
+Writes FOLDER/kubectl-ddp.tar.gz, an asset of the release at URL, and FOLDER/ddp.yaml, krew's
+manifest with the archive's checksum. To try them without a release, run `kubectl krew install
+--manifest=ddp.yaml --archive=kubectl-ddp.tar.gz`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ exit 2
 
 
 def archive(version: str) -> bytes:
-    """Return the archive. A version always has the same bytes, because krew compares a checksum."""
+    """Return the archive. A version's archive always has the same bytes, because krew compares a
+    checksum.
+    """
     files = {"kubectl-ddp": (LAUNCHER.format(version=version).encode(), 0o755)}
     files["LICENSE"] = ((ROOT / "LICENSE").read_bytes(), 0o644)
     made = io.BytesIO()

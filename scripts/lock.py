@@ -1,7 +1,8 @@
 """Writes the lock files in locks/: `make locks`, or `python -m scripts.lock [OPTIONS OF uv pip compile]`.
 
-Each lock file names every package that an installation needs, on any platform and any Python that pyproject.toml
-allows, with one version and the SHA-256 of each of its files. It names no index.
+Each lock file lists every package that an installation needs, on any platform and any Python that
+pyproject.toml allows, with one version and the SHA-256 of each of its files. It does not name an
+index.
 
     dev.txt       what CI tests with (`LOCKED=1`); its versions are those of the files below
     operator.txt  the operator's image
@@ -36,8 +37,9 @@ FROM_SOURCE = ("deepspeed",)
 would not be locked, so images do not contain such packages.
 """
 PINNED = re.compile(r"^([a-z0-9][a-z0-9-]*)==([^ ;\\]+)", re.MULTILINE)
-"""Name and version at the beginning of a requirement. A package has several requirements, with
-markers, if one version does not suit all Pythons."""
+"""Name and version at the beginning of a requirement. If no single version suits all Pythons, a
+package has several requirements with markers.
+"""
 
 
 def pins(name: str) -> dict[str, set[str]]:
@@ -49,7 +51,7 @@ def pins(name: str) -> dict[str, set[str]]:
 
 
 def compile_lock(name: str, words: Iterable[str], requirements: Iterable[str] = ()) -> None:
-    """Write one lock file, of `requirements` or of the extras and groups that `words` choose."""
+    """Write one lock file, of `requirements` or of the extras and groups listed in `words`."""
     listed = subprocess.run([*install.PIP, "config", "list"], stdout=subprocess.PIPE, text=True, check=True).stdout
     command = [str(Path(sys.executable).with_name("uv")), "pip", "compile", *OPTIONS]
     command += [f"--no-binary={package}" for package in FROM_SOURCE]

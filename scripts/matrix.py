@@ -1,19 +1,20 @@
-"""Run the runtime's tests on every Python and torch that it promises: make matrix.
+"""Run the runtime's tests on every supported Python and torch: make matrix.
 
 A row is a Python version with only the standard library, or with one minor version of torch. By
-default, there is a row for every Python, and one for each torch with the oldest and the newest
-Python for which it has wheels and which this machine has. With `--all`, each torch runs with every
-such Python, and all tests run instead of the quick ones. Another row is the newest Python with the
+default, there is a row for every Python. For each torch there are two more, with the oldest and the
+newest installed Python for which it has wheels. With `--all`, each torch runs with every such
+Python, and all tests run instead of the quick ones. Another row is the newest Python with the
 newest pre-release of torch, from TORCH_PRE_INDEX_URL; its failures are only reported. One more row
 runs the trainer's checkpoint tests on Debian 12's Python, with the packages of the current
 environment. A row that cannot run (no interpreter, no wheel, no registry) is skipped with the
 reason. The exit code is 1 if a row fails.
 
-Environments are kept in ~/.cache/ddpjob/matrix (XDG_CACHE_HOME), by the versions of Python, torch and pytest.
+Environments are kept in ~/.cache/ddpjob/matrix (XDG_CACHE_HOME is respected), by the versions of
+Python, torch and pytest.
 """
 
 # nox and tox would replace only a fifth of this file: they keep environments, and find interpreters
-# on PATH. The rest would remain: finding wheels of torch for each Python, installing them without
+# on PATH. The rest would remain: finding torch wheels for each Python, installing them without
 # CUDA's gigabytes, and printing the table.
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ TESTS = ROOT / "tests" / "runtime"
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14")
 OLDEST_TORCH = (2, 6)
 PYTEST = "8.4.2"
-"""The last version for Python 3.9. All rows use it, so that rows differ only by interpreter and
-torch."""
+"""The last version for Python 3.9. All rows use it, so that they differ only in interpreter and
+torch.
+"""
 ROW_SECONDS = 3600
 QUICK = (
     # Start, loss of a node and finish, then failures of workers, in both modes.
@@ -59,7 +61,7 @@ QUICK = (
     "test_forkserver.py::test_a_worker_that_torchrun_starts_with_a_different_program_is_reported",
     "test_forkserver.py::test_a_torch_that_starts_workers_differently_runs_them_cold",
 )
-"""The tests of a row with torch in the short form."""
+"""The tests that a row with torch runs by default."""
 LONG = (
     "test_coordinator_disorder.py",
     "test_one_coordinator.py",
@@ -72,22 +74,22 @@ LONG = (
     "test_coordinator_sockets.py::test_a_member_whose_host_is_gone_is_lost_within_seconds",
     "test_coordinator_sockets.py::test_a_host_that_stays_silent_is_lost",
 )
-"""Tests without torch that the short form skips, because they wait or play random histories, with
+"""Tests without torch that are skipped by default, because they wait or play random histories, with
 the same result on every Python.
 """
 TRAINER_PYTHON = "3.11.2"
 """Debian 12's python3. Its patch release pickles differently from later ones, such as CI's 3.11."""
 TRAINER = (
-    # Saved content can be restored in both formats, from fsdp to ddp to one process, and from other
+    # Content can be restored in both formats, from fsdp to ddp to one process, and from other
     # Python versions.
     "test_checkpoint_dcp.py::test_content_comes_back_with_its_types",
     "test_checkpoint_dcp.py::test_fsdp_then_ddp_then_a_single_process_continue_from_each_other",
     "test_manifest.py",
     "test_other_pythons.py",
 )
-"""The tests of the row of TRAINER_PYTHON."""
+"""The tests of the row for TRAINER_PYTHON."""
 CALLER = "MATRIX_CALLER"
-"""The variable that names the Python that runs the matrix, for a row's tests."""
+"""The variable that gives a row's tests the path of the Python that runs the matrix."""
 CUDA_PACKAGES = re.compile(r"(nvidia|cuda|triton|pytorch-triton)\b", re.IGNORECASE)
 CUDA_LIBRARY = re.compile(r"\(NEEDED\).*\[(lib(?:cu|nccl|nv)[^\]]*)\]")
 CUDA_SYMBOL = re.compile(r" U ((?:cu|nccl|nv|__cuda)\w*)(?:@+(\S+))?$", re.MULTILINE)
@@ -102,10 +104,10 @@ class NotHere(Exception):
 class Row:
     """One row of the matrix.
 
-    `torch` is a full version, or None for the standard library alone. `trainer`: it is the row of
-    TRAINER_PYTHON.
-
-    `pre`: torch is a pre-release, which may lack what the runtime needs.
+    Attributes:
+        torch: a full version, or None for the standard library alone.
+        trainer: whether this is the row for TRAINER_PYTHON.
+        pre: whether torch is a pre-release, which may lack what the runtime needs.
     """
 
     python: str
@@ -116,7 +118,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a row. `skipped_because` is empty if it ran."""
+    """The outcome of a row. `skipped_because` is empty if the row ran."""
 
     row: Row
     passed: int = 0
@@ -128,12 +130,12 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether it ran without failures, could not run, or may fail."""
+        """Whether the row passed, could not run, or may fail."""
         return self.row.pre or self.went_well
 
     @property
     def went_well(self) -> bool:
-        """Whether it ran without failures, or could not run."""
+        """Whether the row passed or could not run."""
         return bool(self.skipped_because) or (self.failed == 0 and self.passed > 0)
 
 
@@ -161,9 +163,8 @@ def main() -> int:
 
 
 def choose(everything: bool, pythons: Sequence[str] | None = None, torches: Sequence[str] | None = None) -> list[Row]:
-    """Return the rows.
-
-    The standard library is first, then torch from the oldest on, then the trainer's row.
+    """Return the rows: first the standard library, then each torch, oldest first, then the
+    trainer's row.
     """
     chosen = [python for python in PYTHONS if not pythons or python in pythons]
     rows = [Row(python) for python in chosen] if not torches or "none" in torches else []
@@ -185,9 +186,8 @@ def choose(everything: bool, pythons: Sequence[str] | None = None, torches: Sequ
 
 
 def pre_release(python: str, newest: tuple[int, ...]) -> list[Row]:
-    """Return the row of torch's newest pre-release.
-
-    It must be later than the `newest` released minor.
+    """Return the row of torch's newest pre-release, which must be later than the `newest` released
+    minor.
     """
     found = newest_patches(list_versions(python, "--pre", *index("TORCH_PRE_INDEX_URL")))
     minor = max(found, default=())
@@ -200,16 +200,21 @@ def pre_release(python: str, newest: tuple[int, ...]) -> list[Row]:
 def of_minor(
     minor: tuple[int, ...], wheels: Mapping[str, Mapping[tuple[int, ...], str]], everything: bool
 ) -> list[Row]:
-    """Return the rows of one minor of torch.
+    """Return the rows of one minor version of torch.
 
-    `wheels` has the newest patch of every minor, by Python in ascending order.
+    `wheels` maps each Python, in ascending order, to the newest patch release of every minor
+    version.
     """
     rows = [Row(python, versions[minor]) for python, versions in wheels.items() if minor in versions]
     return rows if everything else list(dict.fromkeys([rows[0], rows[-1]]))
 
 
 def torch_versions(python: str) -> dict[tuple[int, ...], str]:
-    """Return the newest patch of every minor of torch with wheels for a Python; empty offline."""
+    """Return the newest patch release of every minor version of torch that has wheels for this
+    Python.
+
+    The result is empty if the machine is offline.
+    """
     return newest_patches(list_versions(python, *index()))
 
 
@@ -223,7 +228,7 @@ def list_versions(python: str, *options: str) -> str:
 
 
 def newest_patches(text: str) -> dict[tuple[int, ...], str]:
-    """Return the newest patch of each minor in the output of `pip index versions`.
+    """Return the newest patch release of each minor version in the output of `pip index versions`.
 
     pip lists the newest version first.
     """
@@ -237,7 +242,9 @@ def newest_patches(text: str) -> dict[tuple[int, ...], str]:
 
 
 def index(variable: str = "TORCH_INDEX_URL") -> list[str]:
-    """Return pip's arguments for torch's index, which the environment variable `variable` names."""
+    """Return pip's arguments for torch's index, whose URL is in the environment variable
+    `variable`.
+    """
     url = os.environ.get(variable, "")
     return ["--index-url", url] if url else []
 
@@ -246,9 +253,9 @@ def index(variable: str = "TORCH_INDEX_URL") -> list[str]:
 
 
 def interpreter(python: str) -> str | None:
-    """Return an interpreter of a version, such as 3.11 or 3.11.2, or None.
+    """Return an interpreter of a version such as 3.11 or 3.11.2, or None.
 
-    That is pythonX.Y on PATH, otherwise pyenv's newest, otherwise the system's python3.
+    It is pythonX.Y on PATH, otherwise pyenv's newest, otherwise the system's python3.
     """
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
     found = [*pyenv.glob(f"{python}.*"), *pyenv.glob(python)]
@@ -267,14 +274,14 @@ def interpreter(python: str) -> str | None:
 
 
 def environment_of(row: Row) -> Path:
-    """Return where a row's environment is or will be."""
+    """Return the path of a row's environment, which need not exist yet."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     torch = f"-torch{row.torch}" if row.torch else ""
     return cache / "ddpjob" / "matrix" / f"python{row.python}{torch}-pytest{PYTEST}"
 
 
 def prepare(row: Row) -> Path:
-    """Return the interpreter of the row's environment, which the first call builds.
+    """Return the interpreter of the row's environment. The first call creates the environment.
 
     Raises:
         NotHere: there is no interpreter, no wheel or no registry.
@@ -311,7 +318,7 @@ def works(python: Path) -> bool:
 def install_torch(python: Path, version: str, pre: bool = False) -> None:
     """Install torch without CUDA.
 
-    That is a wheel for CPUs if TORCH_INDEX_URL has one, otherwise the usual one with empty
+    This installs a CPU wheel if TORCH_INDEX_URL has one, otherwise the usual wheel with empty CUDA
     libraries.
     """
     source = ["--pre", *index("TORCH_PRE_INDEX_URL")] if pre else index()
@@ -328,10 +335,10 @@ def install_torch(python: Path, version: str, pre: bool = False) -> None:
 
 
 def replace_cuda(lib: Path) -> None:
-    """Put an empty library under every name of CUDA's that torch is linked with.
+    """Create an empty library for every CUDA library that torch is linked with.
 
-    The real libraries take 2 to 3 GB for each torch. Loading torch needs their names, symbols and
-    symbol versions, but without a GPU it calls almost none of their functions. Every function
+    The real libraries take 2 to 3 GB for each torch. Loading torch requires their names, symbols
+    and symbol versions, but without a GPU it calls almost none of their functions. Every function
     returns 100, CUDA's "no device".
     """
     libraries = [str(path) for path in lib.glob("*.so")]
@@ -371,8 +378,8 @@ def output_of(command: list[str]) -> str:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment variables, without those that would bring this environment's packages
-    or options into a row.
+    """Return the environment variables, without those that would add packages or options of this
+    environment to a row.
     """
     unwanted = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "DDPJOB_TEST_PYTHON", "VIRTUAL_ENV")
     return {k: v for k, v in os.environ.items() if k not in unwanted and not k.startswith("PYTEST_")}
@@ -392,7 +399,7 @@ def run_row(row: Row, everything: bool = False, tests: Sequence[str] = ()) -> Re
     quick = QUICK if row.torch and not everything else ("",)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        # tests/conftest.py and pyproject.toml need more than pytest, so they are left out here.
+        # tests/conftest.py and pyproject.toml need more than pytest, so they are not used here.
         command = [
             str(python),
             "-m",
@@ -453,7 +460,7 @@ def run_tests(row: Row, command: list[str], report: Path, folder: Path, environm
 
 
 def counts(report: Path) -> tuple[int, int, int]:
-    """Return (passed, failed, skipped) of a JUnit file.
+    """Return (passed, failed, skipped) from a JUnit file.
 
     A module that cannot be imported counts as a failure.
     """
@@ -467,7 +474,7 @@ def counts(report: Path) -> tuple[int, int, int]:
 
 
 def describe(result: Result) -> str:
-    """Describe a row that has not failed, in one line."""
+    """Describe in one line a row that has not failed."""
     if result.skipped_because:
         return f"  skipped: {result.skipped_because}"
     return f"  {result.passed} passed, {result.skipped} skipped in {result.seconds:.0f} s"
@@ -487,7 +494,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def last_line(text: str) -> str:
-    """Return the last line with content, which is pip's own error."""
+    """Return the last non-blank line, which has pip's own error."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("[notice]")]
     return lines[-1].strip() if lines else "no reason given"
 

@@ -20,9 +20,10 @@ CHART = Path("charts/ddpjob-operator")
 
 
 def problems(root: Path, tag: str, registry: str | None = None) -> list[str]:
-    """Return the files below `root` that do not agree with `tag`, each with its remedy.
+    """Describe each file below `root` that does not agree with `tag`, with the remedy.
 
-    `registry` is where this release pushes its images, from which the chart must pull the operator.
+    `registry` is where this release's images are pushed, so the chart must pull the operator from
+    it.
     """
     version = tag.removeprefix("v")
     if not re.fullmatch(r"v\d+\.\d+\.\d+", tag):

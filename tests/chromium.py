@@ -1,4 +1,6 @@
-"""A real Chromium without a window, driven by its DevTools protocol: that on PATH, else Debian's package."""
+"""A real headless Chromium, driven through its DevTools protocol. It is the one on PATH, or
+Debian's package.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _NAMES = ("chromium-headless-shell", "chromium", "google-chrome")
 
 
 def _program() -> tuple[Path, dict[str, str]]:
-    """(the program, its environment)."""
+    """Return (the program, its environment)."""
     for name in _NAMES:
         if (found := shutil.which(name)) is not None:
             return Path(found), dict(os.environ)
@@ -36,7 +38,9 @@ def _program() -> tuple[Path, dict[str, str]]:
 
 
 class Page:
-    """One tab. `problems`: what the page has written to the console as an error, a refusal by its policy included."""
+    """A tab. `problems` contains the errors in the page's console, including violations of its
+    content policy.
+    """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket, self._numbers = socket, itertools.count(1)
@@ -44,7 +48,7 @@ class Page:
         self.requests: list[str] = []
 
     async def do(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """The result of a command of the protocol."""
+        """Run a command of the protocol and return its result."""
         number = next(self._numbers)
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         async with asyncio.timeout(SECONDS * slowness()):
@@ -65,13 +69,13 @@ class Page:
             self.problems.append(f"{said['entry']['text']} {said['entry'].get('url', '')}")
 
     async def js(self, code: str) -> Any:
-        """The value of an expression, awaited."""
+        """Return the value of an expression, awaited if necessary."""
         result = await self.do("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
     async def until(self, code: str) -> Any:
-        """The value of an expression as soon as it is true."""
+        """Wait until the value of an expression is true, and return it."""
         async with asyncio.timeout(SECONDS * slowness()):
             while not (value := await self.js(code)):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -88,7 +92,7 @@ class Page:
         )
 
     async def scheme(self, name: str) -> None:
-        """light or dark."""
+        """Set the color scheme, light or dark."""
         await self.do("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     async def key(self, name: str, text: str = "") -> None:
@@ -103,14 +107,14 @@ class Page:
         await self.do("Input.insertText", text=text)
 
     async def picture(self, *, whole: bool = False) -> bytes:
-        """A PNG of what is seen, or of the whole page."""
+        """Return a PNG of the visible part, or of the whole page."""
         answer = await self.do("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         return base64.b64decode(answer["data"])
 
 
 @contextlib.asynccontextmanager
 async def browser_page() -> AsyncIterator[Page]:
-    """A page of a new browser, which ends with it. Skips the test where there is no Chromium."""
+    """Yield a page of a new browser, which ends with it. Skips the test if there is no Chromium."""
     program, environment = _program()
     with tempfile.TemporaryDirectory(prefix="ddpjob-chromium-", ignore_cleanup_errors=True) as folder:
         process = await asyncio.create_subprocess_exec(
@@ -123,7 +127,7 @@ async def browser_page() -> AsyncIterator[Page]:
         try:
             port = await _port(process)
             assert process.stderr is not None
-            rest = asyncio.create_task(process.stderr.read())  # A pipe that nobody reads would stop it in the end.
+            rest = asyncio.create_task(process.stderr.read())  # an unread pipe would block the browser
             async with (
                 aiohttp.ClientSession() as session,
                 session.put(f"http://127.0.0.1:{port}/json/new?about:blank") as answer,

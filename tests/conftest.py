@@ -1,6 +1,7 @@
-"""Puts this folder on the import path, for what several kinds of tests share, marks the slow tests, and hides GPUs.
+"""Puts this folder on the import path for shared modules, marks slow tests, and hides GPUs.
 
-With DDPJOB_WITHOUT_TORCH=1 it hides torch and the other packages of the trainer, as `make unit-operator` does.
+With DDPJOB_WITHOUT_TORCH=1 it hides torch and the other packages of the trainer, as `make
+unit-operator` does.
 """
 
 from __future__ import annotations
@@ -19,22 +20,25 @@ from typing import Any
 import hypothesis
 import pytest
 
-# What a shell starts in the background may ignore these, and all that the tests start would inherit that.
+# A shell's background jobs may ignore these, and all processes of the tests would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-# Threads that wait for work sleep: several processes compute at once here, and waiting took a quarter of their time.
+# Threads that wait for work sleep. Several processes compute at once here, and busy waiting took a
+# quarter of their time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# A busy machine makes no test fail that takes longer for it.
+# A busy machine must not fail tests that only take longer on it.
 hypothesis.settings.register_profile("ddpjob", deadline=None)
 hypothesis.settings.load_profile("ddpjob")
 
 HERE = Path(__file__).parent
 HARNESSES = ("process_harness", "ranks", "runtime_harness")
-"""Modules that start processes, most of them with torch: every test of a module that imports from one is slow."""
+"""Modules that start processes, most of them with torch. Every test in a module that imports from
+one of them is slow.
+"""
 BUILDERS = ("chromium", "libraries", "prometheus_programs", "s3_server")
-"""Modules that build or fetch a program when it is first asked for."""
+"""Modules that build or fetch a program when it is first requested."""
 BUILD_LIMIT = 2700
-"""Seconds for a test with such a build, on a busy machine."""
+"""Timeout in seconds of a test with such a build, on a busy machine."""
 SLOW = (
     "benchmarks/test_fuzz.py",
     "runtime/test_agent.py",
@@ -63,7 +67,9 @@ SLOW = (
     "unit/test_runtime.py",
     "unit/test_site.py",
 )
-"""What takes long, in CPU seconds: other programs, torch's import, and searches through thousands of cases."""
+"""Tests that take long, in CPU seconds: other programs, torch's import, and searches through
+thousands of cases.
+"""
 
 LONGEST = (
     "unit/test_matrix.py",
@@ -76,7 +82,9 @@ LONGEST = (
     "simulation/test_crashes.py",
     "unit/monitoring/test_prometheus.py",
 )
-"""Begun first: a module runs in one worker, and the others would wait for one that came last."""
+"""Modules to start first. A module runs in one worker, and the others would wait for it if it came
+last.
+"""
 
 OF_THE_TRAINER = frozenset(
     {
@@ -84,18 +92,19 @@ OF_THE_TRAINER = frozenset(
         *("deepspeed", "tensorboard", "obstore", "transformers", "accelerate", "timm"),
     }
 )
-"""What the extra `dev` brings and `dev-operator` does not, by the names by which it is imported. Not Lightning: tests
-put a package of its name in its place."""
+"""Packages that the extra `dev` has in addition to `dev-operator`, by their import names. Lightning
+is not included, because tests replace its package.
+"""
 
 
 class Without:
-    """`PathFinder` in an environment without some packages."""
+    """A `PathFinder` for an environment without some packages."""
 
     def __init__(self, packages: frozenset[str]) -> None:
         self._packages = packages
 
     def find_spec(self, name: str, *where: Any) -> ModuleSpec | None:
-        """Find what is not hidden."""
+        """Find a module that is not hidden."""
         return None if name.partition(".")[0] in self._packages else PathFinder.find_spec(name, *where)
 
     def __getattr__(self, name: str) -> Any:
@@ -107,9 +116,11 @@ if os.environ.get("DDPJOB_WITHOUT_TORCH"):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Everything but tests/gpu runs on the CPU: trainings take the GPU that they see, with NCCL and bfloat16, and
-    ranks that are forked from a process that has used it fail. Before CUDA is asked for the first time; processes of
-    the tests inherit it.
+    """Hide GPUs from all tests except tests/gpu.
+
+    Otherwise trainings would use a visible GPU with NCCL and bfloat16, and ranks forked from a
+    process that has used it would fail. This happens before CUDA is first queried, and is inherited
+    by the tests' processes.
     """
     gpu = HERE / "gpu"
     chosen = [(config.invocation_params.dir / word.partition("::")[0]).resolve() for word in config.args]
@@ -118,14 +129,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m "not slow"`, what is slow as a whole is not even imported: some of it imports torch, in each worker."""
+    """Do not import slow modules with `-m "not slow"`, because some of them import torch in each
+    worker.
+    """
     return True if config.getoption("markexpr") == "not slow" and _is_one_of(collection_path, SLOW) else None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Modules and tests stay until the end: each of the workers would look through them again and again, a sixth of
-    the time that it takes to collect.
+    """Disable garbage collection meanwhile, and exempt modules and tests from it, because they
+    exist until the end. Scanning them repeatedly took each worker a sixth of the collection time.
     """
     gc.disable()
     try:
@@ -147,7 +160,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _sigterm_ends_a_training_of_this_test_alone() -> Iterator[None]:
-    """A training that failed in this process would hear a later test's SIGTERM, and end the process some time after."""
+    """Remove the SIGTERM handler of a training that failed in this process. Otherwise a later
+    test's SIGTERM would end the process.
+    """
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)

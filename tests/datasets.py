@@ -13,7 +13,7 @@ LABELS = RANDOM.integers(0, 10, 60)
 
 
 def write_cifar_python(root: Path) -> None:
-    """CIFAR-10's pickles: 5 x 10 training images, 10 test images."""
+    """Write CIFAR-10's pickles: 5 x 10 training images, 10 test images."""
     folder = root / "cifar-10-batches-py"
     folder.mkdir()
     names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
@@ -29,7 +29,7 @@ def write_cifar_python(root: Path) -> None:
 
 
 def write_cifar_binary(root: Path) -> None:
-    """CIFAR-10's binary version of the same images."""
+    """Write CIFAR-10's binary version of the same images."""
     folder = root / "cifar-10-batches-bin"
     folder.mkdir()
     for number, name in enumerate([f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]):
@@ -38,7 +38,9 @@ def write_cifar_binary(root: Path) -> None:
 
 
 def write_image_folder(root: Path, count: int = 6) -> None:
-    """ImageNet's layout: train/ and val/ with a folder of `count` JPEGs of different sizes for each of two classes."""
+    """Write ImageNet's layout: train/ and val/, each with `count` JPEGs of different sizes in each
+    of two classes.
+    """
     from PIL import Image
 
     for split in ("train", "val"):

@@ -1,4 +1,6 @@
-"""Programs of Debian's packages, unpacked into ~/.cache/ddpjob once per machine; nothing is installed."""
+"""Programs of Debian's packages, unpacked into ~/.cache/ddpjob once per machine; nothing is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,14 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddpj
 
 
 def unpacked(package: str, *others: str, needed: bool = False) -> Path:
-    """The folder with the files of the packages; with `needed` also of all those that they need and this machine lacks.
+    """Return the folder with the packages' files. With `needed`, it also has all dependencies that
+    this machine lacks.
 
-    Skips the test where they cannot be had; with CI=true that is a failure.
+    Skips the test if the packages are not available; with CI=true this is a failure.
     """
     cache = CACHE / package
     cache.mkdir(parents=True, exist_ok=True)
-    with (cache / "lock").open("a") as lock:  # Whoever waits finds them unpacked.
+    with (cache / "lock").open("a") as lock:  # a process that waited here finds them unpacked
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (cache / "files").is_dir():
             _download(cache, [package, *others], needed=needed)
@@ -36,7 +39,7 @@ def _download(cache: Path, packages: list[str], *, needed: bool) -> None:
     with tempfile.TemporaryDirectory(dir=cache, prefix=".download-") as temporary:
         place = Path(temporary)
         done = _fetched(place, packages, [], needed=needed)
-        if done.returncode != 0:  # Lists of our own: those of the machine are missing, or older than the mirror.
+        if done.returncode != 0:  # separate lists, because the machine's lists are missing or older than the mirror
             lists = ["-o", f"Dir::State::Lists={place}/lists", "-o", f"Dir::Cache={place}/cache"]
             (place / "lists" / "partial").mkdir(parents=True)
             _run(place, "apt-get", *lists, "update")
@@ -71,7 +74,7 @@ def _run(place: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 def refuse(what: str, why: str) -> None:
-    """Skips the test, or with CI=true fails it."""
+    """Skip the test, or fail it if CI=true."""
     if os.environ.get("CI", "").lower() in ("true", "1"):
         pytest.fail(f"CI=true, and there is no {what}: {why}", pytrace=False)
     pytest.skip(f"there is no {what}: {why}")

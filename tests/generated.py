@@ -1,6 +1,8 @@
-"""DDPJobs made up from the CRD's schema: valid, at the border and wrong; pod templates and statuses of any content.
+"""Generated DDPJobs from the CRD's schema: valid, at the limits and invalid. Pod templates and
+statuses have any content.
 
-One number makes one object, in every version of Python: a test that fails prints it, and `Maker(number)` repeats it.
+A number generates the same object in every version of Python. A failing test prints it, and
+`Maker(number)` repeats it.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ WRONG = (None, "", "x", 0, -1, 1.5, 1e300, 2**70, True, [], {}, [None], [[]], {"
 
 
 class Maker:
-    """Makes one object of a kind after another."""
+    """Generates one object of a kind after another."""
 
     def __init__(self, number: int) -> None:
         self.random = random.Random(number)
@@ -66,7 +68,7 @@ class Maker:
     # --- whole objects
 
     def manifest(self, name: str = "job") -> Json:
-        """A DDPJob; every other one is probably valid."""
+        """Return a DDPJob. About every second one is probably valid."""
         chosen = self.pick(("script", "script", "module", "command"))
         program: Json = {"script": "train.py", "module": "my.module", "command": ["python", "-m", "train"]}
         spec: Json = {"image": "image", chosen: program[chosen]}
@@ -85,18 +87,18 @@ class Maker:
         return made
 
     def status(self) -> Json:
-        """A status that the CRD admits, with whatever sense it makes."""
+        """Return a status that the CRD admits, whether or not it makes sense."""
         properties = schema_of("status")["properties"]
         fields = self.random.sample(sorted(properties), self.pick((1, 3, 6, 12, len(properties))))
         status = {field: self.value(properties[field]) for field in fields}
-        if "conditions" in status:  # A list by their type.
+        if "conditions" in status:  # the list is a map by type
             status["conditions"] = list({c["type"]: c for c in status["conditions"]}.values())
         return status
 
     # --- values by their schema
 
     def value(self, schema: Json) -> Any:
-        """A value that fits the schema, at its border more often than by chance."""
+        """Return a value that fits the schema, often one at its limits."""
         if "enum" in schema:
             return self.pick(schema["enum"])
         if schema.get("x-kubernetes-int-or-string"):
@@ -142,7 +144,9 @@ class Maker:
     # --- faults
 
     def spoil(self, value: Any) -> None:
-        """One fault somewhere in it: a null, another kind, an unknown field, an empty or endless value."""
+        """Put one fault into the value: a null, a different type, an unknown field, or an empty or
+        very long value.
+        """
         places: list[tuple[Any, Any]] = []
 
         def walk(here: Any, depth: int) -> None:
@@ -170,7 +174,9 @@ class Maker:
     # --- pod templates
 
     def pod_template(self) -> Any:
-        """A podTemplate: fields of a pod that the operator does not own, with nulls and empty values."""
+        """Return a podTemplate with fields of a pod that the operator does not own, with nulls and
+        empty values.
+        """
         if self.one_in(12):
             return deepcopy(self.pick(WRONG))
         template = {"spec": self.modelled("V1PodSpec", 3)}
@@ -180,7 +186,7 @@ class Maker:
         return template
 
     def modelled(self, type_name: str, depth: int) -> Any:
-        """A value of one of the types of the Kubernetes client."""
+        """Return a value of one of the Kubernetes client's types."""
         if self.one_in(15):
             return deepcopy(self.pick(WRONG[:11])) if self.one_in(3) else None
         listed = re.fullmatch(r"[Ll]ist\[(.+)\]", type_name)
@@ -221,11 +227,13 @@ _OWNED = frozenset(
         *("working_dir", "resources", "restart_policy_rules"),
     }
 )
-"""Fields that the operator refuses in a template: seldom given, or nothing else would be tried."""
+"""Fields that the operator refuses in a template. They are seldom used, because nothing else would
+be tested otherwise.
+"""
 
 
 def nested(levels: int) -> Any:
-    """Mappings in one another."""
+    """Return nested mappings."""
     value: Any = 1
     for _ in range(levels):
         value = {"a": value}

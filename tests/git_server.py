@@ -1,4 +1,6 @@
-"""A git server on loopback, git's own http-backend over a folder of repositories, with a password if wanted."""
+"""A git server on loopback: git's own http-backend over a folder of repositories, optionally with a
+password.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def git(folder: Path, *words: str) -> str:
 
 
 def commit(folder: Path, files: dict[str, str], message: str = "x") -> str:
-    """Commit files in a repository, which is made if need be, and return the commit."""
+    """Commit files in a repository, which is created if necessary, and return the commit."""
     if not (folder / ".git").exists():
         folder.mkdir(parents=True, exist_ok=True)
         git(folder, "init", "-q")
@@ -56,7 +58,7 @@ class GitServer:
 
 @contextlib.contextmanager
 def serving(root: Path) -> Iterator[GitServer]:
-    """The server of a folder of repositories."""
+    """Serve a folder of repositories."""
     if not (Path(subprocess.check_output(["git", "--exec-path"], text=True).strip()) / "git-http-backend").exists():
         pytest.skip("this git has no http-backend")
     made = GitServer(root)

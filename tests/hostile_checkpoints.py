@@ -1,4 +1,4 @@
-"""Pickles that change what they name."""
+"""Pickles that change the objects that they refer to."""
 
 from __future__ import annotations
 
@@ -20,32 +20,34 @@ ALLOWED: dict[str, Any] = {
         *(filesystem._StorageInfo, torch.serialization._get_layout),
     )
 } | {"pathlib PosixPath": pathlib.PosixPath}
-"""What the index of torch names."""
+"""Names in torch's index."""
 
 
 def setting(name: str, attribute: str = "ddpjob_evil") -> bytes:
-    """What sets an attribute of the object `name` (module and name) by BUILD, and leaves the stack as it was."""
+    """Return instructions that set an attribute of the object `name` (module and name) by BUILD,
+    and restore the stack.
+    """
     text = b"".join(b"X" + struct.pack("<I", len(part)) + part for part in (attribute.encode(), b"changed"))
     return b"c" + name.replace(" ", "\n").encode() + b"\nN}" + text + b"s\x86b0"
 
 
 def calling(place: Path) -> bytes:
-    """What makes a file, by os.mkdir."""
+    """Return instructions that create a file with os.mkdir."""
     return b"cos\nmkdir\n(V" + str(place).encode() + b"\ntR0"
 
 
 def before(pickled: bytes, hostile: bytes) -> bytes:
-    """A pickle that does something hostile first."""
+    """Return a pickle that first executes hostile instructions."""
     return pickled[:2] + hostile + pickled[2:]
 
 
 def unchanged() -> bool:
-    """Whether no object that the index could name was changed."""
+    """Return whether all objects that the index may refer to are unchanged."""
     return not any(hasattr(owner, "ddpjob_evil") for owner in ALLOWED.values())
 
 
 def listed_anew(path: Path) -> None:
-    """Make sizes and checksums right again, as somebody does who changes files on purpose."""
+    """Correct the sizes and checksums, as somebody would who changes files on purpose."""
     recorded = json.loads((path / dcp.MANIFEST).read_text())
     recorded.pop("sha256")
     for name in recorded["files"]:

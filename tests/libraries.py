@@ -1,4 +1,6 @@
-"""Libraries that are not in the environment of the tests: a real Horovod, built once per machine and torch."""
+"""Libraries that are not in the environment of the tests: a real Horovod, built once per machine
+and torch.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,12 @@ from scripts import install_horovod
 
 
 def horovod_site() -> Path:
-    """A folder to put on sys.path. The first build takes minutes; skips the test where the machine cannot build it."""
+    """Return a folder to put on sys.path. The first build takes minutes. Skips the test if the
+    machine cannot build it.
+    """
     facts = install_horovod.probe(sys.executable)
     site = install_horovod.wheel_folder(facts) / "site"
-    # Whoever waits finds it installed: another worker imports from it already.
+    # A process that waited here finds it installed, because another worker already imports from it.
     with install_horovod.locked(install_horovod.cache_folder() / "site-lock"):
         if not (site / "horovod").exists():
             if install_horovod.cached_wheel(facts) is None and (missing := install_horovod.missing_tools()):

@@ -15,21 +15,21 @@ _LISTENS = "0A"
 
 
 def listening(pids: Iterable[int]) -> set[Where]:
-    """Where these processes listen now."""
+    """Return the sockets on which these processes listen now."""
     sockets = _listening_sockets()
     return {sockets[inode] for inode in _sockets_of(pids) & sockets.keys()}
 
 
 def beyond_loopback(where: Iterable[Where]) -> set[Where]:
-    """The sockets that other machines reach."""
+    """Return the sockets that other machines can reach."""
     return {(address, port) for address, port in where if not ipaddress.ip_address(address).is_loopback}
 
 
 def _listening_sockets() -> dict[str, Where]:
-    """By inode."""
+    """Return the listening sockets by inode."""
     found = {}
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        with contextlib.suppress(FileNotFoundError):  # A kernel without IPv6.
+        with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
             for line in Path("/proc/net", name).read_text().splitlines()[1:]:
                 words = line.split()
                 if words[3] == _LISTENS:
@@ -38,7 +38,7 @@ def _listening_sockets() -> dict[str, Where]:
 
 
 def _read(family: socket.AddressFamily, text: str) -> Where:
-    """An address is in words of 32 bits, each in the byte order of the machine."""
+    """Decode an address, which consists of 32-bit words in the machine's byte order."""
     number, _, port = text.partition(":")
     words = [int(number[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(number), 8)]
     address = ipaddress.ip_address(socket.inet_ntop(family, b"".join(words)))
@@ -47,7 +47,7 @@ def _read(family: socket.AddressFamily, text: str) -> Where:
 
 
 def _sockets_of(pids: Iterable[int]) -> set[str]:
-    """Inodes. A process that ends meanwhile has none."""
+    """Return the inodes of the processes' sockets. A process that has ended meanwhile has none."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What tests must know of the machine they run on: how busy it is, and which ports are free."""
+"""Facts about the machine that tests need: how busy it is, and which ports are free."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ _ports = itertools.count(random.SystemRandom().randrange(PORTS))
 
 
 def slowness() -> float:
-    """By how much this machine has more to do than it can: 1 or more. Time limits of the tests are in proportion."""
+    """Return the machine's load relative to its processors, at least 1. The tests' time limits are
+    multiplied by it.
+    """
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def free_port() -> int:
-    """A TCP port of the loopback that nobody listens on, and that no other process of these tests is given.
+    """Return a free TCP port of the loopback, which no other process of these tests gets.
 
-    What the system chooses is free for anybody as soon as it is closed: another test's members would greet a
-    coordinator that listens where theirs has just been killed. Hence from below the ports that it chooses from, a
-    part for each of pytest's processes, one after the other.
+    A port chosen by the system would be free for anybody once it is closed: another test's members
+    would greet a coordinator that listens where theirs has just been killed. So the ports are below
+    the system's range. Each pytest process has a part of them, and uses them in turn.
     """
     while True:
         port = FIRST_PORT + next(_ports) % PORTS

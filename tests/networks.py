@@ -1,6 +1,7 @@
-"""Faults of machines: nodes with a network of their own on one bridge, folders that only one process sees, filters.
+"""Simulates faults of machines: nodes with separate networks on one bridge, folders visible to one
+process, and filters.
 
-Namespaces need root; the filters of sockets do not.
+Namespaces need root, but socket filters do not.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _SO_ATTACH_FILTER = 26
 
 
 def need_namespaces() -> None:
-    """Skip the test where no namespaces can be made."""
+    """Skip the test if namespaces cannot be created."""
     missing = [tool for tool in ("ip", "mount") if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
         pytest.skip(f"needs root and ip, mount (missing: {', '.join(missing) or 'root'})")
@@ -41,24 +42,26 @@ class Network:
     prefix: str
 
     def address(self, node: int) -> str:
-        """Of a node."""
+        """Return the address of a node."""
         return f"10.77.0.{node + 1}"
 
     def enter(self, node: int) -> None:
-        """Move this process, which must have one thread, to a node."""
+        """Move this process, which must have only one thread, to a node."""
         with Path(f"/run/netns/{self.prefix}{node}").open() as namespace:
             assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) == 0, os.strerror(
                 ctypes.get_errno()
             )
 
     def run(self, node: int, command: str) -> None:
-        """A command on a node."""
+        """Run a command on a node."""
         _run(f"ip netns exec {self.prefix}{node} {command}")
 
 
 @contextmanager
 def network(nodes: int) -> Iterator[Network]:
-    """For the time of a `with`; the bridge is in a namespace too, so that this machine's own network is left alone."""
+    """Create the network for the duration of a `with` block. The bridge is also in a namespace, so
+    that this machine's own network is not changed.
+    """
     prefix = f"pf{os.getpid()}n"
     bridge = f"pf{os.getpid()}b"
     made = [bridge, *(f"{prefix}{node}" for node in range(nodes))]
@@ -81,16 +84,20 @@ def network(nodes: int) -> Iterator[Network]:
 
 
 def own_mount(folder: Path, options: str) -> None:
-    """Put an empty file system over a folder, for this process alone. `options`: of mount -o, such as size=1m or ro."""
+    """Mount an empty file system over a folder, only for this process. `options` are those of mount
+    -o, such as size=1m or ro.
+    """
     assert ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
     _run("mount --make-rprivate /")
     _run(f"mount -t tmpfs -o {options} tmpfs {folder}")
 
 
 def drop_packets(receiver: socket.socket, longer_than: int = -1) -> None:
-    """Have the kernel lose, in silence, what arrives for a socket and those it accepts, as a firewall does.
+    """Make the kernel silently drop packets for a socket and the connections it accepts, as a
+    firewall does.
 
-    Classic BPF (linux/filter.h): return 0 bytes of a packet (with its TCP header) that is longer, else all.
+    The filter is classic BPF (linux/filter.h). It returns 0 bytes of packets longer than
+    `longer_than` (with their TCP header), otherwise all.
     """
     program = [(0x06, 0, 0, 0)] if longer_than < 0 else [(0x80, 0, 0, 0), (0x25, 0, 1, longer_than), (0x06, 0, 0, 0)]
     code = b"".join(struct.pack("HBBI", *line) for line in [*program, (0x06, 0, 0, 0xFFFFFFFF)])

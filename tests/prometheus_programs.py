@@ -1,4 +1,6 @@
-"""A real Prometheus and promtool: those on PATH, else Debian's package, unpacked once per machine."""
+"""A real Prometheus and promtool, either those on PATH or Debian's package, which is unpacked once
+per machine.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ PROGRAMS = ("prometheus", "promtool")
 
 
 def prometheus_programs() -> Path:
-    """The folder of both programs. Skips the test where there are none; with CI=true that is a failure."""
+    """Return the folder of both programs. Skips the test if there are none; with CI=true this is a
+    failure.
+    """
     found = [shutil.which(name) for name in PROGRAMS]
     if all(found):
         return Path(str(found[0])).parent
@@ -26,9 +30,10 @@ def prometheus_programs() -> Path:
 
 
 class PrometheusServer:
-    """A server with its configuration, log and data in a folder, on a port of loopback.
+    """A server with its configuration, log and data in a folder, on a loopback port.
 
-    `configuration` is that of prometheus.yaml; a server on the same folder continues with the data that is there.
+    `configuration` is the content of prometheus.yaml. A server on the same folder continues with
+    the existing data.
     """
 
     def __init__(self, folder: Path, configuration: dict[str, Any]) -> None:
@@ -45,12 +50,14 @@ class PrometheusServer:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     def ask(self, path: str, **query: str) -> Any:
-        """`data` of the API's answer. Raises OSError while it does not listen, and for a query that it refuses."""
+        """Return the `data` of the API's response. Raises OSError while the server does not listen,
+        and for a refused query.
+        """
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as answer:
             return json.load(answer)["data"]
 
     def stop(self) -> None:
-        """Its data is whole afterwards."""
+        """Stop the server, with its data complete on disk."""
         self.process.terminate()
         self.process.wait()

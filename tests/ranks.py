@@ -1,5 +1,5 @@
-"""Real ranks for tests: forked processes over gloo (no import of torch to wait for), and real
-torchrun where its agent matters.
+"""Real ranks for tests: forked processes over gloo, which do not wait for an import of torch, and
+real torchrun if its agent matters.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TINY = [
 
 @dataclass
 class Ended:
-    """How a rank ended: exit code (negative: signal) and the message of an exception."""
+    """How a rank ended: its exit code (negative for a signal) and the message of an exception."""
 
     code: int
     error: str
@@ -58,9 +58,11 @@ def start(
     *,
     clean: bool = False,
 ) -> list[Any]:
-    """`world` forked ranks that run the trainer; `prepare(rank)` may break something on purpose in
-    the rank's process. `clean`: forked from a process that has imported the trainer and done nothing: the threads of
-    obstore do not survive a fork.
+    """Start `world` forked ranks that run the trainer. `prepare(rank)` may break something on
+    purpose in the rank's process.
+
+    `clean` ranks are forked from a process that has only imported the trainer, because the threads
+    of obstore do not survive a fork.
     """
     port = free_port()
     context = _clean_context() if clean else multiprocessing.get_context("fork")
@@ -117,13 +119,16 @@ def finish(started: list[Any], timeout: float = 60) -> list[Ended]:
 def run(
     world: int, arguments: list[str], prepare: Prepare | None = None, env: Environment | None = None
 ) -> list[Ended]:
-    """Start and wait."""
+    """Start ranks and wait for them."""
     return finish(start(world, arguments, prepare, env))
 
 
 def called(world: int, act: Callable[[int], Any], timeout: float = 120) -> list[Any]:
-    """What `act(rank)` returns in each of `world` processes; an exception comes back as its text. They are forked from
-    a process without threads: a lock that another thread of the tests' process holds stays locked in its forks.
+    """Call `act(rank)` in each of `world` processes, and return the results. An exception is
+    returned as its text.
+
+    The processes are forked from one without threads: a lock that another thread of the tests'
+    process holds would stay locked in its forks.
     """
     context = _clean_context()
     work = cloudpickle.dumps(act)
@@ -156,18 +161,18 @@ def _called(work: bytes, rank: int, send: Any) -> None:
     except Exception as error:
         traceback.print_exc()
         result = f"{type(error).__name__}: {error}"
-    send.send_bytes(pickle.dumps(result))  # Tensors by value: the parent reads them after this process has ended.
+    send.send_bytes(pickle.dumps(result))  # by value: the parent reads after this process ended
     os._exit(0)
 
 
 def good(world: int, arguments: list[str], **more: Any) -> None:
-    """Run, and every rank ends with 0."""
+    """Run ranks, and check that every rank exits with 0."""
     ended = run(world, arguments, **more)
     assert [end.code for end in ended] == [0] * world, ended
 
 
 def stop_at(step: int) -> Callable[[int], None]:
-    """SIGTERM comes to the last rank while step number `step` runs."""
+    """Return a hook that sends SIGTERM to the last rank while step number `step` runs."""
 
     def prepare(rank: int) -> None:
         import signal
@@ -188,13 +193,13 @@ def stop_at(step: int) -> Callable[[int], None]:
 
 
 def metrics(run_dir: Path, event: str) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl of one kind."""
+    """Return the lines of metrics.jsonl of one kind."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["event"] == event]
 
 
 def final_losses(run_dir: Path) -> list[float]:
-    """The loss of every step, in the execution that counts."""
+    """Return the loss of every step, in the execution that counts."""
     losses: dict[int, float] = {}
     for row in (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()):
         if row["event"] == "start":
@@ -206,7 +211,7 @@ def final_losses(run_dir: Path) -> list[float]:
 
 
 def torchrun(nproc: int, arguments: list[str], cwd: Path, *, max_restarts: int = 0) -> subprocess.Popen[str]:
-    """Real torchrun with the trainer; output goes to cwd/out.txt."""
+    """Start the trainer under real torchrun. Its output goes to cwd/out.txt."""
     command = [
         sys.executable,
         "-m",
@@ -230,12 +235,14 @@ def torchrun(nproc: int, arguments: list[str], cwd: Path, *, max_restarts: int =
 
 
 def steps(folder: Path) -> int:
-    """Steps so far of the training whose checkpoint folder it is."""
+    """Return the number of steps of the training with this checkpoint folder."""
     return len(metrics(folder / "run", "step")) if (folder / "run" / "metrics.jsonl").exists() else 0
 
 
 def stop_torchrun(nproc: int, arguments: list[str], folder: Path) -> int:
-    """Train under torchrun, which gets SIGTERM after some steps; the step of the checkpoint that it leaves."""
+    """Train under torchrun, send it SIGTERM after some steps, and return the step of the resulting
+    checkpoint.
+    """
     agent = torchrun(nproc, [*arguments, f"checkpoint.dir={folder}"], folder)
     try:
         until(lambda: steps(folder) > 3, 120)
@@ -249,7 +256,7 @@ def stop_torchrun(nproc: int, arguments: list[str], folder: Path) -> int:
 
 
 def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    """Wait until `condition()` is true; its value."""
+    """Wait until `condition()` is true, and return its value."""
     began = time.monotonic()
     while time.monotonic() - began < seconds * slowness():
         if value := condition():

@@ -1,4 +1,6 @@
-"""A real S3 server on loopback, versitygw over a folder, built once per machine into ~/.cache/ddpjob; a slow line."""
+"""A real S3 server on loopback (versitygw over a folder), which is built once per machine into
+~/.cache/ddpjob, and a slow line.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,15 @@ BUCKET = "bucket"
 
 @dataclass(frozen=True)
 class Server:
-    """Its port, the folder of its one bucket, and the environment in which clients find it."""
+    """The server's port, the folder of its only bucket, and the environment with which clients find
+    it.
+    """
 
     port: int
     folder: Path
 
     def environment(self, port: int | None = None) -> dict[str, str]:
-        """AWS's variables; `port`: of a proxy in between."""
+        """Return AWS's variables. `port` may be that of a proxy in between."""
         return {
             "AWS_ACCESS_KEY_ID": "access",
             "AWS_SECRET_ACCESS_KEY": "a-secret-of-the-test",
@@ -39,10 +43,12 @@ class Server:
 
 
 def program() -> Path:
-    """The server, built by Go. Skips the test where there is none; with CI=true that is a failure."""
+    """Return the server program, built by Go. Skips the test if that is impossible; with CI=true
+    this is a failure.
+    """
     folder = CACHE / "s3" / PROGRAM.rpartition("@")[2]
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a") as lock:  # Whoever waits finds it built.
+    with (folder / "lock").open("a") as lock:  # a process that waited here finds it built
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "versitygw").exists():
             if shutil.which("go") is None:
@@ -56,7 +62,7 @@ def program() -> Path:
 
 @contextlib.contextmanager
 def serving(place: Path) -> Iterator[Server]:
-    """The server with an empty bucket in a folder below `place`."""
+    """Serve an empty bucket in a folder below `place`."""
     folder, port = place / "s3" / BUCKET, free_port()
     folder.mkdir(parents=True)
     (place / "sidecar").mkdir()
@@ -80,7 +86,9 @@ def serving(place: Path) -> Iterator[Server]:
 
 
 class SlowLine:
-    """A proxy of bytes to a port: at most `bytes_per_second` towards it (None: all), or none while it is `cut`."""
+    """A TCP proxy to a port. It passes at most `bytes_per_second` towards it (None means all), or
+    nothing while it is `cut`.
+    """
 
     def __init__(self, port: int, bytes_per_second: float | None = None) -> None:
         self._target, self.bytes_per_second, self.sent, self.cut = port, bytes_per_second, 0, False

@@ -1,4 +1,6 @@
-"""One training for every strategy, and the losses that it must have: shared by the tests on pods and on processes."""
+"""One training for every strategy, and its expected losses. The tests on pods and on processes
+share it.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from ranks import final_losses
 
 EPOCHS = 6
 STEPS = 8 * EPOCHS
-# A small learning rate: a sum in another order can put a value on the other side of a kink of the network, and then
-# little comes of it.
+# A small learning rate: sums in a different order can move a value across a kink of the network,
+# which then has little effect.
 PROBLEM = [
     "data.name=digits",
     "data.batch=200",
@@ -28,16 +30,19 @@ PROBLEM = [
     "checkpoint.every_seconds=1",
 ]
 TOLERANCE = 1e-4
-"""Of every loss; 4e-6 is seen. Momentum lost at a restart makes a difference of 4e-3, a sample left out of each step
-6e-2."""
+"""Tolerance of every loss; 4e-6 was seen. Momentum lost at a restart causes a difference of 4e-3,
+and a sample left out of each step 6e-2.
+"""
 
 
 HELD = 12
-"""The step in which a job waits until a pod has been taken from it: the whole training takes but a few seconds."""
+"""The step in which a job waits until a pod has been killed. The whole training takes only a few
+seconds.
+"""
 
 
 def held(args: list[str], env: dict[str, str]) -> dict[str, Any]:
-    """Fields of a job's spec: the trainer, whose step `HELD` waits for `let_go`."""
+    """Return fields of a job's spec for the trainer, whose step `HELD` waits for `let_go`."""
     script = Path(__file__).parent / "local" / "scripts" / "held_script.py"
     variables = [{"name": name, "value": value} for name, value in {"HELD": str(HELD), **env}.items()]
     return {"script": str(script), "args": [ddpjob_trainer.__main__.__file__, *args], "env": variables}
@@ -49,7 +54,7 @@ def let_go(checkpoints: Path, what: object = HELD) -> None:
 
 
 def losses_of_one_process(folder: Path) -> list[float]:
-    """The losses of strategy=single on this machine."""
+    """Return the losses of strategy=single on this machine."""
     program = [sys.executable, "-m", "ddpjob_trainer", *PROBLEM, "strategy=single", f"checkpoint.dir={folder}"]
     subprocess.run(program, check=True, timeout=600)
     losses = final_losses(folder / "run")
@@ -58,12 +63,16 @@ def losses_of_one_process(folder: Path) -> list[float]:
 
 
 def steps_begun(checkpoints: Path) -> int:
-    """As the ledger of rank 0 says, which is written with each step: a job's status follows a second later."""
+    """Return the number of steps in rank 0's ledger, which is written at each step. A job's status
+    follows a second later.
+    """
     return sum(path.read_text().count('"samples"') for path in checkpoints.glob("run/ledger/rank-0-*.jsonl"))
 
 
 def assert_exact(checkpoints: Path, alone: list[float]) -> None:
-    """Two incarnations that consumed every sample of every epoch once, with the losses of one process."""
+    """Check that two incarnations together consumed every sample of every epoch once, with the
+    losses of one process.
+    """
     incarnations = read([checkpoints])
     assert len(incarnations) == 2 and verify(incarnations).epochs == dict.fromkeys(range(1, EPOCHS + 1), 1438)
     losses = final_losses(checkpoints / "run")

@@ -1,4 +1,4 @@
-"""Finds where a module replaces a name of torch. Runs on Python 3.9 without torch."""
+"""Finds assignments to names of torch in a module. Runs on Python 3.9 without torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import ast
 from pathlib import Path
 
 SETTINGS = "torch.backends."
-"""Assigned to by everybody, as torch's documentation says."""
+"""Prefix of names that any program may assign to, according to torch's documentation."""
 
 
 def replaced_names(folder: Path) -> list[str]:
-    """The places "FILE:LINE" that assign to an attribute of something imported from torch."""
+    """Return the places "FILE:LINE" that assign to an attribute of an object imported from
+    torch.
+    """
     found = []
     for path in sorted(folder.rglob("*.py")):
         tree = ast.parse(path.read_text())

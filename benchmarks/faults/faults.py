@@ -1,4 +1,4 @@
-"""The faults. Each lasts for some seconds and then undoes itself."""
+"""Control-plane faults. Each lasts for a few seconds, and then undoes itself."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from benchmarks.testbed import processes
 
 POLICY = "ddpjob-faults-deny-pods"
 MANY, PENDING = 100, 200
-"""Number of times that the operator is killed, and number of jobs at a failover."""
+"""How often the operator is killed, and the number of jobs at a failover."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault. `bring` causes it, and returns the seconds until the operator acted again.
+    """A fault.
 
-    None means that they must be measured with a new job.
+    `bring` causes it, and returns the seconds until the operator acted again, or None if they must
+    be measured with a new job.
     """
 
     name: str

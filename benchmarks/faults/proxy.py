@@ -1,4 +1,6 @@
-"""A proxy for the API server that refuses, falls silent, sends errors and changes clocks."""
+"""A proxy for the API server that refuses requests, silences watches, sends errors and shifts
+clocks.
+"""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Scene:
         return full
 
     def signal_program(self, name: str, number: int) -> None:
-        """Send a signal to one of the cluster's programs, such as kube-apiserver."""
+        """Send a signal to one of the control plane's programs, such as kube-apiserver."""
         found = next(p for p in processes.recorded(self.cluster.settings) if p.name == name)
         os.kill(found.pid, number)
 
@@ -121,7 +121,7 @@ class Scene:
         return f"{name}-{index}-{self.kills[name]}"
 
     def wait_pod(self, name: str, timeout: float = 60) -> float:
-        """Wait until a pod exists, and return the seconds."""
+        """Wait until a pod exists, and return how many seconds that took."""
         return self.jobs.wait(
             f"pod {name}", lambda: self.cluster.succeeds("get", "pod", name, "-n", self.namespace), timeout
         )

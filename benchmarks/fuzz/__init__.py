@@ -1,5 +1,5 @@
-"""Fuzzing: feeds every parser of untrusted input with mutations of good input, and watches its
-behaviour.
+"""Fuzzing: feeds every parser of untrusted input with mutations of good input, and watches how it
+behaves.
 
     python -m benchmarks.fuzz --minutes 10                  # all parsers, equal processor time for each
     python -m benchmarks.fuzz --inputs 5000000 --seed 2     # until all parsers together have had this many

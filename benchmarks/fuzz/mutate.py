@@ -27,7 +27,7 @@ LONGEST = 64 * 1024
 _COUNTS = (1, 1, 2, 3, 8)
 """Possible numbers of changes to an input, one of which is drawn."""
 _RAW = 0.2
-"""The share of inputs that are changed as bytes, regardless of their form."""
+"""The share of inputs whose bytes are changed regardless of their form."""
 _BYTES = [
     b"", b"\x00", b"\xff", b"\xff\xff\xff\xff", b"\xff\xfe", b"\xed\xa0\x80", b"\\ud800", b"NaN", b"Infinity",
     b"1e999", b"-0", b"-1", b"1.5", b"9" * 400, b"9" * 5000, b"0x" + b"f" * 5000, b"18446744073709551616", b"null",
@@ -42,7 +42,8 @@ _VALUES: list[Any] = [
     [[]], [{}], [None], {"a": 1}, ["a"] * 2000, [0] * 300,
 ]  # fmt: skip
 _KEYS = ["", "t", "a", "name", "spec", "__class__", "x" * 300, "\ud800", "\x00"]
-# pickle: an int of 20 kB, memo without end, build, reduce, class of the stack, persistent id, list and dict openings.
+# pickle: a 20 kB int, then memo without end, build, reduce, a class from the stack, a persistent
+# id, opened lists.
 _OPCODES = [
     b"\x8b\x20\x4e\x00\x00" + b"\x7f" * 20_000, b"\x94", b"b", b"R", b"\x81", b"\x93", b"Q", b"(", b"]", b"}", b"N",
     b"0", b"2", b"s", b"u", b"e", b"a", b"\x85", b"\x86", b"\x87", b"h\x00", b"j\xff\xff\xff\x7f", b"r\xff\xff\xff\x7f",

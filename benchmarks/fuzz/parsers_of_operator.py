@@ -75,7 +75,7 @@ def as_json(value: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Return the value of JSON. Raises ValueError."""
+    """Parse JSON. Raises ValueError."""
     try:
         return json.loads(data)
     except RecursionError as error:
@@ -110,8 +110,8 @@ def _reports() -> Target:
 
 
 def _decisions() -> Target:
-    """Fuzz the operator's decision on a report, and a second one based on the first one's
-    status.
+    """Fuzz the operator's decision on a report, and its next decision, which starts from the
+    resulting status.
     """
     from ddpjob.api.job import DDPJob
     from ddpjob.api.job_status import SlotState

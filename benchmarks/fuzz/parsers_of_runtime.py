@@ -94,7 +94,11 @@ def _check_report(coordinator: Any, now: float) -> None:
 
 
 def _members() -> Target:
-    """Fuzz lines from pods with the token, with `from` (0 to 3) and `wait` (seconds before)."""
+    """Fuzz lines from pods that have the token.
+
+    In each line, `from` (0 to 3) is the sender, and `wait` is the time since the previous line in
+    seconds.
+    """
     from ddpjob_runtime import protocol
     from ddpjob_runtime.coordinator.coordinator import Coordinator
     from ddpjob_runtime.coordinator.settings import CoordinatorSettings
@@ -135,7 +139,9 @@ def _members() -> Target:
 
 
 def _stories() -> list[list[dict[str, Any]]]:
-    """Return stories of a two-node job: a failure and a new round, a takeover, a stop, a silent host."""
+    """Return histories of a two-node job: a failure and a new round, a takeover, a stop, a silent
+    host.
+    """
     hellos = [
         {"t": "hello", "from": i, "pod": f"a-{i}-0", "index": i, "attempt": 0, "pid": 5, "generation": 0, "grace": 30}
         for i in range(2)
@@ -172,7 +178,7 @@ def _stories() -> list[list[dict[str, Any]]]:
 
 
 def _greetings() -> Target:
-    """Fuzz what anybody sends to the port on which a node's neighbours watch it."""
+    """Fuzz arbitrary bytes sent to the port through which neighbours watch a node."""
     from ddpjob_runtime import protocol
     from ddpjob_runtime.launcher.neighbours import GREETING, Neighbours, RingPlace, _Link
 
@@ -203,7 +209,7 @@ class _Writer:
         return self if name == "socket" else ("10.0.0.9", 4711)
 
     def setsockopt(self, *arguments: Any) -> None:
-        """Do nothing, in place of a socket."""
+        """Do nothing, because there is no socket."""
 
     def write(self, content: bytes) -> None:
         self.sent += content
@@ -226,7 +232,7 @@ class _Writer:
 
 
 def _connections() -> Target:
-    """Fuzz all bytes on a connection to the coordinator's port. The peer may know the token."""
+    """Fuzz all bytes of a connection to the coordinator's port. The peer may know the token."""
     from ddpjob_runtime import protocol
     from ddpjob_runtime.coordinator.coordinator import Coordinator
     from ddpjob_runtime.coordinator.settings import CoordinatorSettings
@@ -348,7 +354,7 @@ def _listings() -> Target:
 
 
 def _bucket_manifests() -> Target:
-    """Fuzz the list of a checkpoint's files in a bucket."""
+    """Fuzz a bucket's list of the files in a checkpoint."""
     from ddpjob_bucket import CopyManifest, Stored
 
     def read(data: bytes) -> None:
@@ -365,14 +371,14 @@ def _bucket_manifests() -> Target:
 
 
 def _code_archives() -> Target:
-    """Fuzz the tar in an archive of code. Files are written only below the folder."""
+    """Fuzz the tar file in an archive of code. Files may be written only below the folder."""
     from ddpjob_runtime.launcher.fetch_code import BadArchive, unpack
 
     above = scratch("code-archives")
     archive, folders = above / "archive.tar.gz", itertools.cycle(above / str(number) for number in range(500))
 
     def read(data: bytes) -> None:
-        folder = next(folders)  # Removing it would be an act.
+        folder = next(folders)  # Removing it would count as `act`.
         folder.mkdir(exist_ok=True)
         archive.write_bytes(gzip.compress(data, 1))
         try:
@@ -399,7 +405,7 @@ def _code_archives() -> Target:
 
 
 class _StorageInfo:
-    """Represents torch's class of this name in a pickle."""
+    """Stands for torch's class of this name in a pickle."""
 
     def __init__(self, name: str) -> None:
         self.relative_path, self.offset, self.length = name, 0, 10

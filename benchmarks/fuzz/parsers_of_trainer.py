@@ -26,7 +26,7 @@ class _Untouched:
         self._before = {kind: dict(vars(kind)) for kind in classes}
 
     def check(self) -> None:
-        """Undo changes, which would spoil later inputs, and raise AssertionError if there was
+        """Undo changes, because they would spoil later inputs. Raises AssertionError if there was
         one.
         """
         changed, nothing = [], object()
@@ -114,7 +114,7 @@ def _record(path: Path, recorded: dict[str, Any]) -> None:
 
 
 def _dcp_manifests() -> Target:
-    """Fuzz a checkpoint folder's manifest, and what it makes the trainer read."""
+    """Fuzz the manifest of a checkpoint folder, and the files that the trainer then reads."""
     from ddpjob_trainer.checkpoints import dcp
     from ddpjob_trainer.errors import CheckpointError
 
@@ -171,7 +171,7 @@ def _cifar_binary() -> Target:
 
 
 def _images() -> Target:
-    """Fuzz a data set's image through a training crop, a test crop and its size."""
+    """Fuzz an image of a data set: its size, a training crop and a test crop."""
     import numpy as np
     import torch
     from ddpjob_trainer.data import decode

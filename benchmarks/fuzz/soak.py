@@ -41,7 +41,7 @@ _MOST_DEATHS = 10
 
 
 class _Current(ctypes.Structure):
-    """The input that a process is trying, so that the parent knows it if the process dies."""
+    """The input that a process is working on, so that the parent knows it if the process dies."""
 
     _fields_ = (("number", ctypes.c_longlong), ("length", ctypes.c_int), ("content", ctypes.c_ubyte * LONGEST))
 
@@ -50,7 +50,7 @@ class _Current(ctypes.Structure):
 class _Turn:
     """The result of one turn.
 
-    `findings` has (count, first finding, its input), grouped by the findings' common cause.
+    `findings` has (count, first finding, its input) for each common cause.
     """
 
     inputs: int = 0
@@ -129,7 +129,7 @@ def soak(
 
 
 class _Runner:
-    """A parser's process, and the next process after its death."""
+    """Runs a parser in a process, and starts a new process if that one dies."""
 
     def __init__(self, result: Result, seed: int, turn: float, limit: float) -> None:
         self.result, self._seed, self._turn, self._limit = result, seed, turn, limit
@@ -186,7 +186,7 @@ class _Runner:
         if current.number < 0:
             raise RuntimeError(f"the parser {self.result.parser.name} cannot be started: {self._ending()}")
         content = bytes(current.content[: current.length])
-        # The turn's earlier inputs are not counted.
+        # The earlier inputs of the turn are not counted.
         self.result.add(_Turn(1, findings={f"{finding} {current.number}": (1, finding, content)}))
         self.result.deaths += 1
         self.end()
@@ -211,7 +211,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _work(parser: Parser, seed: int, first: int, limit: float, current: Any, orders: Connection) -> None:
-    """A parser's process. Each order is the length of a turn."""
+    """Run a parser's turns in its own process. Each order is the length of a turn."""
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends it.
     with watching():
@@ -244,7 +244,7 @@ def _turn(target: Target, inputs: Iterator[tuple[int, bytes]], seconds: float, l
 
 
 def write_findings(result: Result, folder: Path) -> Iterator[tuple[int, Finding, Path | None]]:
-    """Keep the first input of each finding. Yield (count, finding, file)."""
+    """Write the first input of each finding to a file, and yield (count, finding, file)."""
     for count, finding, data in result.findings.values():
         path = None
         if finding.kind != "growth":

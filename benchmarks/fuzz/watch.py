@@ -62,7 +62,7 @@ class Parser:
 
 @dataclass(frozen=True)
 class Finding:
-    """A parser's fault on an input. `where` is the file and line in the project that caused it."""
+    """A fault that an input causes. `where` is the file and line in the project that caused it."""
 
     kind: str
     what: str
@@ -198,7 +198,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _hidden(error: BaseException | None) -> Finding | None:
-    """Return the finding hidden by a refusal if only the memory limit prevented a kill."""
+    """Return a memory finding if the refusal was caused by the memory limit; otherwise None."""
     for _ in range(20):
         if isinstance(error, MemoryError):
             return Finding("memory", f"more than {MEMORY >> 20} MiB", _place(error))

@@ -1,12 +1,12 @@
-"""Whether hangs end by themselves: plants each kind in a group of its own, without any setting.
+"""Plants each kind of hang in its own group, to see whether it ends without any setting.
 
     python -m benchmarks.hangs [--kinds loader,gil] [--together 3] [--patience 240] [--csv FILE]
     python -m benchmarks.hangs --calm MINUTES     groups that never hang (calm.py)
 
 A group is one node with two ranks, of which rank 1 hangs after 15 s of training (plants.py). Each
-row says how many seconds later the coordinator ended the round, how many until the next step, and
-what the incident names. `ok` requires the cause Hang, the hanging rank first in the message (unless
-both wait in a collective, or all ranks hang), and a step in the next round.
+row shows the seconds from then until the coordinator ended the round, the seconds until the next
+step, and the incident's message. `ok` requires the cause Hang, the hanging rank first in the
+message (unless both wait in a collective, or all ranks hang), and a step in the next round.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.processes import exit_on_sigterm
 from benchmarks.recovery.groups import Fast, NotRecovered, Shape
 
 NAMELESS = {"skips_collective", "barrier", "everywhere"}
-"""Kinds without one rank that the others wait for."""
+"""Kinds in which there is no single rank that the others wait for."""
 
 
 class Planted(Fast):
@@ -54,7 +54,7 @@ class Planted(Fast):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one planted hang."""
+    """The outcome of one planted hang."""
 
     kind: str
     ok: bool

@@ -1,4 +1,5 @@
-"""Groups that are slow, suspended or cut off, but never hang: any report of a hang is a false alarm.
+"""Runs groups that are slow, suspended or cut off, but never hang. Any report of a hang is a false
+alarm.
 
     python -m benchmarks.hangs --calm MINUTES [--kinds stops,links]
 
@@ -10,7 +11,7 @@ Each group trains in two nodes of one rank. Once in each PERIOD it is disturbed:
 | evaluation | rank 1 computes for 60 s, while rank 0 waits in a collective |
 | slow_disk | rank 0 writes a checkpoint that takes 50 s, in blocking writes |
 | links | a node's network (a namespace; needs root) is cut off for 0.1 to 0.4 s |
-| outages | the same for 2 to 10 s, so that a spare takes over; only a second restart is an alarm |
+| outages | as links, but for 2 to 10 s, so that a spare takes over; only a second restart is an alarm |
 
 The script of the groups is disturbed.py.
 """
@@ -49,7 +50,10 @@ class Calm(Fast):
         return found + [f"suspected: {report['overdue']}"] * bool(report.get("overdue"))
 
     def disturb(self, kind: str, dice: random.Random) -> None:
-        """Stop one process for some seconds, then continue it. The other kinds disturb themselves."""
+        """Stop one process for a few seconds, then continue it.
+
+        In the other kinds, the script causes the disturbance.
+        """
         if kind != "stops":
             return
         assert self.coordinator is not None
@@ -61,7 +65,10 @@ class Calm(Fast):
 
 
 class CalmOnHosts(FastOnHosts):
-    """The same in network namespaces, from which the coordinator's report cannot be read."""
+    """Like `Calm`, but in network namespaces.
+
+    The coordinator's report cannot be read there, so alarms come from its log.
+    """
 
     script = Path(__file__).with_name("disturbed.py")
 
@@ -80,7 +87,7 @@ class CalmOnHosts(FastOnHosts):
 
 @contextmanager
 def calm_group(kind: str, folder: Path) -> Iterator[Calm | CalmOnHosts]:
-    """Provide a group that has not started yet, and end it."""
+    """Provide a group that has not started yet, and end it on exit."""
     if kind not in CUT_SECONDS:
         group = Calm(folder, Shape(nodes=2, minimum=2), (kind, str(PERIOD[kind])))
         try:
@@ -101,7 +108,7 @@ def calm_group(kind: str, folder: Path) -> Iterator[Calm | CalmOnHosts]:
 
 
 def watch(kind: str, minutes: float) -> list[str]:
-    """Run a group for some minutes. Returns its false alarms, each once."""
+    """Run a group for `minutes` minutes, and return its false alarms without duplicates."""
     seen: dict[str, None] = {}
     disturbances, dice = 0, random.Random(kind)
     with tempfile.TemporaryDirectory(prefix=f"calm-{kind}-") as name, calm_group(kind, Path(name)) as group:

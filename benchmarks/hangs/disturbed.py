@@ -2,7 +2,7 @@
 
     torchrun ... disturbed.py FOLDER KIND PERIOD
 
-FOLDER gets the newest step. KIND is a group of calm.py, and PERIOD is in seconds.
+The newest step is written to FOLDER. KIND is a group of calm.py, and PERIOD is in seconds.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A plain training script, one rank of which hangs once, in a way that is chosen by name.
+"""A plain training script in which one rank hangs once, in a way that is chosen by name.
 
     torchrun ... plants.py FOLDER KIND [--rank N] [--after SECONDS] [--steps N]
 
-Each step is a sum over all ranks and a step of an optimizer, so that steps are counted. After
-`--after` seconds of training the rank calls the function `hang_KIND`, which never returns. A file
-in FOLDER records that, so that the next incarnation does not hang.
+Each step sums over all ranks and takes an optimizer step, because optimizer steps are counted.
+After `--after` seconds of training, the rank calls the function `hang_KIND`, which never returns. A
+file in FOLDER records that, so that the next incarnation does not hang.
 """
 
 import argparse
@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 
 CLONE, CLONE_VFORK = 56, 0x4000
-"""Numbers of Linux on x86-64."""
+"""A system call number and a flag of Linux on x86-64."""
 
 
 class Stuck(torch.utils.data.Dataset):
-    """Samples that its loader's process never delivers."""
+    """Samples that the loader's process never delivers."""
 
     def __len__(self):
         return 8
@@ -43,7 +43,7 @@ class Stuck(torch.utils.data.Dataset):
 
 
 class StoppedLoader(Stuck):
-    """Samples whose loader's process stops."""
+    """Samples whose loader process stops."""
 
     def __getitem__(self, index):
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -3,23 +3,23 @@ preemption and losses.
 
     python -m benchmarks.night [--seed 1] [--chart docs/images/night.png] [--table benchmarks/README.md]
 
-Needs root and Go. It starts the test cluster's etcd, API server, kube-controller-manager and
-kube-scheduler, with gangs and WorkloadAwarePreemption, in a slot where no cluster is up
-(DDPJOB_CLUSTER_SLOT), and an operator as a separate process, and ends them afterwards. Nodes and
-containers are simulated, because 50 real trainings on eight nodes would need more than two
-processors. The question is whether the deciding programs (scheduler, controllers, operator,
-coordinators) leave GPUs idle or lose samples, which does not require workers to compute. These
-programs therefore run production code, and only kubelets, launchers and the arithmetic of a step
-are simulated (see `machines.py`, `training.py`).
+Needs root and Go. In a slot where no cluster is up (DDPJOB_CLUSTER_SLOT), it starts the test
+cluster's etcd, API server, kube-controller-manager and kube-scheduler, with gangs and
+WorkloadAwarePreemption. It also starts an operator as a separate process, and ends everything
+afterwards. Nodes and containers are simulated, because 50 real trainings on eight nodes would need
+more than two processors. The question is whether the deciding programs (scheduler, controllers,
+operator, coordinators) leave GPUs idle or lose samples, which does not require workers to compute.
+These programs therefore run production code, and only kubelets, launchers and the arithmetic of a
+step are simulated (see `machines.py`, `training.py`).
 
 A job has 1 to 8 nodes with 1 to 8 GPUs each, and one of three priorities. Some jobs are elastic,
 and some have a spare. Jobs save a checkpoint every ten steps and when asked to end. Pods and
 coordinators are killed, and nodes lose power or network and return.
 
 Every second, watches show which jobs would fit into the free GPUs, and for how long they have
-fitted (see `waits.py`). At the end, every job must be Complete without a counted restart, and its
-ledger must show each sample once per epoch, according to the same check as for the trainer's own
-ledger. The exit code is 1 if that does not hold, or if a job has waited longer than the aim.
+fitted (see `waits.py`). At the end, every job must be Complete without a counted restart. Its
+ledger must show each sample once per epoch, which the check for the trainer's own ledger verifies.
+The exit code is 1 if a job fails these checks, or has waited longer than the aim.
 """
 
 from __future__ import annotations

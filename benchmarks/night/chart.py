@@ -10,8 +10,8 @@ from benchmarks.night.schedule import GPUS, HOSTS, FaultKind
 
 
 def draw(record: Record, path: Path, seed: int) -> None:
-    """Draw each job's GPUs and the available ones, the losses, and how long jobs wait despite
-    room.
+    """Draw each job's GPUs and the available ones, the losses, and how long jobs wait although
+    there is room.
     """
     import matplotlib
 

@@ -1,11 +1,11 @@
 """Simulates the kubelets of eight Kubernetes nodes on the real API server.
 
-The simulation (`tests/simulation/kubelet.py`) decides what a kubelet does with a pod, its
-containers and its end, and what the containers do. Containers are the production coordinator, whose
-HTTP port the operator reaches at a loopback address, and launchers that send the same lines as real
-ones. kube-scheduler, kube-controller-manager and the operator are real. They bind pods, notice
-silent nodes and delete objects. A simulated kubelet sees its pods through a watch, renews its
-node's Lease, and writes and deletes like a real one.
+The simulation (`tests/simulation/kubelet.py`) decides how a kubelet starts and ends a pod and its
+containers, and what the containers do. A coordinator's container runs the production coordinator,
+whose HTTP port the operator reaches at a loopback address. A launcher's container sends the same
+lines as a real one. kube-scheduler, kube-controller-manager and the operator are real. They bind
+pods, notice silent nodes and delete objects. A simulated kubelet sees its pods through a watch,
+renews its node's Lease, and writes and deletes like a real one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CAPACITY = {"cpu": "64", "memory": "512Gi", "pods": "110", "ephemeral-storage":
 
 
 class WallClock(Clock):
-    """The simulation's clock, showing the time of day. The event loop makes calls that are due."""
+    """The simulation's clock, which shows the time of day. The event loop makes scheduled calls."""
 
     @property
     def now(self) -> float:  # type: ignore[override]
@@ -168,7 +168,7 @@ class Kubelets(Machines):
             if uid not in self.pods:
                 self._close_port(uid)
             return
-        body = dict(body)  # A kubelet writes its status into the copy.
+        body = dict(body)  # The simulated kubelet writes the pod's status into this copy.
         if pod is None:
             pod = self.pods[uid] = Pod(body, self.clock.now)
         pod.body = body

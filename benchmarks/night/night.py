@@ -1,4 +1,6 @@
-"""Runs one night. Jobs run, nodes are lost, and each second shows which jobs wait despite room."""
+"""Runs one night: jobs train, nodes are lost, and every second shows which jobs wait despite
+room.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ class Look:
     longest: float
     """Longest time in seconds that a job has waited although it fits."""
     fits: dict[str, str]
-    """What each job that fits is waiting for."""
+    """For each job that fits, the kind of its need (Lack)."""
 
 
 @dataclass
@@ -100,7 +102,7 @@ class _Over(Exception):
 
 
 class Night:
-    """Plays a night. `folder` is for the jobs' checkpoints and ledgers."""
+    """Plays a night. `folder` holds the jobs' checkpoints and ledgers."""
 
     def __init__(
         self, rest: Rest, namespace: str, jobs: list[Job], faults: list[Fault], folder: Path, *, forgets: bool = False

@@ -1,4 +1,4 @@
-"""The contents of a night, drawn from a seed: jobs of all shapes, their arrivals, and faults."""
+"""Draws the contents of a night from a seed: jobs of all shapes, their arrivals, and faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPUS_OF_A_NODE = (1, 2, 2, 4, 4, 8, 8)
 POD_EVERY, COORDINATOR_EVERY, HOST_EVERY = 25.0, 90.0, 80.0
 """Mean time in seconds between two faults of the same kind."""
 AWAY = (20.0, 50.0)
-"""Range of the time in seconds for which a Kubernetes node is gone."""
+"""Shortest and longest time for which a Kubernetes node is gone, in seconds."""
 
 
 @dataclass(frozen=True)

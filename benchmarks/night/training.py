@@ -115,9 +115,8 @@ class PlayedTraining(Training):
         self._tick(current)
 
     def _save(self, current: WorkerRound, life: _Life) -> bool:
-        """Write a checkpoint.
-
-        Return False if a later round has the folder, so that this round ends.
+        """Write a checkpoint. Return False if a later round has the folder, so that this round
+        ends.
         """
         try:
             life.claim.check(self.folder)

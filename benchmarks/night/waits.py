@@ -1,11 +1,11 @@
 """Finds jobs that wait although there is room: what each job lacks, what is free, and since when.
 
-A job waits for its gang (all of its `minNodes` at once), for one node that it needs, or for more
-than it needs: a spare, or nodes beyond `minNodes`. Jobs are considered in the scheduler's order, by
-priority and then by age, and a job that fits takes its room in that look. Only the remaining room
-counts for later jobs, so if two jobs need the same room, only one counts as waiting. A preempting
-pod's room is reserved for it. A pod that fits on several nodes takes the fullest, so that as many
-jobs as possible count as waiting.
+A job waits for its gang (all of its `minNodes` at once), for a node that it needs, or for an
+optional node: a spare, or a node beyond `minNodes`. Jobs are considered in the scheduler's order,
+by priority and then by age, and a job that fits takes its room in that look. Only the remaining
+room counts for later jobs, so if two jobs need the same room, only one counts as waiting. A
+preempting pod's room is reserved for it. A pod that fits on several nodes takes the fullest, so
+that as many jobs as possible count as waiting.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Lack(StrEnum):
 
 
 class Whose(StrEnum):
-    """The program whose turn it is: the operator if pods are missing, the scheduler if pods lack a
-    node.
+    """The program that must act next: the operator if pods are missing, the scheduler if pods lack
+    a node.
     """
 
     OPERATOR = "operator"
@@ -139,14 +139,14 @@ def fitting(free: Mapping[str, int], wanted: Iterable[Need]) -> list[Need]:
 
 @dataclass
 class Wait:
-    """A time in seconds that a job waited although it fitted."""
+    """A period, in seconds, in which a job waited although it fitted."""
 
     job: str
     lack: Lack
     began: float
     seconds: float = 0.0
     of: defaultdict[Whose, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of the wait by whose turn it was."""
+    """Seconds of the wait, by the program that had to act."""
     gpu_seconds: float = 0.0
     said: str = ""
 

@@ -1,4 +1,4 @@
-"""A job's script that only reports figures: it slows down, saves nothing, or stops its steps."""
+"""A job's script that only reports figures. It slows down, saves nothing, or stops its steps."""
 
 from __future__ import annotations
 

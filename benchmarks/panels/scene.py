@@ -123,7 +123,7 @@ def train(scene: Scene) -> None:
     checkpoints = scene.folder / "checkpoints"
     checkpoints.mkdir()
     checkpoints.chmod(0o777)
-    # With a fraction of a core each, they leave room for others.
+    # With a fraction of a core each, they leave room for the other jobs.
     shared: Json = {
         "resources": {"limits": {"cpu": "600m"}, "requests": {"cpu": "10m"}},
         "scheduling": {"onePodPerNode": False},
@@ -198,9 +198,10 @@ def _belongs(folder: Path, uid: str) -> bool:
 
 
 def old_definition(scene: Scene) -> None:
-    """Install an older release's definition, without a status field, until the replicas notice.
+    """Install the CRD without a status field, as an older release has it, until the replicas
+    notice.
 
-    Then install this release's definition.
+    Then install this release's CRD.
     """
     definition = yaml.safe_load(CRD.read_text())
     schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
@@ -223,7 +224,7 @@ def slow_answers(scene: Scene) -> None:
 
 
 def resting_jobs(label: str, count: int) -> list[Json]:
-    """Return jobs that are suspended from the start."""
+    """Return jobs that are suspended when they are created."""
     made = job("", nodes=1, script="train.py", runPolicy={"suspend": True})
     return [{**made, "metadata": {"name": f"{label}-{n}", "labels": {label: ""}}} for n in range(count)]
 
@@ -301,9 +302,10 @@ def scene(cluster: Cluster, folder: Path) -> Iterator[Scene]:
 
 
 def play(stage: Scene) -> Json:
-    """Make all events happen.
+    """Run all events.
 
-    Return what the drawing needs: `start` and `end` in Unix seconds, `acts`.
+    Return their times and names and the recorded range (`start` and `end`, in Unix seconds) for the
+    drawing.
     """
     start = time.time()
     train(stage)

@@ -20,11 +20,11 @@ from benchmarks.recovery.tables import FLOOR, Sample
 KILLS_IN_A_ROW = 10
 WHOLE, ELASTIC, SPARE, ALONE = Shape(), Shape(minimum=1), Shape(spares=1), Shape(nodes=1, minimum=1)
 IMPORTS = "import time, torch; print(time.time())"
-"""The program for the floor: the work that every worker must do before it can train."""
+"""The program of the case `floor`: the work that every worker must do before it can train."""
 ON_CUDA = "import time, torch; torch.ones(1, device='cuda').item(); print(time.time())"
-"""The same for training on a GPU."""
+"""Like IMPORTS, but for training on a GPU."""
 TICK_SECONDS = 0.01
-"""The precision with which a process's start is known."""
+"""The resolution of a process's start time."""
 PACE_SECONDS = 15.0
 """How long a group trains before a hang, so that its coordinator knows its pace."""
 WATCH_SECONDS = 6.0
@@ -60,8 +60,8 @@ class Backend(Protocol):
 class Case:
     """A measured case.
 
-    `target` is the upper limit of the median in seconds, or None. With `slow`, a run may take the
-    full patience.
+    `target` is the upper limit of the median in seconds, or None. If `slow`, a run may take as long
+    as the backend's patience.
     """
 
     name: str
@@ -168,9 +168,8 @@ def in_a_row(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
 
 
 def coordinator_unnoticed(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
-    """Kill and replace the coordinator.
-
-    Yields a rank's longest gap between two steps of one incarnation.
+    """Kill and replace the coordinator, and yield a rank's longest gap between two steps of one
+    incarnation.
     """
     with backend.group(case.system, case.shape) as group:
         group.settle()
@@ -190,7 +189,7 @@ def coordinator_unnoticed(case: Case, backend: Backend, round_: int) -> Iterator
 
 
 def coordinator_new_generation(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
-    """Kill the coordinator, which starts a new generation."""
+    """Kill the coordinator, so that a new generation starts."""
     with backend.group(case.system, case.shape) as group:
         moment = group.kill_coordinator()
         seconds, where = recovery(group, moment, case.shape.nodes, backend.patience)

@@ -18,7 +18,7 @@ from benchmarks.recovery.cases import ELASTIC, SPARE, WHOLE, Loopback, Shape, Sy
 from benchmarks.recovery.groups import Group, NotRecovered
 
 KILLS = ((20.0, 2), (75.0, 2), (95.0, 2), (115.0, 1))
-"""(second, `number` of Group.pick): even for the last rank's node, odd for rank 0's."""
+"""(second, `number` for Group.pick). Even numbers pick the last rank's node, odd ones rank 0's."""
 BATCH = 64
 BIN = 0.5
 """Resolution of the curves, in seconds."""

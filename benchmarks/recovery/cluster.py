@@ -1,10 +1,10 @@
 """python -m benchmarks.recovery cluster MANIFEST --namespace NAMESPACE --folder FOLDER [--runs 20] [--cases ...]
 
-Runs the same cases with pods on the current kubeconfig's cluster, which must run the operator,
-measured from the delete call to the first step of all ranks. MANIFEST contains one DDPJob. Its
-`script` is the path of recovery/steps.py in the pods, and its storage.checkpoints is a folder that
-this machine sees as FOLDER, with the same clock (one machine, or NTP). The cases set the job's
-name, nodes, spares, elastic and recovery.mode.
+Runs the cases of `python -m benchmarks.recovery` with pods on the current kubeconfig's cluster,
+which must run the operator. Times are measured from the delete call to the first step of all ranks.
+MANIFEST contains one DDPJob. Its `script` is the path of recovery/steps.py in the pods, and its
+storage.checkpoints is a folder that this machine sees as FOLDER. The clocks must agree (one
+machine, or NTP). The cases set the job's name, nodes, spares, elastic and recovery.mode.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NODE_LOST_AFTER = 10
 
 
 class ClusterGroup(Group):
-    """A DDPJob, whose nodes are its pods. The operator replaces them."""
+    """A DDPJob as a group, whose nodes are pods that the operator replaces."""
 
     def __init__(self, manifest: Json, namespace: str, folder: Path) -> None:
         super().__init__(folder, Shape())
@@ -88,7 +88,7 @@ class ClusterGroup(Group):
     def follow(self) -> None:
         """Record in a thread when each pod is first seen.
 
-        Its creationTimestamp has whole seconds.
+        Its creationTimestamp is too coarse, because it has whole seconds.
         """
 
         def note() -> None:
@@ -107,9 +107,8 @@ class ClusterGroup(Group):
         return self._seen.get(node)
 
     def kill(self, *names: str) -> float:
-        """Force-delete the pods, one right after the other.
-
-        Return the time before, in Unix seconds.
+        """Force-delete the pods one after another, and return the Unix time just before the first
+        deletion.
         """
         moment = time.time()
         self._killed.update(names)
@@ -136,7 +135,7 @@ class ClusterGroup(Group):
 
 
 class Cluster:
-    """A cluster with the operator.
+    """A cluster that runs the operator.
 
     `cut` and `heal`, if set, disconnect and reconnect a Kubernetes node.
     """
@@ -164,7 +163,7 @@ class Cluster:
             yield group
         finally:
             group.close()
-            shutil.rmtree(folder, ignore_errors=True)  # A pod that is still ending may write to it.
+            shutil.rmtree(folder, ignore_errors=True)  # A pod that is still ending may write to the folder.
 
     def floor(self) -> float:
         """Time a pod that imports torch, from its creation to its last line.

@@ -4,7 +4,7 @@
 
 Compares `recovery.snapshots` auto and 1 with none, on two nodes, for each state size and step time.
 Turns alternate between none, auto, none, 1, none, and so on. Each turn is a new group, which is
-measured after some steps, and is compared with the preceding and following turns without copies. A
+measured after a few steps and compared with the preceding and following turns without copies. A
 group cannot be frozen between turns, because "auto" measures time.
 """
 
@@ -68,7 +68,7 @@ def keeping(every: str, shape: Shape, options: tuple[str, ...]) -> AbstractConte
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds per step in a turn. `at_risk` is the number of steps between copies."""
+    """The result of a turn: seconds per step. `at_risk` is the number of steps between copies."""
 
     wall: float
     processor: float
@@ -76,7 +76,7 @@ class Turn:
 
 
 def take_turn(every: str, shape: Shape, options: tuple[str, ...], seconds: float) -> Turn:
-    """Let a group train for some seconds, and measure rank 0."""
+    """Let a group train for `seconds` seconds, and measure rank 0."""
     with keeping(every, shape, options) as group:
         began = time.time()
         time.sleep(seconds)

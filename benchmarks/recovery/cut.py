@@ -1,8 +1,8 @@
 """Simulates a host that loses its network, with groups whose nodes have their own network
 namespaces.
 
-Needs root, `ip` and `bridge`. All namespaces are on one bridge, which has a namespace too, so that this
-machine's network is left alone. The machine's clock is the same everywhere.
+Needs root, `ip` and `bridge`. All namespaces are on one bridge, which has its own namespace, so
+that this machine's network is left alone. The machine's clock is the same everywhere.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Hosts:
         return f"10.78.0.{host + 1}"
 
     def command(self, host: int, command: list[str]) -> list[str]:
-        """Return the command that runs another one on the host.
+        """Return the command that runs `command` on the host.
 
         The host's name is its address, because torchft publishes the name.
         """
@@ -48,7 +48,7 @@ class Hosts:
         return [*enter, "sh", "-c", named, self.address(host), *command]
 
     def cut(self, host: int) -> None:
-        """Have the bridge drop the host's packets. Neither side notices it.
+        """Have the bridge drop the host's packets. Neither side is notified.
 
         Taking the link down is not an option, because the kernel reports a link as up only once a
         second.
@@ -60,7 +60,7 @@ class Hosts:
         _run(f"bridge -n {self._prefix}b link set dev port{host} state 3")
 
     def make(self) -> None:
-        """Make the bridge and the hosts."""
+        """Create the bridge and the hosts."""
         _run(f"ip netns add {self._prefix}b")
         _run(f"ip -n {self._prefix}b link add br0 type bridge")
         _run(f"ip -n {self._prefix}b link set br0 up")
@@ -95,7 +95,7 @@ class OnHosts(Group):
         return int(name.split("-")[1]) + 1 if name.startswith("node-") else COORDINATOR
 
     def cut(self, name: str) -> float:
-        """Cut a node's host off. Return the time just before, in Unix seconds."""
+        """Disconnect a node's host, and return the Unix time just before."""
         moment = time.time()
         self.hosts.cut(self.host_of(name))
         return moment
@@ -107,7 +107,7 @@ class OnHosts(Group):
         return super()._launch(name, self.hosts.command(host, words), {**env, **own})
 
     def _address(self, word: str, host: int) -> str:
-        """Return what replaces the loopback's address in a word of the command."""
+        """Return the address that replaces 127.0.0.1 in a word of the command."""
         return self.hosts.address(COORDINATOR if word.startswith("--rdzv-endpoint") else host)
 
     def _places(self) -> dict[str, str]:
@@ -191,7 +191,7 @@ def on_hosts(name: str, shape: Shape) -> Iterator[OnHosts]:
 
 
 def cut(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
-    """Cut a node's host off. A spare takes over, or torchft continues without the node."""
+    """Disconnect a node's host. A spare takes over, or torchft continues without the node."""
     with on_hosts(case.name, case.shape) as group:
         node, victim = group.pick(group.settle(), round_)
         moment = group.cut(node)
@@ -208,4 +208,4 @@ CUTS = (
     Case("torchft-cut", None, cut, System.STOCK, Shape(nodes=3, minimum=1)),
     Case("torchft-tuned-cut", None, cut, System.STOCK, Shape(nodes=3, minimum=1)),
 )
-"""Run only if they are named, because they need root and torchft."""
+"""Cases that run only if they are selected by name, because they need root and torchft."""

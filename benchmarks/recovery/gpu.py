@@ -3,10 +3,10 @@
     python -m benchmarks.recovery gpu [--states 100e6,500e6] [--seconds 6] [--cpu]
 
 On one node with one GPU, measures the cost of copies after each step and with "auto" (see
-copies.py). Then kills the worker, and measures the pause and the number of repeated steps, with
-copies after each step and with a checkpoint every five seconds instead. The benchmark takes at most
-five minutes, and prints "not run" if torch does not find a GPU. `--cpu` tests the benchmark itself,
-with states in main memory.
+copies.py). Then kills the worker, and measures the pause and the number of repeated steps: once
+with copies after each step, and once with a checkpoint every five seconds instead. The benchmark
+takes at most five minutes, and prints "not run" if torch does not find a GPU. `--cpu` tests the
+benchmark itself, with states in main memory.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ SETTLE_STEPS = 30
 
 
 class NotRecovered(Exception):
-    """The group took no further steps; the message says how that was observed."""
+    """The group took no more steps; the message says how that was noticed."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Group:
         return False
 
     def settle(self) -> Incarnation:
-        """Wait until the complete group has taken some steps and its spares are ready."""
+        """Wait until the complete group has taken a few steps and its spares are ready."""
 
         def settled() -> Incarnation | None:
             incarnation = self.log.refresh().newest
@@ -141,9 +141,8 @@ class Group:
         return None
 
     def kill_coordinator(self) -> float:
-        """Kill the coordinator, and restart what the operator would restart.
-
-        Return the time before the kill.
+        """Kill the coordinator, restart what the operator would restart, and return the Unix time
+        just before.
         """
         raise NotImplementedError
 

@@ -50,7 +50,7 @@ def measure(case: Case, backend: Backend, round_: int) -> list[Sample]:
 def run(backend: Backend, cases: Sequence[Case], options: argparse.Namespace) -> int:
     """Run the rounds and print the table.
 
-    Returns 0, 1 if a case other than stock torchrun's did not recover, 2 on bad input.
+    Return 0; 1 if a case other than stock torchrun's did not recover; 2 on bad input.
     """
     try:
         wanted = chosen(options.cases, cases)

@@ -26,8 +26,9 @@ from benchmarks.recovery.groups import Coordinated, Group, NotRecovered
 from benchmarks.recovery.trace.report import read_numbers
 
 WINDOW = 1.5
-"""Length of a turn in seconds. With three groups, no member is silent for longer than its
-coordinator tolerates."""
+"""Length of a turn in seconds. With three groups, it is short enough that no coordinator gives up a
+frozen member.
+"""
 SETTLE = 0.3
 """Seconds at the start of a turn that do not count, because caches are cold."""
 OPTIONS = ("--sleep=0", "--save-every=0", "--width=512", "--batch=256")
@@ -48,7 +49,7 @@ def send(group: Group, number: signal.Signals) -> None:
 
 
 def turn(group: Group) -> float:
-    """Let the group run alone. Return rank 0's median step in seconds.
+    """Let the group run alone, and return rank 0's median step in seconds.
 
     Raises NotRecovered if training did not continue.
     """

@@ -1,4 +1,4 @@
-"""A job with a slow rank, under `ddpjob run`: how long until it has its pace again."""
+"""Measures how soon a job under `ddpjob run` regains its pace after a rank has become slow."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from benchmarks.recovery.trace.systems import Job
 
 SCRIPT = Path(__file__).with_name("slow_steps.py")
 SHARE = 0.95
-"""Share of the earlier pace that counts as cured."""
+"""Share of the earlier pace from which the job counts as cured."""
 STEPS = 40
-"""Number of last steps whose median is the pace."""
+"""Number of steps in the median that is the pace."""
 PATIENCE = 240.0
 
 
@@ -47,7 +47,7 @@ class SlowRankJob(Job):
     def cure(self) -> tuple[float, int]:
         """Slow down the last rank, and wait for the earlier pace.
 
-        Return the seconds that took, and the number of steps made twice. Raises NotRecovered.
+        Return how many seconds that took and how many steps were repeated. Raises NotRecovered.
         """
         first = self.settle()
         wanted = pace(first) / SHARE

@@ -1,4 +1,4 @@
-"""steps.py with ddpjob_report, where the node that FOLDER/slow names takes twice as long.
+"""Runs steps.py with ddpjob_report; the node named in FOLDER/slow takes twice as long.
 
     torchrun ... slow_steps.py FOLDER [the options of steps.py]
 

@@ -26,7 +26,7 @@ class Incarnation:
 
     @property
     def formed(self) -> float | None:
-        """When the last rank had taken its first step; None until all ranks have done so."""
+        """When the last rank had taken its first step; None while a rank has not taken one."""
         if len(self.steps) < self.world:
             return None
         return max(times[0] for times in self.steps.values())

@@ -6,8 +6,8 @@ All ranks share FOLDER. It contains `digits.pt` (images, labels). Rank 0 saves a
 after every step, and every start resumes from it. An incarnation is one process group, from
 init_process_group to its end; rank 0 draws a random number that identifies it. A rank's first line
 records when its launcher and process began, and when torch was imported, the device ready and the
-group formed. With --cuda, the ranks share the machine's GPUs, with NCCL if each rank has its own
-GPU, which NCCL requires, otherwise with gloo.
+group formed. With --cuda, the ranks share the machine's GPUs. They use NCCL if each rank has its
+own GPU, as NCCL requires, and otherwise gloo.
 """
 
 import argparse
@@ -80,7 +80,10 @@ def process_starts():
 
 
 def stat(pid):
-    """Return a process's fields from its state on. The name before it may contain anything."""
+    """Return the fields of /proc/PID/stat from the process's state onwards.
+
+    The process name, which precedes them, may contain any character.
+    """
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 

@@ -110,7 +110,7 @@ def _load(samples: list[Sample]) -> str:
 
 
 def _row(case: str, samples: list[Sample]) -> list[str]:
-    """Return the cost of the last of the consecutive kills, relative to the first."""
+    """Return a line that compares the last of the consecutive kills with the first."""
     first, last = ([s.seconds for s in samples if s.kill == kill and s.seconds is not None] for kill in (1, LAST_KILL))
     if not first or not last:
         return []

@@ -9,7 +9,7 @@ without them for comparison.
 
 Starts only the test cluster's API server (needs root and Go; the slot is DDPJOB_CLUSTER_SLOT) and
 ends it afterwards, or uses a running test cluster. The operator is a separate process, started as
-by the chart. The benchmark simulates kubelets and coordinators, and pods do not run anything. The
+in the chart. The benchmark simulates kubelets and coordinators, and pods do not run anything. The
 pods name a scheduler that does not exist.
 
 Each figure is shown with the number of processors that were busy meanwhile. All programs share one

@@ -43,8 +43,9 @@ from ddpjob_runtime.protocol import (
 )
 
 PORT = 29400
-"""The jobs' rendezvous port, which is the default port. Their coordinators listen on the next
-port."""
+"""The jobs' rendezvous port, which is the default port. Coordinators serve their reports on the
+next port.
+"""
 ENDED = "ended"
 """First word of the names of ended jobs. Their creator also creates their pods."""
 STEPS_PER_SECOND = 2
@@ -61,7 +62,7 @@ reads."""
 
 @dataclass(frozen=True)
 class Pod:
-    """What the benchmark needs to know about a job's pod."""
+    """The facts about a job's pod that the benchmark needs."""
 
     namespace: str
     name: str

@@ -1,8 +1,8 @@
 """Measures how one team's large jobs and reports affect other teams.
 
-There are three parts in one run, so that the machine's load is the same for all: the operator
-alone, with 100 jobs of the largest size that the API server stores, and with many coordinators that
-always send the largest report that the operator reads.
+One run has three parts, so that the machine's load is the same for all. First, the operator runs
+alone. Then there are 100 jobs of the largest size that the API server stores. Finally, many
+coordinators always send the largest report that the operator reads.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class HostileParts(Parts):
     """The parts of `python -m benchmarks.scale hostile`."""
 
     async def _own(self, usage: Usage) -> float:
-        """Return the operator's processor seconds minus those of an operator at rest.
+        """Return the operator's processor seconds, minus those that it would have used at rest.
 
-        An API server may take minutes to store the jobs, during which the operator also does its
+        The API server may take minutes to store the jobs, during which the operator also does its
         ordinary work.
         """
         before = self.meter.read()
@@ -88,7 +88,7 @@ class HostileParts(Parts):
         before = self.meter.read()
         for n in range(CHANGES):
             change = {"spec": {"runPolicy": {"suspend": True}}}  # Two templates together would be too large for etcd.
-            with suppress(Unavailable):  # A busy API server may store it after the client has given up.
+            with suppress(Unavailable):  # A busy API server may store the job after the client has given up.
                 await self.rest.request("PATCH", self._path(self.jobs[n]), body=change, content_type=MERGE_PATCH)
         await asyncio.sleep(self.options.settle)
         usage = self.meter.read() - before
@@ -96,9 +96,8 @@ class HostileParts(Parts):
         self._note(part, "the same for each change of one", each, "s", "<= 0.2", usage)
 
     async def _create_large(self, team: str, number: int) -> str:
-        """Create a large job, retrying as often as necessary.
-
-        A busy API server takes longer than a request may take.
+        """Create a large job. Retry as often as necessary, because a busy API server may take
+        longer than a request's timeout.
         """
         template = _template(number)
         while True:

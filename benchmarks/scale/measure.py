@@ -1,4 +1,4 @@
-"""Measures processor time and memory of processes, and the API server's count of requests."""
+"""Measures the processor time and memory of processes, and counts the API server's requests."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ class Operator:
         return memory(self.pid, what)
 
     def peak(self) -> float:
-        """Return the peak over all its starts in MiB."""
+        """Return the peak in MiB over all of the operator's starts."""
         return max([*self._peaks, self.memory("VmHWM")])
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Seconds of processor time by user, and the elapsed seconds (`wall`)."""
+    """Processor seconds of each group of programs, and the elapsed seconds (`wall`)."""
 
     wall: float
     operator: float
@@ -114,7 +114,7 @@ class Usage:
 
     @property
     def cores(self) -> float:
-        """Average number of processors that the operator has used."""
+        """Average number of processors used by the operator."""
         return self.operator / self.wall
 
     def __str__(self) -> str:

@@ -233,7 +233,7 @@ class Parts:
             bursts.append(await self._burst())
             manifests = await together(self._bare(pod) for pod in self._pods_of_teams())
             await self._sweep(self.teams)
-            await asyncio.sleep(2)  # Meanwhile, the operator notices.
+            await asyncio.sleep(2)  # The operator notices the deletions meanwhile.
             bares.append(await self._bare_burst(manifests))
         self.hollow.kubelets_run = self.bare.hollow.kubelets_run = True
         part, what = "creation", f"{options.burst} jobs x {options.nodes}"
@@ -413,7 +413,7 @@ class Parts:
         self._note(part, f"{what} (worst of {len(waits)})", max(wait for _, wait in waits), "s", aim, beside)
 
     async def _floor(self, part: str, victims: list[Pod], probe: list[Json]) -> None:
-        """Measure the same storm with as many pods without a job, which a bare client replaces.
+        """Measure an equal storm of pods without a job, which a bare client replaces.
 
         The jobs are at rest meanwhile.
         """
@@ -479,9 +479,9 @@ class Parts:
     async def _probing(
         self, began: float, probe: Callable[[], Awaitable[float]], waits: list[tuple[float, float]], pause: float = 0.1
     ) -> AsyncIterator[None]:
-        """Run one `probe` after the other during the context.
+        """Run probes one after another during the context.
 
-        `waits` receives each one's start time and result.
+        `waits` receives the start time and the result of each.
         """
         first = asyncio.Event()
 

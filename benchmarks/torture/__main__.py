@@ -11,11 +11,11 @@ result.
                                                                         are also killed in the middle of a copy
 
 Jobs of all kinds (modes Fast and Standard, fixed and elastic, with and without spares) train side
-by side. Each must become Complete with no restart counted against it; by its ledger, every sample
-of every epoch must be consumed exactly once; its weights must equal, bit for bit, those of
-undisturbed training with as many ranks at each step (replay.py explains why). With --snapshots, a
-kill may cost at most one complete step, and the one that has begun. The exit code is 1 if a check
-fails.
+by side. Each must become Complete without a counted restart. According to its ledger, every sample
+of every epoch must be consumed exactly once. Its weights must equal, bit for bit, those of an
+undisturbed training with the same number of ranks at each step (replay.py explains why). With
+--snapshots, a kill may cost at most one complete step, in addition to the step that has begun. The
+exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from benchmarks.torture.torture import Plan, Torture
 from benchmarks.torture.verdict import table
 
 OWN_NETWORK = "TORTURE_OWN_NETWORK"
-"""Variable that is set in the program that runs in its own network namespace."""
+"""The variable that is set in the program inside its own network namespace."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""The places where tortured jobs run, and what can be killed there."""
+"""Runs tortured jobs, either under `ddpjob run` or on a cluster, and kills parts of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Observed:
     round: int = 0
     """Number of times that the group has formed again."""
     start: str = ""
-    """The newest round whose workers have reported where they continue, which means that all nodes
+    """The newest round whose workers have reported the step at which they continue. All nodes then
     have that state.
     """
     pods: list[str] = field(default_factory=list)
@@ -68,11 +68,12 @@ class Arena(Protocol):
 
 
 class Processes:
-    """Jobs under `ddpjob run`: pods are process groups, and each runner contains an operator for
-    its job.
+    """Runs jobs under `ddpjob run`. Pods are process groups, and each runner contains its job's
+    operator.
 
-    `cuts` is whether connections can be cut, which requires root and a separate network namespace.
-    `copies` is whether workers are killed in the middle of copies of their state.
+    Args:
+        cuts: whether connections can be cut, which requires root and a separate network namespace.
+        copies: whether workers are killed in the middle of copies of their state.
     """
 
     def __init__(self, folder: Path, *, cuts: bool = False, copies: bool = False) -> None:

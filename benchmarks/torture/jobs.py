@@ -53,9 +53,9 @@ still has the state.
 
 
 def trainer_arguments(epochs: int, kind: Kind | None = None) -> list[str]:
-    """Return the arguments for a small training that is slow enough for some kills.
+    """Return the arguments for a small training, slow enough for several kills.
 
-    The training saves a checkpoint every five steps, unless its states are kept in memory.
+    It saves a checkpoint every five steps, unless its states are kept in memory.
     """
     if kind is not None and kind.snapshots:
         return [*trainer_arguments(epochs), f"strategy={kind.strategy}", *_RARE_CHECKPOINTS,
@@ -72,10 +72,12 @@ _RARE_CHECKPOINTS = ("checkpoint.every_steps=0", "checkpoint.every_seconds=3600"
 
 
 def spec(kind: Kind, epochs: int, defect: str) -> Json:
-    """Return the DDPJob's spec. `defect` breaks the trainer on purpose."""
+    """Return the DDPJob's spec. `defect` names a deliberate defect of the trainer; empty means
+    none.
+    """
     recovery: Json = {"mode": kind.mode, "nodeLostAfterSeconds": 10}
     if kind.snapshots:
-        recovery |= {"snapshots": 1, "maxRestarts": 1000}  # A worker that ends by itself counts.
+        recovery |= {"snapshots": 1, "maxRestarts": 1000}  # A worker that ends by itself counts as a failure.
     program: Json = {"module": "ddpjob_trainer", "args": trainer_arguments(epochs, kind)}
     if defect:
         recovery.setdefault("maxRestarts", 2)

@@ -1,4 +1,6 @@
-"""The arena on the test cluster: pods, a killed operator, and hosts that lose their network."""
+"""Tortures jobs on the test cluster, where the operator is also killed and hosts lose their
+network.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from benchmarks.torture.jobs import Json
 from benchmarks.torture.torture import note
 
 OPERATOR_DOWN, HOST_AWAY = 5.0, 20.0
-"""Maximum seconds for which the operator is down, and seconds for which a host has no network."""
+"""Longest downtime of the operator, and the time for which a host has no network, in seconds."""
 
 
 class OnCluster:
@@ -80,7 +82,7 @@ class OnCluster:
         )
 
     def _kill_operator(self) -> bool:
-        """Kill the operator, and start a new one some seconds later.
+        """Kill the operator, and start a new one a few seconds later.
 
         Nothing else is killed until then.
         """

@@ -1,7 +1,7 @@
 """Computes a job's expected weights by undisturbed training with the same ranks per step.
 
-If the number of ranks changes, float32 sums are computed in a different order from that step on,
-and training amplifies the difference, so an elastic job cannot be compared with a run on a fixed
+When the number of ranks changes, float32 sums are computed in a different order from then on, and
+training amplifies the difference. An elastic job therefore cannot be compared with a run on a fixed
 number of ranks. It is, however, bit-identical to a run whose number of ranks changes at the same
 steps.
 

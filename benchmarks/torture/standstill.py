@@ -15,16 +15,15 @@ from ddpjob.local import processes
 from ddpjob.local.pod import CONTAINER_VARIABLE, UID_VARIABLE
 
 SHORTEST, LONGEST = 2.0, 12.0
-"""Range of a fault's duration in seconds. A member may be suspended for 15 s before it is given
-up."""
+"""Range of a fault's duration in seconds. A coordinator waits 15 s for a suspended member."""
 
 
 FARTHEST = 120.0
-"""Maximum seconds by which a pod's clock may be behind."""
+"""How far a pod's clock may be behind, in seconds."""
 
 
 class Standstill:
-    """Causes faults, and undoes them after some seconds."""
+    """Causes faults, and undoes them after a few seconds."""
 
     def __init__(self) -> None:
         self._undoing: list[threading.Thread] = []

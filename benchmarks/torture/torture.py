@@ -1,4 +1,6 @@
-"""Random kills in waves, each with one job of each kind; every job must end as if undisturbed."""
+"""Kills jobs at random, in waves with one job of each kind. Every job must end as if
+undisturbed.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ OF_PODS = ("pod", "coordinator and pod")
 SEVERAL = ("two pods", "host")
 """Kills that may remove all nodes of a job at once, together with their memory."""
 APART = 15.0
-"""Seconds between two kills of a job whose states are in memory. By then, the cost of a pause has
-been paid.
+"""Seconds between two kills of a job whose states are in memory. By then, the cost of
+a pause has been paid.
 """
 PATIENCE = 900.0
 """Seconds after the last kill within which a wave must end."""
@@ -35,7 +37,7 @@ class Running:
     began: float
     kills: Counter[str] = field(default_factory=Counter)
     disturbed: Observed | None = None
-    """The job before the last kill."""
+    """The job's state before the last kill."""
     disturbed_at: float = 0.0
     loses: bool = False
     """Whether the last kill removed a node's memory."""
@@ -76,7 +78,7 @@ class Torture:
         self.left = plan.kills
         self.verdicts: list[Verdict] = []
         self.for_all: Counter[str] = Counter()
-        """Number of times that each kill affecting all jobs, such as the operator's, happened."""
+        """How often each kill that affects all jobs, such as the operator's, happened."""
 
     def run(self) -> list[Verdict]:
         """Run the waves, and return one verdict for each job."""

@@ -35,7 +35,7 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A shipped recipe, with its steps before the measured steps, and the measured steps.
+    """A shipped recipe, with its numbers of warm-up steps and of measured steps.
 
     The number of measured steps is a multiple of ten, because there is a report every ten steps.
     """

@@ -4,8 +4,8 @@ The seconds are those of the computing thread. Because ranks share cores here, g
 continuously while it waits for a lock whose owner is waiting for a core. That takes up to 0.2 s of
 a 0.9 s step, which a rank with its own device would not spend.
 
-With the argument `whole`, ranks use whole micro-batches, even if these cannot be distributed evenly
-or leave a rank without any, which is possible for a rank that joins a run.
+With the argument `whole`, ranks use whole micro-batches, even if these cannot be distributed
+evenly. A rank that joins a run may then have no micro-batch.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Whole micro-batches cannot be distributed evenly among a changed number of ranks.
 
 The cost is measured in processor time of the busiest rank's computing thread, as if each rank had
-its own device, because wall time is meaningless with more ranks than cores. It excludes the time
-for messages and for waiting for other ranks. With a dedicated network, that is one small message to
-each neighbour per layer and direction.
+its own device, because wall time is meaningless with more ranks than cores. It excludes messages
+and the time spent waiting for other ranks. With a dedicated network, the messages are one small
+message to each neighbour per layer and direction.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def by_arithmetic(samples: int = SAMPLES[0]) -> str:
 
 
 def measure(rounds: int, cases: tuple[tuple[int, int, int], ...] = MEASURED) -> list[Cost]:
-    """Measure each case with each way of dealing, interleaved over rounds.
+    """Measure each case with each way of distributing micro-batches, interleaved over rounds.
 
-    A rank's fastest step counts, because other work on the machine slows down the others through
-    caches.
+    A rank's fastest step counts, because other work on the machine slows down the other steps
+    through caches.
     """
     found = []
     for began, now, samples in cases:

@@ -1,4 +1,4 @@
-"""Runs the trainer from its command line, with MODEL `tiny` instead of its own.
+"""Runs the trainer's command line, in which MODEL `tiny` replaces the trainer's model.
 
 python -m benchmarks.trainer.trained MODEL KEY=VALUE ...
 """

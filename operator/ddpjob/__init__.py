@@ -1,6 +1,6 @@
-"""The side of the cluster and the command line: API, decisions, operator, process backend.
+"""The cluster side and the command line: API, decisions, operator and process backend.
 
-`from ddpjob import Client` for Python programs.
+Python programs use `from ddpjob import Client`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Names a missing package and how to install it: without extras, `ddpjob` has only the programs."""
+"""Explains which package is missing and how to install it.
+
+Without extras, the commands of `ddpjob` are installed without the packages that they need.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import sys
 
 INSTALL = "pip install '.[{extra}]' in the checkout of DDPJob"
 """How a user installs an extra. The package is not in any index yet, and its name is not reserved,
-so anybody who registers it could run code on the machines of readers who install it by name. After
+so anyone who registers it could run code on the machines of readers who install it by name. After
 the first release this becomes "pip install 'ddpjob[{extra}]'". Until then tests/unit/test_names.py
 finds every text that installs it by name."""
 
@@ -14,7 +17,7 @@ finds every text that installs it by name."""
 def missing_package(error: ModuleNotFoundError, program: str, extra: str) -> str:
     """Name the package and the extra that includes it.
 
-    Raises the error again if one of DDPJob's own modules is missing.
+    Re-raises the error if one of DDPJob's own modules is missing.
     """
     if not error.name or error.name.startswith("ddpjob"):
         raise error

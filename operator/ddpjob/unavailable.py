@@ -4,9 +4,10 @@ from __future__ import annotations
 
 
 class Unavailable(Exception):
-    """The API server is unreachable, throttling or timed out. The job is reconciled again later.
+    """The API server is unreachable, is throttling or timed out.
 
-    `retry_after` (in seconds) and the HTTP `status` are set if the server sent them.
+    The job is reconciled again later. `retry_after` (in seconds) and the HTTP `status` are set if
+    the server sent them.
     """
 
     def __init__(self, message: str, retry_after: float | None = None, status: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Retries requests at startup, so that a short outage of the bucket does not end all ranks."""
+"""Retries requests at startup, so that a short outage of the bucket does not fail all ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def patiently(act: Callable[[], T], say: Callable[[str], None]) -> T:
-    """Return what `act` returns. Raises BucketError.
+    """Return the result of `act`, which is retried. Raises BucketError.
 
-    Damaged is raised at once, because a retry cannot help.
+    Damaged is raised at once, because retrying would not help.
     """
     for number in range(1, TRIES):
         try:

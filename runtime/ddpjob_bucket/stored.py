@@ -1,12 +1,12 @@
 """Stores checkpoints in an object store, where every reader sees a whole checkpoint or none.
 
     complete/TERM-STEP.json     written last: the files of one checkpoint, with sizes and checksums
-    data/TERM-STEP-RANDOM/FILE  the files that it names, or leftovers of an interrupted upload
-    terms/TERM                  one per incarnation of a job; a later one has a higher number
-    scores.json                 the evaluations of one metric, which choose the best checkpoint
+    data/TERM-STEP-RANDOM/FILE  files that a manifest lists, or leftovers of a failed upload
+    terms/TERM                  one per incarnation of a job, numbered in order
+    scores.json                 the evaluations of one metric, which determine the best checkpoint
 
-A checkpoint is a file or a folder. Terms order the checkpoints of incarnations without a clock. If
-a process returns after a partition, its checkpoints rank below those of the incarnation that has
+A checkpoint is a file or a folder. Terms order checkpoints by incarnation, without a clock. If a
+process returns after a partition, its checkpoints rank below those of the incarnation that has
 continued, whatever their steps.
 
 Example: incarnation 1 has stored steps 100 and 200 and is partitioned. Incarnation 2 continues from
@@ -47,7 +47,7 @@ _REQUEST_SECONDS = 120
 _RANGE = 64 * 2**20
 """Maximum number of bytes that one request reads from a file."""
 _LARGEST_PARTS, _SMALLEST_PART = 9000, 5 * 2**20
-"""S3 accepts at most 10000 pieces per object, and no pieces smaller than _SMALLEST_PART."""
+"""S3 accepts at most 10000 parts per object, and no part smaller than _SMALLEST_PART."""
 _TRIES = 100
 """Maximum number of other incarnations that may start at the same time as this one."""
 URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^?#]*)?|file:///[^?#]+")
@@ -58,15 +58,15 @@ class BucketError(Exception):
 
 
 class LibraryMissing(BucketError):
-    """The image lacks obstore."""
+    """obstore is not installed in the image."""
 
 
 class Damaged(BucketError):
-    """An object is missing or differs from what was uploaded. Reading it again would not help."""
+    """An object is missing or differs from what was uploaded. Retrying would not help."""
 
 
 class Vanished(BucketError):
-    """A file was removed before its upload, here or in a process that uploads other parts."""
+    """A file was removed before it was uploaded, here or by a process that uploads other parts."""
 
 
 @dataclass(frozen=True, order=True)
@@ -103,7 +103,7 @@ class CopyManifest:
     epoch: int | None = None
 
     def written(self, step: int) -> bytes:
-        """Return the manifest in the form in which it is written to the bucket."""
+        """Return the manifest as it is written to the bucket."""
         files = [{"path": file.path, "size": file.size, "sha256": file.sha256} for file in self.files]
         whole = {"step": step, "epoch": self.epoch, "name": self.name, "data": self.data, "files": files}
         return json.dumps(whole).encode()
@@ -138,7 +138,7 @@ class Bucket:
         self.term = 0
         self._slow = False
         self._failed = set[str]()
-        """The data prefixes of uploads that were given up. Each attempt has its own prefix."""
+        """Data prefixes of uploads that were given up. Each attempt has its own prefix."""
 
     @classmethod
     def open(cls, url: str, *, endpoint: str = "", region: str = "") -> Bucket:
@@ -146,7 +146,7 @@ class Bucket:
 
         Credentials, endpoint and region come from AWS's variables (AWS_ACCESS_KEY_ID,
         AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_REGION) and from the pod's service account.
-        `endpoint` and `region` are for a machine without these variables.
+        Pass `endpoint` and `region` on a machine without these variables.
 
         Raises:
             LibraryMissing: obstore is not installed.
@@ -182,7 +182,7 @@ class Bucket:
     # --- reading
 
     def entries(self) -> list[Stored]:
-        """Return the complete checkpoints, newest first, without superseded ones."""
+        """Return the complete checkpoints, newest first, except superseded ones."""
         return _in_order(self._listed())
 
     def _listed(self) -> list[Stored]:
@@ -193,9 +193,9 @@ class Bucket:
         return list(self._sizes(prefix))
 
     def fetch(self, entry: Stored, folder: Path) -> Path:
-        """Download a checkpoint into the folder, completely or not at all.
+        """Download a checkpoint into the folder, either completely or not at all.
 
-        It replaces a checkpoint of the same name. Raises BucketError, OSError.
+        An existing checkpoint of the same name is replaced. Raises BucketError, OSError.
         """
         manifest = self.manifest(entry)
         target = folder / manifest.name
@@ -220,7 +220,7 @@ class Bucket:
     def manifest(self, entry: Stored) -> CopyManifest:
         """Return the contents of a checkpoint.
 
-        Raises Damaged if the manifest is malformed, and BucketError.
+        Raises BucketError, in particular Damaged if the manifest is malformed.
         """
         found = CopyManifest.read(self._get(entry.key), entry)
         if found is None:
@@ -230,7 +230,7 @@ class Bucket:
     def fetch_file(self, manifest: CopyManifest, file: File, to: Path) -> None:
         """Download one file of a checkpoint.
 
-        Raises BucketError and OSError, and may then leave `to` incomplete.
+        Raises BucketError and OSError, and may leave `to` incomplete in that case.
         """
         self._download(f"{manifest.data}/{file.path}", to, file)
 
@@ -261,7 +261,7 @@ class Bucket:
             raise Damaged(f"{self.url}/{key} differs from the uploaded file in size or checksum")
 
     def size_of(self, key: str) -> int | None:
-        """Return the size of an object in bytes; None if there is none. Raises BucketError."""
+        """Return the size of an object in bytes; None if it does not exist. Raises BucketError."""
         try:
             return int(self._try("read", key, lambda: self._obs.head(self._store, key)["size"]))
         except Damaged:
@@ -296,11 +296,11 @@ class Bucket:
         """Join an incarnation of `job`, and return the checkpoint that all its ranks continue from.
 
         The first rank decides with a conditional write. The server refuses the other ranks' writes,
-        so they read the first rank's. The ranks need not reach each other. `order` is the
-        incarnation's position among the job's incarnations, the same on all ranks.
+        so they read the first rank's result. The ranks need not be able to reach each other.
+        `order` is the incarnation's position among the job's incarnations, the same on all ranks.
 
-        Returns the newest complete checkpoint as the first rank saw it; None if there was none.
-        Raises BucketError, also if a later incarnation of the job has begun.
+        The result is the newest complete checkpoint that the first rank saw; None if there was
+        none. Raises BucketError, in particular if a later incarnation of the job has begun.
         """
         for _ in range(_TRIES):
             highest = self._highest_term()
@@ -398,8 +398,8 @@ class Bucket:
     def upload(self, path: Path, data: str, names: Iterable[str]) -> None:
         """Upload the files of the folder `path` that the bucket lacks, for a later `commit`.
 
-        Raises Vanished if a file is gone. Then `lacking` also raises it, in the processes that wait
-        for the other files. Also raises BucketError, OSError.
+        Raises BucketError and OSError. If a file is gone, raises Vanished. `lacking` then raises it
+        too, in the processes that wait for the other files.
         """
         there, names = self._sizes(data), tuple(names)
         try:
@@ -417,7 +417,7 @@ class Bucket:
             raise
 
     def _check_there(self, files: Iterable[Path]) -> None:
-        """Raise Vanished if a file is gone, in which case a failed upload must not be retried."""
+        """Raise Vanished if a file is gone, because a failed upload must then not be retried."""
         for file in files:
             try:
                 file.stat()
@@ -477,8 +477,8 @@ class Bucket:
         try:
             self._try("written", key, partial(put, max_concurrency=1) if self._slow else put)
         except BucketError:
-            # Twelve pieces share the connection, each with one request's time limit. If it is slow,
-            # none of them completes in time.
+            # Twelve parts share the connection, and the time limit applies to each. On a slow
+            # connection, none of them completes in time.
             if self._slow or size <= piece or time.monotonic() - began < _REQUEST_SECONDS:
                 raise
             self._slow = True
@@ -500,7 +500,10 @@ class Bucket:
         self._try("written", _SCORES, lambda: self._obs.put(self._store, _SCORES, text))
 
     def remove(self, entries: Iterable[Stored]) -> None:
-        """Delete checkpoints. The manifest, which makes a checkpoint complete, is deleted first."""
+        """Delete checkpoints.
+
+        The manifest is deleted first, because it makes a checkpoint complete.
+        """
         for entry in entries:
             self._delete([entry.key])
             self._delete(self._of(entry))
@@ -511,7 +514,7 @@ class Bucket:
         Leftovers are interrupted uploads and superseded checkpoints. Must not run during a
         `publish`.
         """
-        listed = self._listed()  # A second list may have newer checkpoints.
+        listed = self._listed()  # A second listing could include newer checkpoints.
         whole = _in_order(listed)
         self.remove(set(listed) - set(whole))
         named = set[str]()
@@ -561,7 +564,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _in_order(listed: Iterable[Stored]) -> list[Stored]:
-    """Sort checkpoints, newest first, and drop those that a later incarnation has superseded."""
+    """Sort checkpoints, newest first, without those that a later incarnation has superseded."""
     found: list[Stored] = []
     for one in sorted(listed, reverse=True):
         if not found or one.step < found[-1].step:
@@ -579,7 +582,7 @@ def files_of(path: Path) -> list[Path]:
         raise BucketError(f"{path}: {len(found)} files; a checkpoint is a file, or a folder of 1 to {MOST_FILES} files")
     for file in found:
         names = file.relative_to(path.parent).parts
-        if file.is_dir():  # Its files would be missing from the copy.
+        if file.is_dir():  # The linked folder's files would be missing.
             raise BucketError(f"{file}: links to folders cannot be copied; put the files themselves there")
         if not file.is_file() or not all(_NAME.fullmatch(name) for name in names):
             raise BucketError(f"{file}: only files with names of letters, digits and -_.=+@, can be copied")

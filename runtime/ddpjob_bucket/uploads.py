@@ -5,9 +5,9 @@ for hours. Neither may stop training or fill the disk:
 
 - One checkpoint is uploaded at a time, and only the newest one waits. `release` lets the caller
   delete a checkpoint that was replaced while it waited.
-- A failed upload is retried after 1, 2, 4, ... 60 s, or after 5 s at most while the process waits
+- A failed upload is retried after 1, 2, 4, ... 60 s, and after at most 5 s while the process waits
   for its last upload. A newer checkpoint replaces it.
-- If the files of an upload have vanished, it is given up (`lost`).
+- If files have vanished, their upload is given up (`lost`).
 
 Example: step 100 is being uploaded when 200 and 300 are saved. 300 replaces 200, and 200 is
 released. 300 is uploaded once 100 is complete or has failed.
@@ -26,7 +26,7 @@ from typing import Any
 from ddpjob_bucket.stored import Bucket, BucketError, Vanished
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""First and longest pause in seconds between attempts of a failing upload. The pause doubles."""
+"""First and longest pause in seconds between attempts to upload. The pause doubles each time."""
 LONGEST_AWAITED = 5.0
 """Longest pause while the process waits for its last upload, because its pod may have only seconds
 left."""
@@ -44,7 +44,7 @@ class Waiting:
     time: float = 0.0
     """Unix time at which it was saved."""
     names: tuple[str, ...] = ()
-    """The files that this process uploads if several processes upload one folder; empty means all
+    """The files that this process uploads, if several processes upload one folder; empty means all
     files."""
 
 
@@ -56,8 +56,8 @@ class Uploads:
     `tidy` is called after each upload, in the thread; `release` is called with each checkpoint that
     is no longer needed. `publish` uploads a checkpoint instead of `bucket.publish`. With `in_turn`,
     all checkpoints are uploaded, oldest first, because other processes upload parts of them. `done`
-    is called in the thread once a checkpoint is uploaded and shown by `figures`, before waiting
-    callers wake up.
+    is called in the thread once a checkpoint is uploaded and included in `figures`, before waiting
+    callers are woken up.
     """
 
     def __init__(
@@ -113,23 +113,21 @@ class Uploads:
 
     @property
     def behind_seconds(self) -> float:
-        """Seconds for which a checkpoint has existed only here without a completed upload;
-        otherwise 0.
-        """
+        """How many seconds a checkpoint has existed only here, without any upload; otherwise 0."""
         with self._changed:
             return 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
 
     def figures(self) -> dict[str, float]:
         """Return the figures to report.
 
-        These are the newest copy's step and time, once there is a copy, and how far copies lag
-        behind.
+        These are the newest copy's step and time, if there is a copy, and how far behind copies
+        are.
         """
         newest, behind = self._newest, {"copyBehind": round(self.behind_seconds, 1)}
         return behind if newest is None else {"copyStep": newest.step, "copyTime": round(newest.time), **behind}
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait for all uploads, at most `seconds` (None: no limit). Return whether all are done."""
+        """Wait up to `seconds` (None: no limit) for all uploads. Return whether all are done."""
         limit = None if seconds is None else max(0.0, seconds)
         with self._changed:
             self._awaited = limit != 0
@@ -161,7 +159,7 @@ class Uploads:
                 self._say(f"warning: {problem}; the checkpoint of step {current.step} will not be copied")
                 problem = ""
             if not problem:
-                self._release(current)  # Before waiting callers wake up.
+                self._release(current)  # Before waiting callers are woken up.
                 with self._changed:
                     self._behind_since = time.monotonic() if self._waiting else None
                 self._done()
@@ -193,13 +191,13 @@ class Uploads:
                 self._changed.wait(left)
 
     def _upload(self, waiting: Waiting) -> str:
-        """Upload one checkpoint. Return why it failed; empty if it is complete."""
+        """Upload one checkpoint, and return why that failed; empty if it succeeded."""
         self.lost = False
         try:
             self._publish(waiting)
             self._newest = waiting
             self.completed.append(waiting.step)
-        except Exception as error:  # For example, out of memory. If this thread ended, callers would wait forever.
+        except Exception as error:  # For example, MemoryError. If this thread ended, callers would wait forever.
             self.lost = isinstance(error, Vanished)
             return _words(error)
         try:

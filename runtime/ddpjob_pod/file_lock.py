@@ -10,10 +10,10 @@ from pathlib import Path
 
 @contextmanager
 def alone(lock: Path, *, strict: bool = False) -> Iterator[None]:
-    """Hold a lock on a file, and create the file. Raises OSError if it cannot be created.
+    """Hold a lock on a file, which is created if it does not exist. Raises OSError if that fails.
 
-    On a file system without locks, several processes do the same work; with `strict`, this raises
-    OSError instead.
+    On a file system without locks, several processes may do the same work; with `strict`, this
+    raises OSError instead.
     """
     with lock.open("a") as file:
         try:

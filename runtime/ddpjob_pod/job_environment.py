@@ -1,6 +1,6 @@
-"""The variables DDPJOB_* that describe its job to a process in a pod (table: docs/protocol.md).
+"""The variables DDPJOB_*, which describe its job to a process in a pod (table: docs/protocol.md).
 
-Nothing else reads them, except `worker.py`, which runs before the user's program and imports
+No other module reads them, except `worker.py`, which runs before the user's program and imports
 nothing. They are read when needed, because a launcher changes DDPJOB_FENCE in each round.
 """
 
@@ -17,12 +17,12 @@ GRACE_SECONDS = 30.0
 
 
 class VariableError(ValueError):
-    """A job variable has an unusable value. The message has the remedy."""
+    """A job variable has an unusable value. The message includes the remedy."""
 
 
 @dataclass(frozen=True)
 class JobEnvironment:
-    """The variables as they are set; a string is empty if its variable is not set."""
+    """The variables as they are set. A variable that is not set reads as an empty string."""
 
     cluster: str
     namespace: str
@@ -46,7 +46,7 @@ class JobEnvironment:
     checkpoint_url: str
     checkpoint_shared: str
     snapshot_folder: str
-    """A folder in memory that outlives the workers; empty: states are not kept there."""
+    """A folder in memory that outlives the workers; empty if states are not kept in memory."""
     snapshot_steps: str
     preflight: str
     preload: str
@@ -65,7 +65,7 @@ class JobEnvironment:
     code_dir: str
     termination_log: str
     stacks_dir: str
-    """Folder in which the launcher's workers write their stacks when they get a signal."""
+    """Folder in which the launcher's workers write their stacks on a signal."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> JobEnvironment:
@@ -86,8 +86,8 @@ class JobEnvironment:
     def group(self) -> tuple[int, int] | None:
         """The (generation, round) of the group that this process belongs to.
 
-        If a job has two groups, only the higher may write. None if no launcher started this
-        process. Raises VariableError.
+        If a job has two groups, only the group with the higher value may write. None if no launcher
+        started this process. Raises VariableError.
         """
         if not self.fence:
             return None
@@ -109,19 +109,19 @@ class JobEnvironment:
     def may_have_snapshots(self) -> bool:
         """Whether states may be kept in memory, in this pod or in other pods of the job.
 
-        After a change of the spec, old and new pods may have different settings. So in a job all
+        After a change to the spec, old and new pods may have different settings. So in a job, all
         ranks take part in the exchange.
         """
         return bool(self.snapshot_folder or self.coordinator)
 
     @property
     def snapshot_interval(self) -> int | str:
-        """Steps between two states that are kept in memory: a number, or "auto"."""
+        """Steps between two states that are kept in memory, as a number or "auto"."""
         return int(self.snapshot_steps) if self.snapshot_steps.isdigit() else "auto"
 
     @property
     def host(self) -> str:
-        """Name of the pod, or of the machine outside a job."""
+        """Name of the pod; outside a job, name of the machine."""
         return self.pod or socket.gethostname()
 
     @property

@@ -1,9 +1,9 @@
 """Defers the import of torch._dynamo until it is needed, so that a replaced node trains sooner.
 
 DistributedDataParallel and torch.optim import torch's compiler, with sympy and half of
-torch.distributed, only to check whether the compiler is in use. That is as much work as
-`import torch` itself. Until torch._dynamo is needed, a stand-in module answers those questions as
-the real one would, and runs the real code in itself as soon as anything else is requested.
+torch.distributed, only to check whether the compiler is in use. That takes as long as the rest of
+`import torch`. Until torch._dynamo is needed, a stand-in module answers these checks as the real
+one would. It runs the real code in itself as soon as anything else is requested.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from typing import Any
 
 NAME = "torch._dynamo"
 COMPILER = "torch._compile"
-"""The module of torch that excludes functions such as Optimizer.add_param_group from
-compilation."""
+"""torch's module that keeps functions such as Optimizer.add_param_group from being compiled."""
 _KEPT = "__dynamo_disable"
 """The function attribute in which torch._compile stores the result of `disable`."""
 _lock = threading.RLock()
@@ -35,9 +34,9 @@ _lock = threading.RLock()
 def uncollected(*, keep: bool = False) -> Iterator[None]:
     """Suspend the garbage collector during imports of torch.
 
-    The collector takes up to a fifth of the import time, and imported modules leave it nothing to
-    collect. With `keep`, the collector permanently ignores the objects that exist by then, which
-    suits the start of a program.
+    The collector takes up to a fifth of the import time, and finds nothing to collect among
+    imported modules. With `keep`, the collector permanently ignores the objects that exist by then.
+    That is suitable at the start of a program.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -51,14 +50,14 @@ def uncollected(*, keep: bool = False) -> Iterator[None]:
 
 
 def put_off() -> None:
-    """Import torch and defer the import of torch._dynamo, unless it is imported already."""
+    """Import torch and defer the import of torch._dynamo, unless it has been imported already."""
     torch = importlib.import_module("torch")
     if NAME not in sys.modules and (module := _not_run()) is not None:
         sys.modules[NAME] = vars(torch)["_dynamo"] = module
 
 
 def find() -> ModuleSpec | None:
-    """Return the spec with which an import hook defers torch._dynamo; None if not found."""
+    """Return the spec that defers torch._dynamo, for an import hook; None if it is not found."""
     module = _not_run()
     return None if module is None else ModuleSpec(NAME, _AsItIs(module))
 
@@ -78,7 +77,7 @@ def is_put_off() -> bool:
 
 
 def load() -> None:
-    """Import torch._dynamo now, if it was deferred. Raises any error of the import."""
+    """Import torch._dynamo now if it was deferred. Raises any error from the import."""
     module = sys.modules.get(NAME)
     if isinstance(module, _Late):
         _load(module)
@@ -98,7 +97,7 @@ class _Late(ModuleType):
         )  # fmt: skip
 
     def _disable(self, fn: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Return the function itself for torch's own use, since nothing is compiled yet."""
+        """Return the function itself, for torch's own use, because nothing is compiled yet."""
         if fn is None or sys._getframe(1).f_globals.get("__name__") != COMPILER:
             return _load(self).disable(fn, *args, **kwargs)
         vars(self)["_disabled"].append(fn)
@@ -140,8 +139,8 @@ class _Submodules:
         if not name.startswith(NAME + ".") or not is_put_off():
             return None
         load()
-        # While a module exists, Python takes the module's own spec instead of a hook's, and runs it
-        # a second time. A program would then change settings that the compiler does not read.
+        # If a module exists, Python uses the module's own spec instead of a hook's, and runs it a
+        # second time. A program would then change settings that the compiler does not read.
         module = sys.modules.pop(name, None)
         return None if module is None else ModuleSpec(name, _AsItIs(module))
 
@@ -158,12 +157,12 @@ class _AsItIs(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Restore the module's own spec instead of running it."""
-        if module.__spec__ is not self._spec:  # A settings module does not allow changing its spec.
+        if module.__spec__ is not self._spec:  # A settings module does not allow its spec to be changed.
             module.__spec__ = self._spec
 
 
 def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
-    """Return the function that DistributedDataParallel calls, if the setting has its usual default.
+    """Return the function that DistributedDataParallel calls, if the setting has its default value.
 
     A program that changes the setting imports the module to do so.
     """
@@ -177,11 +176,11 @@ def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
 def _load(module: _Late) -> Any:
     """Run the module's own code in it.
 
-    Raises any error of the code. The next attempt then imports the module as usual.
+    Raises any error from that code. The next attempt then imports the module as usual.
     """
     with _lock:
         if not isinstance(module, _Late):
-            return module  # Another thread was faster, or this one is running it already.
+            return module  # Another thread was faster, or this thread is already running the code.
         names = vars(module)
         spec, disabled = names["__spec__"], names["_disabled"]
         sys.meta_path.remove(names["_finder"])

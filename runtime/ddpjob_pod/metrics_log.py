@@ -6,10 +6,10 @@ Each line is a JSON object with the event, its time and its numbers:
     {"event": "step", "time": 1764371002.1, "step": 10, "loss": 2.31}
     {"event": "eval", "time": 1764371009.9, "step": 100, "accuracy": 0.41}
 
-The built-in trainer and `ddpjob_report` write it. A restart appends to the file, begins with
-"start", and repeats the steps since the checkpoint. In a job, a start also has `run`, the first
-letters of the job's UID, because a later job may continue in the same folder. A killed writer loses
-only its last line, because each line is one write.
+The built-in trainer and `ddpjob_report` write it. After a restart, the file is appended to,
+beginning with "start", and the steps since the checkpoint are repeated. In a job, a "start" line
+also has `run`, the first characters of the job's UID, because a later job may continue in the same
+folder. A killed writer loses only its last line, because each line is one write.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class MetricsLog:
     def __init__(self, folder: Path) -> None:
         """Open the file.
 
-        Raises OSError if it cannot be appended to, for example because it belongs to a different
-        user.
+        Raises OSError if the file cannot be appended to, for example because it belongs to a
+        different user.
         """
         self._path = folder / METRICS
         content = self._path.read_bytes() if self._path.exists() else b""
@@ -47,10 +47,10 @@ class MetricsLog:
         self._warned = False
 
     def write(self, event: str, /, **fields: Any) -> None:
-        """Write one line. A field cannot replace the event or the time.
+        """Write one line. Fields cannot override the event or the time.
 
-        Numbers that are not finite become null, because JSON has no NaN. On a full disk, lines are
-        lost with one warning, but training continues.
+        Numbers that are not finite become null, because JSON has no NaN. If the disk is full, lines
+        are lost with one warning, but training continues.
         """
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -74,5 +74,5 @@ class MetricsLog:
 
 
 def wall_clock() -> float:
-    """Return the seconds since the Unix epoch, rounded to milliseconds for logs."""
+    """Return the Unix time in seconds, rounded to milliseconds for logs."""
     return round(time.time(), 3)

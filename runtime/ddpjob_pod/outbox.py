@@ -12,11 +12,11 @@ from ddpjob_runtime import protocol
 from ddpjob_pod.posting import TIMEOUT_SECONDS
 
 INTERVAL_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
-"""Seconds between posts: normally, and at most while the coordinator does not respond."""
+"""Seconds between two posts: normally, and at most while the coordinator does not respond."""
 
 
 class Outbox:
-    """Keeps the newest figure of each name until the thread, which runs `_work`, takes them."""
+    """Keeps the newest figure of each name until the thread, which runs `_work`, takes it."""
 
     def __init__(self, thread: str) -> None:
         self._pending: dict[str, Any] = {}
@@ -28,15 +28,15 @@ class Outbox:
         atexit.register(self.close)
 
     def add(self, figures: dict[str, Any]) -> None:
-        """Queue figures for the next post; they replace older figures of the same names."""
+        """Queue figures for the next post. They replace older figures with the same names."""
         if os.getpid() != self._process:
-            return  # A loader's process has only a copy of the lock, and not the thread.
+            return  # A data-loader process has only a copy of the lock, and not the thread.
         with self._changed:
             self._pending = merged(self._pending, figures)
             self._changed.notify()
 
     def close(self) -> None:
-        """Send the remaining figures, for at most two seconds."""
+        """Send the remaining figures, waiting at most two seconds."""
         atexit.unregister(self.close)
         if os.getpid() != self._process:
             return
@@ -57,7 +57,8 @@ def next_pause(pause: float, sent: bool) -> float:
 def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
     """Merge figures.
 
-    The newer figure of a name wins. If there are too many metrics, the last ones are kept.
+    If both have a figure, the newer one wins. If there are too many metrics, the last ones are
+    kept.
     """
     both = {**older, **newer}
     if "metrics" in older and "metrics" in newer:

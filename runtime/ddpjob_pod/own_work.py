@@ -1,26 +1,26 @@
 """Measures each rank's own work per step in any training loop, and finds the ranks that lag.
 
-Problem: in a group, every rank's step takes equally long, because all wait for the slowest one. A
+Problem: in a group, every rank's step takes equally long, because all wait for the slowest rank. A
 stopwatch around the step shows the same time everywhere.
 
-Rule: a rank's own work is the time from one step of its first optimizer to the next, without its
-waits for others. `WorkClock` sees two kinds of waits:
+Rule: a rank's own work is the time from one step of its first optimizer to the next, excluding
+waits for other ranks. `WorkClock` recognizes two kinds of waits:
 
 - DDP waits at the end of a backward pass. Callbacks at its end run in the order in which they were
-  queued, and this module's is queued before DDP's. So DDP's wait lasts from this callback until
-  `torch.autograd.backward` returns.
-- All other waits are calls of `wait` of torch's Work or, on GPUs with a newer torch, of the
+  queued, and this module's callback is queued before DDP's. So DDP's wait lasts from this callback
+  until `torch.autograd.backward` returns.
+- All other waits are calls of `wait` on torch's Work or, on GPUs with a newer torch, calls of the
   collective itself.
 
 On a GPU, waits are measured by events in its stream, because the host does not wait there. If a
-version of torch waits elsewhere, all ranks show equal times, so no rank is named. This has not run
-on several GPUs yet.
+version of torch waits elsewhere, all ranks show equal times, so no rank is named. This has not been
+tested on several GPUs yet.
 
-A step with an evaluation or a checkpoint is an outlier, so the median of the steps counts. Every
-rank writes its median into the group's store at each look. Rank 0 reads all of them and judges them
-(`stragglers.py`). A look is every LOOK_SECONDS; without new steps nothing is judged.
+The median of the steps counts, because a step with an evaluation or a checkpoint is an outlier.
+Every LOOK_SECONDS (a *look*), each rank writes its median into the group's store, and rank 0 reads
+and judges all of them (`stragglers.py`). Without new steps, nothing is judged.
 
-Example: two ranks compute 100 ms, a third one 200 ms, and all exchange gradients.
+Example: two ranks compute for 100 ms and a third one for 200 ms, and all exchange gradients.
 
     rank 0    step 210 ms, of which it waits 110 ms    own work 100 ms
     rank 2    step 210 ms, of which it waits  10 ms    own work 200 ms: it lags, at a cost of 0.48
@@ -56,15 +56,15 @@ COLLECTIVES = (
 """Methods of torch's ProcessGroup, of any version, in which a GPU's stream may wait."""
 _OPTIMIZER = "torch.optim.optimizer"
 _RECENT = 200
-"""Maximum number of steps whose median is taken."""
+"""Maximum number of steps from which the median is computed."""
 _FEWEST = 3
-"""Minimum number of steps since the last look for a median."""
+"""Minimum number of steps since the last look that are needed for a median."""
 _UNREAD = 100
-"""Maximum number of steps whose events may be unread. Later steps are not measured until then."""
+"""Maximum number of steps with unread events. Beyond it, steps are not measured."""
 
 
 class WorkClock:
-    """Measures this rank's own seconds of each step.
+    """Measures how long this rank itself works in each step.
 
     The methods `waits` and `step_ends` are called in the thread that trains.
     """
@@ -79,7 +79,7 @@ class WorkClock:
         self._steps: collections.deque[tuple[float, float]] = collections.deque(maxlen=_RECENT)
 
     def mark(self) -> Any:
-        """Return the present moment: an event in the GPU's stream, or this process's clock."""
+        """Return the present moment: an event in the GPU's stream, or the time in this process."""
         cuda = self._torch.cuda
         if not cuda.is_initialized():
             return time.perf_counter()
@@ -88,7 +88,7 @@ class WorkClock:
         return event
 
     def waited(self, begin: Any, end: Any) -> None:
-        """Count the time between two marks as a wait, if the training thread has waited.
+        """Count the time between two marks as a wait, if it was the training thread that waited.
 
         On a GPU, the backward pass runs in threads of torch, which Python does not know.
         """
@@ -97,7 +97,7 @@ class WorkClock:
             self._waits.append((begin, end))
 
     def step_ends(self, optimizer: Any) -> None:
-        """Note the end of a step, if it is the first optimizer's."""
+        """Record the end of a step, if the optimizer is the first one."""
         if self._first is None:
             self._first = id(optimizer)
         if id(optimizer) != self._first or self.is_hidden():
@@ -109,16 +109,16 @@ class WorkClock:
             self._unread.append((before, now, waits))
 
     def is_hidden(self) -> bool:
-        """Whether torch is compiling or capturing this code, so that times mean nothing."""
+        """Whether torch is compiling or capturing this code, so that times are meaningless."""
         cuda = self._torch.cuda
         compiling = getattr(getattr(self._torch, "compiler", None), "is_compiling", lambda: False)
         return bool(compiling() or (cuda.is_initialized() and cuda.is_current_stream_capturing()))
 
     def take(self) -> tuple[float, float] | None:
-        """Return the medians of own work and whole steps since the last call.
+        """Return the median own work and the median step time since the last call.
 
-        None if there were too few steps. Steps that the GPU has not finished yet are left for the
-        next call.
+        Return None if there were too few steps. Steps that the GPU has not finished yet are left
+        for the next call.
         """
         while self._unread and _is_over(self._unread[0][1]):
             begin, end, waits = self._unread.popleft()
@@ -151,7 +151,7 @@ class Lookout:
         self._judge = Stragglers(FACTOR, SECONDS)
 
     def look(self, clock: WorkClock, store: Any, rank: int, world: int) -> None:
-        """Write this rank's figures into the group's store and, on rank 0, judge all ranks'."""
+        """Write this rank's figures into the group's store and, on rank 0, judge all figures."""
         figures = clock.take()
         if figures is None:
             return
@@ -164,7 +164,7 @@ class Lookout:
         self.report(found)
 
     def report(self, found: tuple[Straggler, ...]) -> None:
-        """Hand over the lagging ranks, if they have changed."""
+        """Pass the lagging ranks to `say`, if they have changed."""
         entries = [straggler.as_figures() for straggler in found]
         if entries != self._said:
             self._said = entries
@@ -172,12 +172,12 @@ class Lookout:
 
 
 def _key(rank: int) -> str:
-    """Return a rank's key. It contains the round, because a store may outlive it."""
+    """Return a rank's key in the store. It contains the round, which the store may outlive."""
     return f"ddpjob/own-work/{JobEnvironment.read().fence}/{rank}"
 
 
 def read_seconds(values: Iterable[bytes]) -> list[float]:
-    """Return the ranks' seconds; 0, which means unknown, for a value that is not a number."""
+    """Return the ranks' seconds. A value that is not a number becomes 0, which means unknown."""
     found = []
     for value in values:
         try:
@@ -192,10 +192,10 @@ _begun: list[Lookout] = []
 
 
 def begin(say: Callable[[list[dict[str, float]]], None]) -> None:
-    """Measure this process's steps from its first optimizer on, once.
+    """Start to measure this process's steps, once it has an optimizer. Later calls do nothing.
 
-    `say` gets the entries of a progress report whenever they change. This does nothing unless the
-    job has several ranks.
+    `say` gets the entries for a progress report whenever they change. Nothing is measured unless
+    the job has several ranks.
     """
     if not _begun and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         _begun.append(Lookout(say))
@@ -206,14 +206,14 @@ def begin(say: Callable[[list[dict[str, float]]], None]) -> None:
 
 
 class _TorchImport:
-    """Import hook that begins to measure once the program has imported torch.
+    """Import hook that starts to measure once the program has imported torch.
 
-    It does not wait for the optimizers' module, because in a forked worker all modules of torch
-    appear at once.
+    It does not wait for the module of the optimizers, because in a forked worker all modules of
+    torch appear at once.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find torch as the other hooks do, and add the measurement to its execution."""
+        """Find torch as the other hooks do, and start to measure when it is executed."""
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -231,7 +231,10 @@ class _TorchImport:
 
 
 def _measure(optimizer_module: Any) -> None:
-    """Hook the steps. Waits are measured from the first step on, when torch is complete."""
+    """Hook the steps.
+
+    Waits are measured from the first step on, because torch is completely imported by then.
+    """
     hook = getattr(optimizer_module, "register_optimizer_step_post_hook", None)
     if hook is None:
         return  # torch before 2.0
@@ -287,7 +290,7 @@ def count_tail(backward: Callable[..., Any], clock: WorkClock, torch: Any) -> Ca
         ends: list[Any] = []
         roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         handle = None
-        # With compiled autograd, the pass is compiled, and hooks become a part of it.
+        # With compiled autograd, the pass is compiled, and hooks become part of it.
         compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
         if not compiled and isinstance(roots, (list, tuple)) and roots and getattr(roots[0], "requires_grad", False):
             handle = roots[0].register_hook(lambda _: queue(lambda: ends.append((clock.mark(), len(clock._waits)))))

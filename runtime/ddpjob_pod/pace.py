@@ -1,11 +1,11 @@
-"""Measures the speed of a training from its reported counts, over a window of several reports.
+"""Measures the speed of a training from the reported counts, over a window of several reports.
 
 Few steps fall between two reports, so two reports alone give a poor estimate. With half a second
 between posts and steps of 0.3 s, the speed would change by a factor of two from post to post.
 
 The window begins with the newest report that leaves at least SECONDS in it, and either STEPS or
-LONGEST_SECONDS. There is no speed before it holds FIRST_SECONDS or FIRST_STEPS. If the count falls,
-the script has started again, and a new window begins.
+LONGEST_SECONDS. There is no speed before the window holds FIRST_SECONDS or FIRST_STEPS. If the
+count falls, the script has started again, so a new window begins.
 
 Example, with steps of 0.3 s and a report every half second:
 
@@ -23,13 +23,13 @@ SECONDS = 5.0
 LONGEST_SECONDS = 60.0
 STEPS = 10
 BETWEEN_SECONDS = 0.5
-"""Reports closer together than this share one place in the window, so that it stays small."""
+"""Reports closer together than this share one entry in the window, so that it stays small."""
 
 
 class Pace:
     """Counts per second over the newest reports.
 
-    `least` is the number of counts that make a window long enough.
+    `least` is the number of counts after which a window is long enough.
     """
 
     def __init__(self, least: int = STEPS) -> None:

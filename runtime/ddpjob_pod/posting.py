@@ -1,6 +1,6 @@
 """Posts to the job's coordinator with a proof that the sender knows the job's token.
 
-The token itself is never sent, because a stranger may have the coordinator's address by now
+The token itself is never sent, because a stranger may own the coordinator's address by now
 (docs/protocol.md, "Coordinator").
 """
 
@@ -22,25 +22,25 @@ TIMEOUT_SECONDS = 2.0
 
 
 class Poster:
-    """Posts reports of progress to one address, from any thread."""
+    """Posts progress reports to one address, from any thread."""
 
     def __init__(self, address: str, token: str) -> None:
         self._address, self._token, self.instance = address, token, ""
-        """`instance`: the number of the coordinator that responded last. A coordinator rejects
+        """`instance` is the number of the coordinator that responded last. A coordinator rejects
         proofs made for a different number."""
         # This process's own fence: a fenced rank 0 must not report its step or ranks as the next
         # round's.
         fence = JobEnvironment.read().fence
         self._round = {"round": fence} if fence else {}
         with contextlib.suppress(OSError):
-            # A process's first lookup makes glibc read the environment, which crashes in a thread
-            # if the program sets a variable at the same time.
+            # The first lookup in a process makes glibc read the environment. In a thread, that
+            # crashes if the program sets a variable at the same time.
             socket.getaddrinfo("localhost", None)
 
     def post(self, report: dict[str, Any]) -> tuple[int, str]:
-        """Return the response's status and text; (0, "") if there is no response.
+        """Post a report. Return the response's status and text; (0, "") without a response.
 
-        A missing coordinator must not disturb training; the operator notices it.
+        A missing coordinator must not disturb training. The operator notices its absence.
         """
         body = json.dumps({**report, **self._round}).encode()
         try:

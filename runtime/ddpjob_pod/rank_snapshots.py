@@ -1,6 +1,6 @@
 """Copies the training's state into the node's memory after its steps, and restores it at a start.
 
-`snapshot_store` explains the problem, the rule and the order of states. This module knows tensors
+`snapshot_store` explains the problem, the rule and the order of states. This module handles tensors
 and ranks.
 
 **Copy.** The caller's tree of tensors, numbers and containers is split into a *skeleton* (pickled,
@@ -9,21 +9,21 @@ mapped slot. On a GPU the tensors are first cloned on the device, in stream orde
 tenth of a millisecond for 100 MB. A side stream copies the clone to the host while the next step
 runs, and then the slot is marked complete.
 
-**Private states.** What goes to all ranks, costs and private states, takes milliseconds on the
-network, more than the copy itself. So with "auto" a background thread completes the slot when
+**Private states.** Costs and private states go to all ranks. That takes milliseconds on the
+network, more than the copy itself. So with "auto", a background thread completes the slot when
 everything has arrived, usually early in the next step. `settle` waits for that. If it is called
 before each step of an optimizer (`settles_early`), no step is made before the copy of the previous
-one is complete, so the interval still bounds what a loss repeats. Otherwise, and with a sharded
-state, the step waits for the exchange.
+step is complete. So the interval still limits how many steps a loss repeats. Otherwise, and with a
+sharded state, the step waits for the exchange.
 
 **Interval** (`Cadence`). With "auto", the ranks agree at each copy on the interval at which copies
-take at most a hundredth of the time. A loss repeats at most this number of steps.
+take at most a hundredth of the time. A loss repeats at most that number of steps.
 
-**Start.** Every node reports its states, and all ranks choose the same moment. Nodes that lack its
-state receive it from nodes that have it, over the process group. The ranks also agree on rank 0's
-interval and the highest incarnation, because a pod that was replaced after a change of the spec may
-have different values. A rank's private state, such as its random generators, goes to every node
-with each copy, because its own node may be lost.
+**Start.** Every node reports its states, and all ranks choose the same moment. Nodes that lack the
+state of that moment receive it over the process group. The ranks also agree on rank 0's interval
+and the highest incarnation, because a pod that was replaced after a change to the spec may have
+different values. A rank's private state, such as its random generators, goes to every node with
+each copy, because its own node may be lost.
 
 **Failures.** A node without a large enough volume keeps nothing, and its ranks receive the state
 into their own memory. All ranks learn that at the next copy, and report how much is needed. With
@@ -78,14 +78,15 @@ AUTO, NONE = "auto", "none"
 SHARE = 0.01
 """Share of the time that copies may take with "auto"."""
 LONGEST = 10**6
-"""Maximum number of steps between two copies, however slow copies are."""
+"""Maximum number of steps between two copies, however slow copying is."""
 _FIRST_COPIES = 2
-"""Copies whose cost does not count, because they also reserve slots and connect the ranks."""
+"""Number of first copies whose cost does not count, because they also reserve slots and connect the
+ranks."""
 _RECENT = 7
-"""Number of copies whose median decides with "auto"."""
+"""Number of copies whose median determines the interval with "auto"."""
 _CHUNK_BYTES = 1 << 26
 _OWN_OVERHEAD = 64
-"""Bytes that a rank's own state takes at most in addition to its content."""
+"""Maximum number of bytes that a rank's own state takes in addition to its content."""
 _SIZE = struct.Struct("<Q")
 _SIZES = struct.Struct("<QQQQ")
 _COST = struct.Struct("<ddddd")
@@ -110,14 +111,14 @@ class RankExchange(Protocol):
     def start_gathering(self, content: bytes) -> Callable[[], list[bytes] | None]:
         """Begin to gather every rank's bytes, and return a function that waits for them.
 
-        It returns None if some rank's are larger than those of the last `gather_bytes` by far.
+        That function returns None if a rank sends far more bytes than in the last `gather_bytes`.
         """
 
     def send(self, content: memoryview, to: int) -> None:
-        """Send bytes to a rank that receives as many."""
+        """Send bytes to a rank, which must receive the same number of bytes."""
 
     def swap(self, content: memoryview, to: int, received: memoryview, source: int) -> None:
-        """Send bytes to a rank, and receive bytes from a different rank meanwhile.
+        """Send bytes to one rank, and receive bytes from another rank at the same time.
 
         An empty `content` is not sent, and an empty `received` is not awaited.
         """
@@ -127,11 +128,11 @@ class RankExchange(Protocol):
 
 
 class Cost(NamedTuple):
-    """What copies cost one rank, in seconds. 0 means unknown, as at the first copy."""
+    """What copies cost one rank, in seconds; 0 if unknown, as at the first copy."""
 
     copy: float = 0.0
     exchange: float = 0.0
-    """The exchange before a copy, including the wait for the other ranks."""
+    """Time of the exchange before a copy, including the wait for the other ranks."""
     pace: float = 0.0
     """Time of one step without a copy."""
     keeps: float = 0.0
@@ -144,7 +145,7 @@ class TorchExchange:
     """The ranks of a process group that accepts CPU tensors, or a single process."""
 
     def __init__(self, local_rank: int, local_world: int, distributed: Any = None, group: Any = None) -> None:
-        """`distributed`: torch.distributed, or None for a single process."""
+        """Use `distributed` (torch.distributed), or None for a single process."""
         self._distributed, self._group = distributed, group
         self.rank = distributed.get_rank(group) if distributed else 0
         self.world = distributed.get_world_size(group) if distributed else 1
@@ -152,7 +153,7 @@ class TorchExchange:
         self._capacity = 1024
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Return every rank's bytes, in rank order. This takes two collectives if they grow."""
+        """Return every rank's bytes, in rank order. Takes two collectives if they have grown."""
         while (said := self.start_gathering(content)()) is None:
             pass
         return said
@@ -181,7 +182,7 @@ class TorchExchange:
         return wait_for_ranks
 
     def send(self, content: memoryview, to: int) -> None:
-        """Send bytes to a rank that receives as many."""
+        """Send bytes to a rank, which must receive the same number of bytes."""
         self._distributed.send(_bytes_of(content), self._global(to), group=self._group)
 
     def receive(self, content: memoryview, source: int) -> None:
@@ -189,7 +190,7 @@ class TorchExchange:
         self._distributed.recv(_bytes_of(content), self._global(source), group=self._group)
 
     def swap(self, content: memoryview, to: int, received: memoryview, source: int) -> None:
-        """Send bytes to a rank, and receive bytes from a different rank, unless they are empty."""
+        """Send bytes to one rank, and receive bytes from another rank, unless they are empty."""
         sending = None
         if content:
             sending = self._distributed.isend(_bytes_of(content), self._global(to), group=self._group)
@@ -212,29 +213,30 @@ def _bytes_of(content: memoryview) -> Any:
 
 @dataclass
 class Cadence:
-    """Decides which steps are copied. The decision is the same on every rank."""
+    """Decides which steps are copied. All ranks decide the same."""
 
     every: int | str
     """A number of steps, AUTO or NONE."""
     due: int = 0
     """The next step to copy with AUTO."""
     recent: list[tuple[float, float]] = field(default_factory=list)
-    """(seconds of a copy, of a step) at the last copies. A single one may be an outlier."""
+    """Seconds of a copy and of a step, for the last copies, because a single copy may be an
+    outlier."""
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after this step is copied."""
+        """Whether to copy the state after this step."""
         if self.every == NONE:
             return False
         return step % self.every == 0 if isinstance(self.every, int) else step >= self.due
 
     def copied(self, step: int, costs: list[Cost]) -> int:
-        """Record a copy. Return the number of steps until the next one.
+        """Record a copy, and return the number of steps until the next one.
 
-        `costs`: every rank's cost of the previous copy.
+        `costs` has every rank's cost of the previous copy.
         """
         if isinstance(self.every, int):
             return self.every
-        # The last rank to arrive does not wait, so the shortest exchange is the true one.
+        # The last rank to arrive does not wait, so the shortest exchange is the actual cost.
         copy = max(cost.copy for cost in costs) + min(cost.exchange for cost in costs)
         pace = max(cost.pace for cost in costs)
         if copy > 0 and pace > 0:
@@ -248,7 +250,7 @@ class Cadence:
 
 
 class _Tensor:
-    """Replaces a tensor in a skeleton by its number."""
+    """Stands for a tensor in a skeleton, by number."""
 
     __slots__ = ("number",)
 
@@ -270,11 +272,11 @@ class _Place:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     whole: tuple[int, ...] | None
-    """The whole tensor's shape, of which this is a shard; None if it is not a shard."""
+    """If this tensor is a shard, the shape of the whole tensor; otherwise None."""
 
 
 class _Places:
-    """The places of tensors, each given as (dtype, shape, stride, whole shape), in sequence."""
+    """The places of tensors in sequence, each given as (dtype, shape, stride, whole shape)."""
 
     def __init__(self, shapes: list[tuple[Any, Any, tuple[int, ...], tuple[int, ...] | None]]) -> None:
         self.shapes, self.each, end = shapes, [], 0
@@ -296,7 +298,7 @@ class Restored:
     owns: dict[int, bytes]
     """Each rank's private state; empty if ranks have none."""
     made: Moment | None
-    """The last step that was made before the restart, if any node knows it."""
+    """The last step made before the restart, if any node knows it."""
 
 
 @dataclass
@@ -306,7 +308,7 @@ class _Copy:
     step: int
     moment: Moment
     content: bytes
-    """This rank's costs and its own state, for all ranks."""
+    """This rank's costs and private state, for all ranks."""
     has_own: bool
     gathering: Callable[[], list[bytes] | None]
     said: list[bytes] | None = None
@@ -316,9 +318,9 @@ class _Copy:
     layout: _StateLayout | None = None
     writing: Writing | None = None
     event: Any = None
-    """Marks the end of the transfer from a device."""
+    """Event at the end of the transfer from a device."""
     done: Any = None
-    """A lock that the background thread releases; None: no thread works on this copy."""
+    """A lock that the background thread releases; None if no thread is working on this copy."""
     error: Exception | None = None
     seconds: float = 0.0
     """Processor time of the background thread."""
@@ -334,7 +336,7 @@ class _Copy:
         return {rank: content[_COST.size :] for rank, content in enumerate(self.said or ())}
 
     def finish(self) -> None:
-        """Wait for everything that is on its way, and mark the slot as complete."""
+        """Wait for all transfers, and mark the slot as complete."""
         if self.said is None:
             self.said = self.gathering()
         if self.said is None:
@@ -348,7 +350,7 @@ class _Copy:
 
 
 class _Finisher:
-    """A thread that finishes copies, one after the other."""
+    """A thread that finishes copies one after another."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[_Copy] = queue.SimpleQueue()
@@ -371,7 +373,8 @@ class _Finisher:
 
 
 class RankSnapshots:
-    """The newest states in memory, on one rank. All ranks make the same calls in the same order."""
+    """One rank's view of the newest states in memory. All ranks make the same calls in the same
+    order."""
 
     def __init__(
         self,
@@ -386,9 +389,10 @@ class RankSnapshots:
         """Open a node's memory for a rank.
 
         Args:
-            every: steps between two copies, or AUTO.
-            sharded: each rank has a part of the state; otherwise all ranks have the same state.
-            together: all ranks must call `make`, although few ranks keep the state.
+            every: number of steps between two copies, or AUTO.
+            sharded: whether each rank has a part of the state; otherwise all ranks have the same
+                state.
+            together: whether all ranks must call `make`, although only a few ranks keep the state.
         """
         self._together = together
         self._store, self._exchange, self._order = store, exchange, order
@@ -396,11 +400,11 @@ class RankSnapshots:
         self._part = part_of(exchange.rank, exchange.world) if sharded else ALL
         self.cadence = Cadence(every)
         self.interval = 0
-        """Steps between copies, which a loss repeats at most; 0 while no state is held."""
+        """Steps between copies, which is the most that a loss repeats; 0 while no state is held."""
         self.needed = 0
-        """Bytes for two states that a node needs and lacks; 0 if they fit everywhere."""
+        """Bytes for two states that some node needs but does not have; 0 if they fit everywhere."""
         self._lacks = 0
-        """The same for this rank's node."""
+        """Bytes for two states that this rank's node needs but does not have."""
         self._copies = 0
         self._base: Moment | None = None
         """The state that training continued from, until a later one is complete on all nodes."""
@@ -413,7 +417,7 @@ class RankSnapshots:
         self.settles_early = False
         """Whether the caller calls `settle` before each step of the optimizer."""
         self._owns_room = 0
-        """Bytes for the ranks' own states at the end of a slot."""
+        """Bytes reserved at the end of a slot for the ranks' private states."""
         self.start: dict[str, Any] = {}
         """Where training continued, as `protocol.read_start` describes it; empty before `begin`."""
         self._made: Moment | None = None
@@ -433,14 +437,14 @@ class RankSnapshots:
         return self._sharded or self._speaks
 
     def use(self, exchange: RankExchange) -> None:
-        """Use a different exchange with the same ranks from now on."""
+        """Use a different exchange, with the same ranks, from now on."""
         self.settle()
         self._exchange = exchange
 
     def restore(self, rebuild: Rebuild | None = None) -> Restored | None:
-        """Return the newest state whose parts all exist on some node; None if there is none.
+        """Return the newest state of which all parts exist on some node; None if there is none.
 
-        Afterwards, all nodes have it. The tensors are copies in CPU memory.
+        Afterwards, every node has it. The returned tensors are copies in CPU memory.
 
         Raises:
             RuntimeError: a rank is gone, as in any collective.
@@ -472,13 +476,13 @@ class RankSnapshots:
             before = {r: (node_of[r], self._part_before(r)) for r in world}
             for transfer in transfers(held, before, moment):
                 self._transfer(transfer, moment)
-        self._exchange.gather_bytes(b"")  # Every node has it now, for all of its ranks.
+        self._exchange.gather_bytes(b"")  # Every node now has the state for all of its ranks.
         content = content or self._store.read(self._find(self._part, moment))
         tree, owns = _read(content, rebuild)
         return Restored(moment, tree, owns, made)
 
     def _part_before(self, rank: int) -> str:
-        """Return the part of the previous node that a rank's node also keeps."""
+        """Return the part of the previous node's state that a rank's node also keeps."""
         world = self._exchange.world
         return part_of((rank - self._exchange.local_world) % world, world)
 
@@ -490,7 +494,7 @@ class RankSnapshots:
     def agree(self) -> dict[int, tuple[int, bytes]]:
         """Agree with the other ranks on the interval and the incarnation.
 
-        Returns the room and the inventory of each node, by the rank that speaks for it.
+        Return each node's room and inventory, by the rank that speaks for the node.
         """
         if self._store.fault:
             _warn(f"this pod keeps no states of the training: {self._store.fault}")
@@ -515,7 +519,8 @@ class RankSnapshots:
     def _transfer(self, transfer: Transfer, moment: Moment, *, alone: bool = False) -> memoryview | None:
         """Take part in a transfer.
 
-        Return the received state if it is in no slot: with `alone`, or if there is no room.
+        Return the received state if it was not written to a slot, because of `alone` or lack of
+        room.
         """
         rank = self._exchange.rank
         if rank == transfer.source:
@@ -549,7 +554,7 @@ class RankSnapshots:
             self._store.note_made(Moment(self._order, step))
 
     def note(self, step: int) -> None:
-        """Record that a step was made, for callers that take its state later, in the next step."""
+        """Record that a step was made, for callers that take its state during the next step."""
         if step == self._last:
             return
         self._last = step
@@ -563,9 +568,9 @@ class RankSnapshots:
         """Record a step, if `note` has not done so, and copy the state after it if that is due.
 
         Args:
-            step: steps made since the training began.
-            make: returns the state, a tree of tensors, numbers, text and containers.
-            own: returns this rank's private state; None if ranks have none.
+            step: number of steps made since training began.
+            make: function that returns the state, a tree of tensors, numbers, text and containers.
+            own: function that returns this rank's private state; None if ranks have none.
 
         Raises RuntimeError if a rank is gone.
         """
@@ -600,15 +605,15 @@ class RankSnapshots:
         self._since, self._steps = time.perf_counter(), 0
         if self._copies > _FIRST_COPIES:
             exchange = 0.0 if later else exchanged - exchanges
-            waits = self._sharded or self._stream is not None  # For a different node or the device.
-            # Otherwise, time that other processes took meanwhile is not a cost of the copy.
+            waits = self._sharded or self._stream is not None  # This includes waits for another node or the device.
+            # Otherwise, time that other processes used meanwhile is not a cost of the copy.
             copying = self._since - began - exchange if waits else time.thread_time() - worked
             self._cost = Cost(copying, exchange)
 
     def _settles_later(self) -> bool:
         """Whether a background thread completes the next copy.
 
-        The first copies show how large the ranks' own states are.
+        The first copies are not, because they show how large the ranks' private states are.
         """
         return (
             self.settles_early
@@ -640,7 +645,10 @@ class RankSnapshots:
             raise RuntimeError(f"the ranks' states cannot be exchanged: {copy.error}") from copy.error
 
     def _agree_on(self, copy: _Copy) -> bool:
-        """Determine the next interval with all ranks. Return whether copies are still of use."""
+        """Determine the next interval together with all ranks.
+
+        Return whether copies are still useful.
+        """
         if copy.said is None:
             copy.said = copy.gathering() or self._exchange.gather_bytes(copy.content)
         copy.is_agreed = True
@@ -653,7 +661,7 @@ class RankSnapshots:
         return True
 
     def _end_if_useless(self, costs: list[Cost]) -> bool:
-        """End all copies if they can never make a whole state. Return whether they ended."""
+        """Stop all copies if they can never form a whole state, and return whether that is so."""
         self.needed = max(self._lacks, int(max(cost.needed for cost in costs)))
         is_held = any(cost.keeps for cost in costs)
         if is_held and not (self._sharded and self.needed):
@@ -666,9 +674,9 @@ class RankSnapshots:
     def _count_copy(self) -> None:
         """Count a copy. At the second one, forget the state that training began with.
 
-        Then the first copy is complete on all nodes, because the ranks have exchanged costs since.
-        Parts that this node's ranks do not write are deleted too, such as those of a group of a
-        different size.
+        By then, the first copy is complete on all nodes, because the ranks have exchanged costs
+        since. Parts that this node's ranks do not write are deleted too, such as the parts of a
+        group of a different size.
         """
         self._copies += 1
         if self._copies == 2:
@@ -677,7 +685,7 @@ class RankSnapshots:
                 self._store.keep_only(self._node_parts())
 
     def _node_parts(self) -> set[str]:
-        """Return the parts that this node keeps: its ranks' own and the previous node's."""
+        """Return the parts that this node keeps: its own ranks' and the previous node's."""
         if not self._sharded:
             return {ALL}
         world, local = self._exchange.world, self._exchange.local_world
@@ -685,7 +693,7 @@ class RankSnapshots:
         return {part_of(number % world, world) for number in range(first - local, first + local)}
 
     def _copy(self, tree: Any, copy: _Copy) -> None:
-        """Copy everything but the ranks' own states into a slot."""
+        """Copy everything except the ranks' private states into a slot."""
         layout = copy.layout = _StateLayout(tree, self._owns_room, self._places)
         self._places = layout.places
         writing = copy.writing = self._writing(self._part, layout.size)
@@ -740,7 +748,7 @@ class RankSnapshots:
             return None
 
     def _copy_from_device(self, layout: _StateLayout, writing: Any) -> Any:
-        """Begin to copy, and return the event at the end of the transfer."""
+        """Start the transfer, and return the event at its end."""
         torch = _torch()
         targets = self._targets(writing.data, writing.slot, layout)
         if self._stream is None:
@@ -756,7 +764,7 @@ class RankSnapshots:
             return self._stream.record_event()
 
     def news(self) -> dict[str, Any]:
-        """Return the figures to report that have changed since the last call."""
+        """Return the figures that have changed since the last call, for a report."""
         figures = {protocol.START: dict(self.start), protocol.AT_RISK: self.interval or None}
         if self.needed:
             figures |= {protocol.SNAPSHOT_BYTES: self.needed, protocol.AT_RISK: None}
@@ -771,7 +779,7 @@ class RankSnapshots:
 
 
 def _inventory(rank: int, content: bytes) -> tuple[list[Held], Moment | None]:
-    """Return the states that a node reports. All ranks treat a malformed inventory as empty."""
+    """Return the states that a node reports. A malformed inventory counts as empty on all ranks."""
     try:
         return decode(content)
     except ValueError as error:
@@ -782,7 +790,7 @@ def _inventory(rank: int, content: bytes) -> tuple[list[Held], Moment | None]:
 def _reserve(size: int) -> memoryview:
     """Return anonymous memory, of which only written pages are used.
 
-    A peer claims the size. Raises RuntimeError if a process cannot have that much.
+    The size is another rank's claim. Raises RuntimeError if a process cannot have that much.
     """
     try:
         return memoryview(mmap.mmap(-1, size))
@@ -798,7 +806,7 @@ _pinned: set[int] = set()
 
 
 def _pin(data: memoryview) -> None:
-    """Lock the slot's pages in memory for the device, once. A failure costs only speed."""
+    """Lock the slot's pages in memory for the device, once. If this fails, only speed is lost."""
     torch = _torch()
     whole = torch.frombuffer(data, dtype=torch.uint8)
     if whole.data_ptr() not in _pinned:
@@ -812,15 +820,16 @@ def _torch() -> Any:
 
 
 class _StateLayout:
-    """Where the parts of a state are in a slot.
+    """Locations of a state's parts in a slot.
 
-    Sizes, skeleton and places come first, then the tensors, and the ranks' own states at the end.
+    Sizes, skeleton and places come first, then the tensors, and the ranks' private states at the
+    end.
     """
 
     def __init__(self, tree: Any, owns_room: int, known: _Places | None = None) -> None:
         """Take a state apart.
 
-        `known`: the places of the last state's tensors, often the same.
+        `known` has the places of the last state's tensors, which are often the same.
         """
         self._found: list[tuple[Any, tuple[int, ...] | None]] = []
         skeleton = self._without_tensors(tree, _torch())
@@ -851,7 +860,7 @@ class _StateLayout:
         data[_SIZES.size : _SIZES.size + len(self.head)] = self.head
 
     def write_owns(self, data: memoryview, owns: dict[int, bytes]) -> bool:
-        """Write the ranks' own states. Return whether there was room for them."""
+        """Write the ranks' private states, and return whether there was enough room."""
         pickled = pickle.dumps(owns, protocol=4) if owns else b""
         if self._tail + len(pickled) > self.size:
             return False
@@ -861,7 +870,7 @@ class _StateLayout:
 
 
 def _read(data: memoryview, rebuild: Rebuild | None) -> tuple[Any, dict[int, bytes]]:
-    """Return a slot's tree, with copied tensors, and the ranks' private states."""
+    """Return a slot's tree, with its tensors copied, and the ranks' private states."""
     length, base, tail, tail_length = _SIZES.unpack_from(data, 0)
     skeleton, pickled_places = pickle.loads(data[_SIZES.size : _SIZES.size + length])
     owns = pickle.loads(data[tail : tail + tail_length]) if tail_length else {}
@@ -897,7 +906,7 @@ def _copy_to(data: memoryview, tensor: Any, place: _Place) -> None:
 
 
 def _view(data: memoryview, place: _Place) -> Any:
-    """Return a tensor in the memory of a slot."""
+    """Return a tensor that uses a slot's memory."""
     torch = _torch()
     if place.count == 0:
         return torch.empty(place.shape, dtype=place.dtype)
@@ -906,7 +915,7 @@ def _view(data: memoryview, place: _Place) -> Any:
 
 
 def _dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a copy without gaps, in the tensor's own order of dimensions."""
+    """Return the strides of a gapless copy that keeps the tensor's order of dimensions."""
     order = sorted(range(len(shape)), key=lambda d: (stride[d], shape[d]), reverse=True)
     strides, step = [0] * len(shape), 1
     for dimension in reversed(order):

@@ -28,13 +28,16 @@ class SigtermFlag:
     """Whether this process has received SIGTERM."""
 
     _newest: SigtermFlag | None = None
-    """The flag that this process's SIGTERM sets."""
+    """The flag that SIGTERM sets in this process."""
 
     def __init__(self, heard: Callable[[], None]) -> None:
-        """`heard` is called once, in the signal handler or, with `at_once`, in a thread."""
+        """Create the flag.
+
+        `heard` is called once, in the signal handler or, with `at_once`, in a thread.
+        """
         self._heard, self._in_thread = heard, False
         self.asked_at: float | None = None
-        """When SIGTERM arrived, by time.monotonic(); None if it has not."""
+        """When SIGTERM arrived, by time.monotonic(); None if it has not arrived."""
 
     @property
     def is_listening(self) -> bool:
@@ -42,10 +45,10 @@ class SigtermFlag:
         return signal.getsignal(signal.SIGTERM) == self._handle
 
     def listen(self, *, at_once: bool = False) -> None:
-        """Set the flag at SIGTERM from now on. Must be called in the main thread.
+        """Set the flag on SIGTERM from now on. Must be called in the main thread.
 
-        With `at_once`, set it even while the main thread is blocked. The process must not use the
-        wake-up descriptor for anything else, as asyncio does.
+        With `at_once`, the flag is set even while the main thread is blocked. The process must then
+        not use the wake-up descriptor for anything else, as asyncio does.
         """
         self._in_thread, SigtermFlag._newest = at_once, self
         signal.signal(signal.SIGTERM, self._handle)
@@ -70,7 +73,7 @@ class SigtermFlag:
     def forget_in_child(self) -> None:
         """Let SIGTERM end this forked process, unless a framework handles it.
 
-        The signal must not reach the rank's pipe, which the child has inherited.
+        The signal must not be written to the rank's pipe, which the child has inherited.
         """
         if self._in_thread:
             signal.set_wakeup_fd(-1)

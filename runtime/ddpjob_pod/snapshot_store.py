@@ -1,33 +1,34 @@
 """Keeps the training's newest states in a node's memory, where they outlive its workers.
 
 Problem: a restart repeats all steps since the last checkpoint, and a checkpoint after each step is
-too expensive. A copy into memory costs a hundredth of it, but the memory must outlive the workers.
+too expensive. A copy into memory costs a hundredth as much, but the memory must outlive the
+workers.
 
-Rule: each pod has a small folder in memory (a tmpfs). A state is one file there, a *slot*. Each
-part of the state has two slots, which are written in turn: while one is overwritten, the other is
-whole. A slot's mark is cleared before its data is written, and set afterwards, each by one aligned
-store. So a worker that is killed in between leaves only an incomplete slot. Another file has the
-last step that was made, with or without a copy, to show how much a restart repeats.
+Rule: each pod has a small folder in memory (a tmpfs). Each file in it is a *slot*, which holds one
+state. Each part of the state has two slots, which are written in turn: while one is overwritten,
+the other is whole. A slot's mark is cleared before its data is written, and set afterwards, each by
+one aligned store. So a worker that is killed in between leaves only an incomplete slot. Another
+file holds the number of the last step, copied or not, to show how much a restart repeats.
 
 A memory barrier is not needed, not even on ARM. A kill is a precise exception: all stores before it
-in program order reach memory, and no later stores do. Readers are other processes, which read after
-the writer has ended or after a collective with it. The launcher starts workers only once all
-processes of the earlier ones have ended, so no older incarnation still writes.
+in program order reach memory, and no later stores do. Other processes read only after the writer
+has ended, or after a collective with it. The launcher starts workers only once all processes of
+earlier workers have ended, so no older incarnation is still writing.
 
 The slot to overwrite is not always the older one. If the job has restarted from an older state,
-because another node lacked its part of the newest, the abandoned newer one is overwritten
+because another node lacked its part of the newest state, the abandoned newer state is overwritten
 (`begin`).
 
-Example, a part with slots at steps 40 and 50, when another node's part has only 40: all continue
-from 40. The next copy overwrites step 50, because step 40 is needed until a later copy is complete.
+Example: a part has slots at steps 40 and 50, but another node's part has only 40. All continue from
+40. The next copy overwrites step 50, because step 40 is needed until a later copy is complete.
 
 States are ordered by incarnation (generation, round) first, and by step second. A node that was
 partitioned may hold a higher step of an older round. The job has continued without it, from an
 earlier step, and only that history counts (`choose`).
 
-With replicated state (DDP) a node has one part, `ALL`, written by its first rank, and any node's
-copy serves all. With sharded state each rank has its own part, and the next node has a copy of it.
-Why: docs/decisions/0023.
+With replicated state (DDP), a node has one part, `ALL`, written by its first rank. Any node's copy
+is enough for all. With sharded state each rank has its own part, and the next node has a copy of
+it. Why: docs/decisions/0023.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _SLOT = re.compile(r"(all|[0-9]{1,6}of[0-9]{1,6})\.([01])")
 _HELD = struct.Struct("<QQQQ16s")
 
 Order = tuple[int, int]
-"""(generation, round) of an incarnation."""
+"""The (generation, round) of an incarnation."""
 
 
 @dataclass(frozen=True, order=True)
@@ -78,7 +79,7 @@ class Held:
     part: str
     moment: Moment
     size: int
-    """Bytes after the header."""
+    """Number of bytes after the header."""
     slot: int = 0
 
 
@@ -88,7 +89,7 @@ def part_of(rank: int, world: int) -> str:
 
 
 class NoRoom(Exception):
-    """The volume cannot hold the two states of a part. `needed` and `room` are in bytes."""
+    """The volume cannot hold two states of a part. `needed` and `room` are in bytes."""
 
     def __init__(self, needed: int, room: int) -> None:
         super().__init__(f"two states need {needed} bytes, and there is room for {room}")
@@ -99,11 +100,11 @@ class SnapshotStore:
     """One node's folder. A folder that cannot be used has no states and no room.
 
     Attributes:
-        fault: why the folder cannot be used; empty if it can, or if the node has none.
+        fault: why the folder cannot be used; empty if it can be used or does not exist.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Open a folder, or None if this node has none."""
+        """Open the folder; None if this node has none."""
         self.folder = folder or Path()
         self._open: dict[tuple[str, int], mmap.mmap] = {}
         self._made: memoryview | None = None
@@ -129,7 +130,10 @@ class SnapshotStore:
         return sorted((held for held in found if held), key=lambda held: held.moment)
 
     def _held_of(self, part: str) -> list[Held]:
-        """Return the complete states of a part, oldest first. Slots in use are read from memory."""
+        """Return the complete states of a part, oldest first.
+
+        Slots that are mapped already are read from memory.
+        """
         slots = [self._open.get((part, slot)) for slot in (0, 1)]
         if None in slots:
             return [held for held in self.held() if held.part == part]
@@ -148,7 +152,7 @@ class SnapshotStore:
         `base` is the state from which training continued, until a later state is complete on all
         nodes. It is kept even if this node holds newer states, which the job has abandoned.
 
-        Raises NoRoom, and changes nothing.
+        Raises NoRoom without changing anything.
         """
         held = self._held_of(part)
         kept = [h for h in held if base is None or h.moment <= base] or held
@@ -158,7 +162,7 @@ class SnapshotStore:
         return Writing(memory, size, slot)
 
     def read(self, held: Held) -> memoryview:
-        """Return a state's bytes in the file's memory. They change when the slot is overwritten."""
+        """Return a state's bytes, mapped from its file. They change if the slot is overwritten."""
         memory = self._map(held.part, held.slot, held.size, existing=True)
         return memoryview(memory)[HEADER_BYTES : HEADER_BYTES + held.size]
 
@@ -175,7 +179,7 @@ class SnapshotStore:
 
     @property
     def made(self) -> Moment | None:
-        """The last step that a worker of this node made; None before the first, or if unknown."""
+        """The last step that a worker of this node made; None if there is none or it is unknown."""
         try:
             magic, generation, round_, step = _MADE.unpack((self.folder / "made").read_bytes()[: _MADE.size])
         except (OSError, struct.error):
@@ -185,7 +189,7 @@ class SnapshotStore:
     def note_made(self, moment: Moment) -> None:
         """Record the last step that was made.
 
-        A kill in between leaves the previous step or, for a new order, perhaps no step.
+        A kill in the middle leaves the previous step or, for a new order, perhaps no step.
         """
         if self._made is None:
             return
@@ -197,7 +201,7 @@ class SnapshotStore:
         self._made[3] = moment.step
 
     def room(self, part: str) -> int:
-        """Return how many bytes the two slots of a part may have together.
+        """Return how many bytes the two slots of a part may take together.
 
         The volume's pages count towards the container's memory limit, so the limit applies too.
         """
@@ -270,15 +274,15 @@ _CGROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""Folder, limit, usage and prefix of the statistics, for versions 2 and 1."""
+"""Folder, limit, usage and the prefix of the statistics, for cgroup versions 2 and 1."""
 SPARED = 0.1
-"""Share of a memory limit that states leave free."""
+"""Share of a memory limit that states must leave free."""
 
 
 def free_memory(root: Path = Path("/")) -> int:
     """Return how many bytes of the container's and the machine's memory states may use.
 
-    A tenth of each limit stays free. The cache of files on disks counts as free.
+    A tenth of each limit stays free. Page cache of files on disk counts as free memory.
     """
     free = [sys.maxsize]
     for folder, limit_file, usage_file, prefix in _CGROUPS:
@@ -295,13 +299,13 @@ def free_memory(root: Path = Path("/")) -> int:
 
 
 def _numbers(text: str) -> dict[str, int]:
-    """Return the first number of each line by the line's first word."""
+    """Return the first number of each line, keyed by the line's first word."""
     lines = [line.split() for line in text.splitlines()]
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
 
 
 def choose(held: Mapping[int, Iterable[Held]], parts: Iterable[str]) -> Moment | None:
-    """Return the newest moment of which all parts are held; None if there is none.
+    """Return the newest moment for which all parts are held; None if there is none.
 
     `held` maps each holder to its states.
     """
@@ -315,7 +319,7 @@ def choose(held: Mapping[int, Iterable[Held]], parts: Iterable[str]) -> Moment |
 
 @dataclass(frozen=True)
 class Transfer:
-    """A part that one rank sends to another."""
+    """A transfer of one part from one rank to another."""
 
     source: int
     to: int
@@ -326,11 +330,11 @@ class Transfer:
 def transfers(
     held: Mapping[int, Iterable[Held]], wanted: Mapping[int, tuple[int, str]], moment: Moment
 ) -> list[Transfer]:
-    """Return the transfers after which all ranks have the parts of `moment` that they want.
+    """Return the transfers that give every rank the part of `moment` that it wants.
 
     Args:
         held: each node's states, by the rank that speaks for the node.
-        wanted: for each receiving rank, (the rank that speaks for its node, the part).
+        wanted: the part that each receiving rank wants, with the rank that speaks for its node.
     """
     holders: dict[str, list[tuple[int, int]]] = {}
     for holder, states in sorted(held.items()):
@@ -348,7 +352,7 @@ def transfers(
 
 
 def encode(held: Iterable[Held], made: Moment | None) -> bytes:
-    """Return an inventory as bytes, for `decode`."""
+    """Encode an inventory as bytes, for `decode`."""
     first = made or Moment((0, 0), 0)
     lines = [_HELD.pack(*first.order, first.step, 1 if made else 0, b"made")]
     lines += [_HELD.pack(*h.moment.order, h.moment.step, h.size, h.part.encode()) for h in held]

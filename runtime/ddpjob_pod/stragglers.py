@@ -1,23 +1,23 @@
-"""Finds lagging ranks, for which all others wait in each step.
+"""Finds lagging ranks, which all other ranks wait for in each step.
 
 A rank that is 30 % slower than the others makes the whole training 30 % slower. The training's
-figures do not show which one it is, because every rank's step takes equally long. The ranks
-therefore compare the time that they work without waiting (the trainer's `step_clock.py`, and
+figures do not show which rank it is, because every rank's step takes equally long. The ranks
+therefore compare how long they work without waiting (the trainer's `step_clock.py`, and
 `own_work.py` for scripts).
 
 - A rank's slowdown is its own seconds per step divided by the median rank's. In a pipeline, a rank
-  is compared only with ranks of the same stage, because stages have different work.
+  is compared only with ranks of the same stage, because stages do different work.
 - If the shares of the batch differ, the time is also computed for equal shares, and the smaller
-  slowdown counts. A rank with more samples is not lagging, and ranks do not wait for one with
-  fewer.
+  slowdown counts. A rank with more samples is not lagging, and the other ranks do not wait for a
+  rank with fewer samples.
 - A rank is named after its slowdown has exceeded `factor` for `seconds` and at least three reports.
-  It is named until its excess has been below half of that for as long. A single slow batch
-  therefore has no effect, and a rank at the limit does not flicker.
+  It stays named until its slowdown has been below the middle between 1 and `factor` for as long. A
+  single slow batch therefore has no effect, and a rank at the limit does not flicker.
 - Its cost is the share of each step that would be saved if it kept pace. A rank may be twice as
-  slow as the others in work that is a hundredth of the step. An excess below a millisecond is
-  noise. The operator moves a rank only if that saves something (its `slow_ranks.py`).
+  slow as the others in work that takes only a hundredth of the step. An excess below a millisecond
+  is noise. The operator moves a rank only if that saves something (its `slow_ranks.py`).
 
-Example, with factor=1.2 and seconds=60, a report every 10 s, and 8 ranks of 100 ms:
+Example: 8 ranks normally need 100 ms per step and report every 10 s; factor=1.2, seconds=60.
 
       0 s  rank 5 begins to need 140 ms: slowdown 1.4
      60 s  it is named, with the slowdown 1.4
@@ -32,8 +32,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NAMED = 8
-"""Maximum number of ranks to name, slowest first. If more ranks are slow, they are not exceptions.
-"""
+"""Maximum number of ranks to name, slowest first. More slow ranks would no longer be an
+exception."""
 _REPORTS = 3
 _RECENT = 0.3
 """Weight of the newest report in a rank's slowdown and cost."""
@@ -43,15 +43,15 @@ _LEAST = 0.001
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank whose own work per step takes `slowdown` (1 or more) times the median rank's time."""
+    """A rank whose own work takes `slowdown` (at least 1) times as long as the median rank's."""
 
     rank: int
     slowdown: float
     cost: float | None = None
-    """Share of the group's step that the rank's excess takes; None if that is unknown."""
+    """Share of the group's step time that the rank's excess takes; None if unknown."""
 
     def as_figures(self) -> dict[str, float]:
-        """Return the entry of a progress report."""
+        """Return this straggler as an entry for a progress report."""
         known = {} if self.cost is None else {"cost": self.cost}
         return {"rank": self.rank, "slowdown": self.slowdown, **known}
 
@@ -62,15 +62,15 @@ class _Rank:
     cost: float = 0.0
     named: bool = False
     since: float | None = None
-    """When its state began to contradict `named`, because it is slow but not named, or the reverse.
-    """
+    """When the rank became slow without being named, or fast enough while named."""
     reports: int = 0
 
 
 class Stragglers:
     """Names a rank that is slower than the median by `factor` for `seconds` and three reports.
 
-    A rank is no longer named once its excess has been at most half of that for as long.
+    A rank stays named until its slowdown has been below the middle between 1 and `factor` for as
+    long.
     """
 
     def __init__(self, factor: float, seconds: float) -> None:
@@ -87,12 +87,12 @@ class Stragglers:
         stages: int = 1,
         step: float = 0.0,
     ) -> tuple[Straggler, ...]:
-        """Return the lagging ranks, given the times since the last call.
+        """Record the times since the last call, and return the lagging ranks.
 
-        `own` has each rank's own seconds per step, and `even` the same for equal shares of the
+        `own` has each rank's own seconds per step, and `even` its seconds for equal shares of the
         batch; 0 means unknown. Ranks r, r + stages, ... are compared only with each other. `step`
-        has the seconds of a whole step, and 0 means unknown. `now` is a clock in seconds that never
-        goes back.
+        is the time of a whole step in seconds; 0 means unknown. `now` is a time in seconds that
+        never goes back.
 
         The smaller slowdown counts. A rank with fewer samples needs more time for each, because a
         pass has a fixed cost, but the other ranks do not wait for it.

@@ -1,8 +1,8 @@
 """What this process trains with: the versions of its packages, and the model of its GPU.
 
-Only modules that the program has imported are looked at, so nothing is imported, and a list of
-installed packages, which may have hundreds of entries, is not needed. The GPU is named only once
-the program uses it, because asking earlier would initialize CUDA in a process that may fork.
+Only modules that the program has already imported are inspected. So nothing is imported, and the
+list of installed packages, which may have hundreds of entries, is not needed. The GPU is named only
+once the program uses it, because an earlier query would initialize CUDA in a process that may fork.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MODULES = {"PIL": "pillow"}
 
 
 def read_environment() -> dict[str, Any]:
-    """Return `packages`, with Python's version and CUDA's, and `gpu` if one is used."""
+    """Return `packages`, including the versions of Python and CUDA, and `gpu` if a GPU is used."""
     packages = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in PACKAGES:
         version = getattr(sys.modules.get(name), "__version__", None)
@@ -27,7 +27,7 @@ def read_environment() -> dict[str, Any]:
             packages[_MODULES.get(name, name)] = version[:80]
     found: dict[str, Any] = {"packages": packages}
     torch: Any = sys.modules.get("torch")
-    with contextlib.suppress(Exception):  # A build of torch without CUDA, or a module of this name.
+    with contextlib.suppress(Exception):  # A build of torch without CUDA, or a different module called torch.
         cuda = torch.version.cuda
         if isinstance(cuda, str):
             packages["cuda"] = cuda[:80]

@@ -12,7 +12,7 @@
             save(folder / "snapshot.pt")  # of rank 0: ddpjob_report.copy_checkpoint(folder / "snapshot.pt", step + 1)
             ddpjob_report.saved_and_leave()
 
-Job pods contain it next to the runtime. Elsewhere the package `ddpjob` contains it.
+In job pods it comes with the runtime; elsewhere, with the package `ddpjob`.
 `ddpjob_report.huggingface`, `.lightning` and `.accelerate` do the same for those frameworks. If all
 ranks import it, slow ranks are found (`ddpjob_pod/own_work.py`).
 """
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def begin() -> None:
-    """Find slow ranks from now on, in a job. Importing this module calls it."""
+    """Find slow ranks from now on, in a job. This is called when the module is imported."""
     if JobEnvironment.read().coordinator:
         own_work.begin(lambda stragglers: link.post({protocol.STRAGGLERS: stragglers}))
 
@@ -72,11 +72,11 @@ def report(
 ) -> None:
     """Show these figures in `kubectl get ddpjob` and in the job's status.
 
-    Every rank may call it; rank 0's figures are shown.
+    Every rank may call this, but only rank 0's figures are shown.
 
     Args:
         epoch: the current epoch, from 1 to `epochs`.
-        step: number of steps, out of `steps`, since the training began, including steps before a
+        step: number of steps, out of `steps`, since training began, including steps before a
             restart. Without it, DDPJob counts the optimizer's steps since the restart.
         loss: the training loss.
         accuracy: the accuracy on the test set, from 0 to 1.
@@ -85,12 +85,12 @@ def report(
         metrics: any other figures, by name.
 
     A figure is a number, or anything that `float()` converts, such as a tensor or an array of one
-    element. For a tensor on a GPU, the call waits, as `item()` does, so report only every few
-    steps. Infinite and undefined figures are shown as unknown. Otherwise `report` returns at once.
-    The newest figures are sent in the background, at most twice a second, and only they are lost if
-    the coordinator is unreachable. Figures with a `step` are also kept in the checkpoint folder as
-    curves for `ddpjob plot` and the dashboard (run/metrics.jsonl, at first two lines per second,
-    later fewer).
+    element. For a tensor on a GPU, the call waits for the GPU, as `item()` does, so report only
+    every few steps. Infinite and undefined figures are shown as unknown. Otherwise `report` returns
+    at once. The newest figures are sent in the background, at most twice a second. If the
+    coordinator is unreachable, only figures are lost. Figures with a `step` are also kept in the
+    checkpoint folder as curves for `ddpjob plot` and the dashboard (run/metrics.jsonl, initially
+    two lines per second, later fewer).
 
     Raises:
         TypeError: an argument is not a number; the message names it.
@@ -130,7 +130,7 @@ def restore_checkpoint() -> Path | None:
 
     In a job with storage.checkpoints.url, the checkpoint is fetched from the bucket into
     `checkpoint_dir()` under its old name, once per pod. Otherwise it is already in the folder. All
-    ranks call this before training, and all get the same checkpoint.
+    ranks must call this before training, and all get the same checkpoint.
 
     Raises:
         ddpjob_bucket.BucketError: the bucket cannot be read, or the image lacks obstore. Training
@@ -162,20 +162,20 @@ def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = 
             replaced or removed afterwards, but not modified in place: write to a different name,
             then use os.replace.
         step: number of steps done, which orders the checkpoints. Within one start of the job, the
-            highest step is the newest checkpoint.
+            checkpoint with the highest step is the newest.
         keep: number of newest checkpoints to keep in the bucket.
         wait: return only when the checkpoint is in the bucket. Otherwise the script waits for the
             last copy when it ends.
 
-    One checkpoint is uploaded at a time, and the newest waiting one is next. A failed upload is
-    retried after 1, 2, 4, ... 60 s. Readers see either a whole checkpoint or none. Without
+    One checkpoint is uploaded at a time, and the newest waiting checkpoint is next. A failed upload
+    is retried after 1, 2, 4, ... 60 s. Readers see either a whole checkpoint or none. Without
     storage.checkpoints.url, and outside a job, nothing is copied: the checkpoint stays in the
     folder, where `restore_checkpoint` finds it.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it.
+        TypeError, ValueError: an argument is invalid; the message names it.
         ddpjob_bucket.BucketError: the bucket cannot be read, the image lacks obstore, or a name has
-            characters that are unsuitable for a bucket.
+        characters that are not allowed in a bucket.
         OSError: the checkpoint cannot be read.
     """
     if not isinstance(path, (str, os.PathLike)):
@@ -217,7 +217,7 @@ def _copies() -> Any:
 
 
 def _copied() -> dict[str, float]:
-    """Return figures about copies, once there are copies."""
+    """Return figures about copies, if there are copies."""
     copies = sys.modules.get("ddpjob_report.copies")
     return {} if copies is None else copies.figures()
 
@@ -225,12 +225,12 @@ def _copied() -> dict[str, float]:
 def should_stop() -> bool:
     """Whether to save and exit now, because any rank's pod was asked to end.
 
-    All ranks call it, at the same steps. If torch.distributed is initialized, every rank gets the
-    same result: the ranks exchange one number over gloo, which does not wait for the GPU. After the
-    first call, SIGTERM no longer ends the process.
+    All ranks must call this at the same steps. If torch.distributed is initialized, every rank gets
+    the same result: the ranks exchange one number over gloo, which does not wait for the GPU. After
+    the first call, SIGTERM no longer ends the process.
 
     Raises:
-        RuntimeError: another rank is gone, as for any collective.
+        RuntimeError: another rank is gone, as in any collective.
     """
     return stop.agreed()
 
@@ -238,8 +238,8 @@ def should_stop() -> bool:
 def saved_and_leave() -> NoReturn:
     """End this process after `should_stop()` and a save. This does not count as a failure.
 
-    All ranks call it. It waits for ranks that are still saving. It also waits for the last copy to
-    the job's bucket, as long as the pod's grace period allows.
+    All ranks must call this. It waits for ranks that are still saving and, as long as the pod's
+    grace period allows, for the last copy to the job's bucket.
 
     Raises:
         RuntimeError: it was called outside the main thread, where it would end only that thread.
@@ -259,7 +259,7 @@ def as_number(value: Any) -> int | float | None:
     """Return the value if it is a number, or its only element; None for anything else."""
     if isinstance(value, (bool, str, bytes, bytearray)):
         return None
-    detach = getattr(value, "detach", None)  # torch warns about float() on a tensor that requires gradients
+    detach = getattr(value, "detach", None)  # torch warns when float() is called on a tensor that requires gradients
     try:
         return _plain(detach() if callable(detach) else value)
     except (TypeError, ValueError, RuntimeError, OverflowError):

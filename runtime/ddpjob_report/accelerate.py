@@ -15,12 +15,12 @@ for step in range(first, steps):
         ddpjob_report.saved_and_leave()
 
 `take` keeps the newest state in the memory of the nodes. `resume` restores that state or the newest
-checkpoint, whichever has more steps. The state is everything that `accelerator.prepare` and
-`register_for_checkpointing` were given, the scaler, the count of accumulated batches, and each
-rank's random generators. A loader's position is included only with
+checkpoint, whichever has more steps. The state includes everything passed to `accelerator.prepare`
+and `register_for_checkpointing`, the scaler, the count of accumulated batches, and each rank's
+random generators. A loader's position is included only with
 `DataLoaderConfiguration(use_stateful_dataloader=True)`. Otherwise use
-`accelerator.skip_first_batches`, as after `load_state`. Models that FSDP, DeepSpeed or Megatron-LM
-shards continue from checkpoints.
+`accelerator.skip_first_batches`, as after `load_state`. Models sharded by FSDP, DeepSpeed or
+Megatron-LM continue from checkpoints.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DDPJobTracker(GeneralTracker):  # type: ignore[misc]
 
     @property
     def tracker(self) -> Any:
-        """Return this tracker, because it wraps no other library."""
+        """Return this tracker, because it does not wrap another library."""
         return self
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -69,15 +69,16 @@ class DDPJobTracker(GeneralTracker):  # type: ignore[misc]
 
 
 def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: int = 2) -> None:
-    """Save everything that `accelerator.prepare` was given, as the state after `step` steps.
+    """Save everything passed to `accelerator.prepare`, as the state after `step` steps.
 
-    All ranks call it. The state is first written under a different name, so that a state found
-    after a crash is complete. The newest `keep` states are kept. In a job with a bucket, the state
-    is copied as well.
+    All ranks must call this. The state is first written under a different name, so that any state
+    found after a crash is complete. The newest `keep` states are kept. In a job with a bucket, the
+    state is copied as well.
 
     Raises:
         ValueError: Accelerate is set to name its checkpoints itself.
-        RuntimeError: each rank trains its own model, as without a GPU and Accelerator(cpu=True).
+        RuntimeError: each rank trains its own model, for example without a GPU and with
+            Accelerator(cpu=True).
     """
     home = _home(accelerator, folder)
     made = home / f"{_NAME}{step}"
@@ -101,17 +102,18 @@ def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: in
 
 
 def resume(accelerator: Any, folder: str | Path | None = None) -> int:
-    """Load the newest state that `save` wrote or `take` kept. Return its step; 0 if there is none.
+    """Load the newest state from `save` or `take`, and return its step; 0 if there is none.
 
     Call it once, on all ranks, after `accelerator.prepare` and `register_for_checkpointing`.
 
     Raises:
-        ValueError: the state in memory does not fit what was prepared, or Accelerate is set to name
-            its checkpoints itself.
-        RuntimeError: each rank trains its own model, as without a GPU and Accelerator(cpu=True).
+        ValueError: the state in memory does not fit the prepared objects, or Accelerate is set to
+            name its checkpoints itself.
+        RuntimeError: each rank trains its own model, for example without a GPU and with
+            Accelerator(cpu=True).
     """
     found = newest(_all(_home(accelerator, folder)), Path.is_dir)
-    accelerator.wait_for_everyone()  # No rank may save (which removes old states) before all have looked.
+    accelerator.wait_for_everyone()  # No rank may save (which removes old states) before all ranks have searched.
     snapshots, step = _snapshots(accelerator), step_of(found)
     _kept[:] = [snapshots]
     if snapshots is not None and snapshots.restored and snapshots.step > step:
@@ -126,11 +128,11 @@ def resume(accelerator: Any, folder: str | Path | None = None) -> int:
 def take(accelerator: Any, step: int) -> None:
     """Keep the state after `step` steps in memory, if that is due.
 
-    All ranks call it after each step, as they call `ddpjob_report.Snapshots.take`.
+    All ranks must call this after each step, like `ddpjob_report.Snapshots.take`.
 
     Raises:
         RuntimeError: `resume` was not called, or a rank is gone.
-        TypeError, ValueError: `step` is wrong, or a state cannot be kept; the message says which.
+        TypeError, ValueError: `step` is invalid, or a state cannot be kept; the message says which.
     """
     if not _kept:
         raise RuntimeError(
@@ -144,7 +146,7 @@ def take(accelerator: Any, step: int) -> None:
 def _snapshots(accelerator: Any) -> Snapshots | None:
     """Restore the state in memory, if there is one.
 
-    Returns None if the job keeps no states, or cannot keep those of this model.
+    Return None if the job does not keep states, or cannot keep the states of this model.
     """
     job = JobEnvironment.read()
     if not job.may_have_snapshots:
@@ -197,7 +199,7 @@ def _home(accelerator: Any, folder: str | Path | None) -> Path:
 
 
 def _all(folder: Path) -> list[Path]:
-    """Return the states that `save` has completed, not unfinished states or other files."""
+    """Return the states that `save` has completed, without unfinished states or other files."""
     return [path for path in folder.glob(f"{_NAME}*") if re.fullmatch(r"[0-9]+", path.name[len(_NAME) :])]
 
 

@@ -1,13 +1,13 @@
 """Copies a script's checkpoints to the job's bucket, and restores the newest one.
 
-All ranks must continue from the same checkpoint, a started upload must not stop training, and a
-copy that was never completed must not be read. So:
+All ranks must continue from the same checkpoint, an upload must not stop training, and an
+incomplete copy must not be read. So:
 
 - At a start, the ranks agree on the newest checkpoint in the bucket (`Bucket.join`). One rank of
   each node downloads it, under a lock, and the others find it in the folder.
 - `copy` links the files under a hidden name, because the script may replace them, and uploads them
   in the background (`ddpjob_bucket.uploads`). The newest `keep` copies stay in the bucket.
-- The end of the script waits LAST_SECONDS for the last copy, and fails without it.
+- At its end, the script waits up to LAST_SECONDS for the last copy, and fails without it.
   `saved_and_leave` waits for as long as the grace period allows.
 - Without a bucket, a file in the folder names the newest checkpoint (`record`).
 
@@ -41,7 +41,7 @@ RECORD = ".ddpjob-newest.json"
 """File that names the newest checkpoint in the folder if the job has no bucket."""
 _FETCHED, _LOCK, _LINKS = ".ddpjob-fetched.json", ".ddpjob-fetch.lock", ".ddpjob-copy-"
 LAST_SECONDS = 600.0
-"""How long the end of the script waits for its last copy."""
+"""How long the script waits for its last copy at its end."""
 LARGEST_STEP = 10**9 - 1
 
 
@@ -65,7 +65,7 @@ def url() -> str:
 
 
 def restore(folder: Path) -> Path | None:
-    """Fetch the bucket's newest checkpoint into the folder; None if there is none.
+    """Fetch the bucket's newest checkpoint into the folder, and return it; None if there is none.
 
     All ranks get the same checkpoint. Raises BucketError, OSError, ValueError.
     """
@@ -78,7 +78,7 @@ def restore(folder: Path) -> Path | None:
         found = _fetched(folder, entry)
         if found is None:
             for leftover in [*folder.glob(".*.fetch.tmp"), *folder.glob(".*.old.tmp")]:
-                discard(leftover)  # A killed process left it; this process holds the lock.
+                discard(leftover)  # Left by a killed process: this process holds the lock.
             found = _fetch(bucket, entry, folder)
             _note_fetched(folder, entry, found)
             sys.stdout.write(f"ddpjob_report: checkpoint {found.name} of step {entry.step} is from {bucket.url}\n")
@@ -106,8 +106,8 @@ def _joined() -> Bucket:
 def _order() -> tuple[int, ...]:
     """Return this start's position among the job's starts, which the launcher gives to all ranks.
 
-    It begins with the generation and the round. A `command` program starts its ranks itself, so
-    torchrun's restart count is added.
+    It begins with the generation and the round. torchrun's restart count is added, because a
+    `command` program starts its ranks itself.
     """
     job = JobEnvironment.read()
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -123,7 +123,7 @@ def _order() -> tuple[int, ...]:
 
 
 def _fetched(folder: Path, entry: Stored) -> Path | None:
-    """Return the checkpoint that an earlier process fetched, if it has not changed since."""
+    """Return the checkpoint that an earlier process fetched, if it has not changed since then."""
     try:
         known = json.loads((folder / _FETCHED).read_text())
         path = folder / known["name"]
@@ -157,7 +157,7 @@ def copy(path: Path, step: int, keep: int) -> None:
     if _CopyState.uploads is None:
         for leftover in path.parent.glob(f"{_LINKS}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        link.prepare()  # First, because exit handlers run in reverse order and the last copy must be posted too.
+        link.prepare()  # First, because exit handlers run in reverse order, and the last copy must be posted too.
         _CopyState.uploads = Uploads(bucket, lambda: _tidy(bucket), _say, _release, done=_post)
         atexit.register(_at_exit)
     _CopyState.uploads.offer(Waiting(_linked(path), step, None, time.time()))
@@ -168,7 +168,7 @@ class _FilesOfIndex(pickle._Unpickler):
 
     It does not need torch. It uses Python's slow unpickler, because nine bytes of a pickle can make
     the fast unpickler allocate a memo of any size. The opcode that allocates a bytearray of any
-    size is not supported.
+    size is disabled.
     """
 
     dispatch: ClassVar[Any] = {
@@ -204,7 +204,7 @@ def _check_parts(path: Path) -> None:
             try:
                 found.load()
             except Exception:
-                continue  # A different format, or that of a later torch: copy it unchanged.
+                continue  # A different format, or the format of a later torch: copy it unchanged.
         lacking = sorted(name for name in found.names if not (index.parent / name).exists())
         if lacking:
             raise ValueError(
@@ -253,7 +253,7 @@ def _post() -> None:
 def finish(seconds: float | None) -> bool:
     """Wait until the last copy is in the bucket, at most `seconds` (None: no limit).
 
-    Return whether the copy is there.
+    Return whether it is there.
     """
     uploads = _CopyState.uploads
     return uploads is None or _CopyState.process != os.getpid() or (uploads.wait(seconds) and not uploads.lost)
@@ -262,7 +262,7 @@ def finish(seconds: float | None) -> bool:
 def leave(seconds: float) -> None:
     """Wait at most `seconds` for the last copy.
 
-    The process may exit afterwards. It does not wait again at its exit.
+    The process may exit afterwards, without waiting again.
     """
     _CopyState.leaves = True
     if not finish(seconds):
@@ -270,7 +270,7 @@ def leave(seconds: float) -> None:
 
 
 def figures() -> dict[str, float]:
-    """Return the figures to report about the copies; empty if this process makes none."""
+    """Return the figures to report about the copies; empty if this process does not make copies."""
     if _CopyState.process != os.getpid():
         return {}
     found = _CopyState.uploads.figures() if _CopyState.uploads is not None else {}
@@ -298,9 +298,9 @@ def _has_failed() -> bool:
 
 
 def record(folder: Path, path: Path, step: int) -> None:
-    """Record a checkpoint of the folder as its newest.
+    """Record a checkpoint in the folder as the newest.
 
-    Raises OSError, and ValueError if the checkpoint is elsewhere.
+    Raises OSError, and ValueError if the checkpoint is not in the folder.
     """
     made, home = path.resolve(), folder.resolve()
     if not made.is_relative_to(home):

@@ -19,13 +19,13 @@ FOLDER = "run"
 SHORTEST_PAUSE = 0.5
 """Initial number of seconds between two lines."""
 LINES_PER_LIFE = 2000
-"""Divides the script's running time to get the pause between lines, once that exceeds
+"""The pause between lines is the script's running time divided by this, and at least
 SHORTEST_PAUSE. A week produces about 15,000 lines."""
 _NOT_OF_A_STEP = ("epochs", "steps", "eta", "metrics", "accuracy")
 
 
 class CurveFile(Outbox):
-    """Writes independently of posts, so that a hung folder costs only these lines."""
+    """Writes independently of posts, so that a hung folder costs only lines in this file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._began = folder / FOLDER, time.monotonic()
@@ -73,7 +73,7 @@ _file: CurveFile | None = None
 
 
 def add(figures: dict[str, Any]) -> None:
-    """Keep the figures, if this is rank 0 of a job with a checkpoint folder."""
+    """Record the figures, if this is rank 0 of a job with a checkpoint folder."""
     global _file
     if _file is None:
         folder = JobEnvironment.read().checkpoint_dir

@@ -6,15 +6,15 @@ trainer = Trainer(..., args=args, callbacks=[DDPJobCallback()])
 trainer.train(resume_from_checkpoint=last_checkpoint(folder))
 
 The callback keeps the newest state in the memory of the nodes, and `last_checkpoint` returns it if
-it is newer than the folder's checkpoints. The state has weights, optimizer, scheduler, scaler, the
-Trainer's own state, and each rank's random generators. The Trainer finds its position in the data
-by its steps, as it does with every checkpoint. A state is taken when the next step or epoch begins,
-so it includes the log and the evaluation that followed its step.
+it is newer than the folder's checkpoints. The state consists of weights, optimizer, scheduler,
+scaler, the Trainer's own state, and each rank's random generators. As with any checkpoint, the
+Trainer finds its position in the data by counting steps. A state is taken when the next step or
+epoch begins, so it includes the log and the evaluation that followed its step.
 
-The state does not include other callbacks' states since the last checkpoint
+The state does not include changes to other callbacks' states since the last checkpoint
 (`restore_callback_states_from_checkpoint`, such as EarlyStoppingCallback's patience), random
-generators of the loader's processes, and rank-specific buffers. Models that FSDP or DeepSpeed
-shards continue from checkpoints.
+generators in data-loader processes, or rank-specific buffers. Models sharded by FSDP or DeepSpeed
+continue from checkpoints.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from ddpjob_report.snapshots import bare, sharding_of
 class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
     """Reports steps and the Trainer's logs, and keeps the newest state in memory.
 
-    When a pod is asked to end, saves and exits.
+    It saves and exits when a pod is asked to end.
     """
 
     def __init__(self) -> None:
         self._leaving = False
         self._memory: FrameworkMemory | None = None
         self._taken = 0
-        """The step whose state was taken, or from which training continued."""
+        """The step whose state was taken last, or from which training continued."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Check the group before the first step, on all ranks, and note where training continues.
@@ -57,7 +57,8 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         Warns if the Trainer does not resume in its checkpoint's epoch.
 
         Raises:
-            RuntimeError: each rank trains its own model, as without a GPU and `use_cpu=True`.
+            RuntimeError: each rank trains its own model, for example without a GPU and with
+                `use_cpu=True`.
         """
         remedy = "without a GPU it needs TrainingArguments(use_cpu=True), or the variable ACCELERATE_USE_CPU=true"
         check_group("the Trainer", args.world_size, remedy)
@@ -103,19 +104,19 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Report what the Trainer logs: `loss`, and `eval_accuracy` after an evaluation."""
+        """Report the Trainer's logged figures: `loss`, and `eval_accuracy` after an evaluation."""
         values = figures(logs or {})
         values.pop("epoch", None)
         if "eval_accuracy" in values:
             values["accuracy"] = values.pop("eval_accuracy")
-        if state.global_step:  # Curves are indexed by step, and the final figures have no later step.
+        if state.global_step:  # Curves are indexed by step, and the final figures have no step of their own.
             values["step"] = state.global_step
         report(**values)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Copy a new checkpoint in a job with a bucket, and exit if asked to.
 
-        Called on all ranks.
+        This runs on all ranks.
         """
         made = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and JobEnvironment.read().checkpoint_url and made.is_dir():
@@ -133,8 +134,8 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
 def last_checkpoint(folder: str | Path) -> str | None:
     """Return the newest state, for `resume_from_checkpoint`; None if there is none.
 
-    It is the newest whole checkpoint in the Trainer's output folder, or a newer checkpoint made
-    from the state in the nodes' memory. All ranks call it.
+    This is the newest whole checkpoint in the Trainer's output folder, or a newer checkpoint made
+    from the state in the nodes' memory. All ranks must call this.
 
     Raises OSError if the state in memory cannot be written to a file.
     """
@@ -145,7 +146,7 @@ def last_checkpoint(folder: str | Path) -> str | None:
 
 
 def _sharding(args: Any, given: dict[str, Any]) -> str:
-    """Return what shards the model; empty if every rank has all of it."""
+    """Return the name of whatever shards the model; empty if every rank has the whole model."""
     if not JobEnvironment.read().snapshot_folder:
         return ""
     if getattr(args, "deepspeed", None):
@@ -154,7 +155,7 @@ def _sharding(args: Any, given: dict[str, Any]) -> str:
 
 
 def _state(state: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Return what the Trainer would save."""
+    """Return the state that the Trainer would save."""
     scaler = getattr(given["optimizer"], "scaler", None)
     return {
         "model": bare(given["model"]).state_dict(),

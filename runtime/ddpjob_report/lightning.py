@@ -6,19 +6,19 @@ trainer = Trainer(..., callbacks=[saving, DDPJobCallback()])
 trainer.fit(model, data, ckpt_path=last_checkpoint(folder))
 
 The callback keeps the newest state in the memory of the nodes, and `last_checkpoint` returns it if
-it is newer than the folder's checkpoints. The state is what `trainer.save_checkpoint` would write
-(model, optimizers, schedulers, scaler, loops, callbacks, data module), and each rank's random
-generators.
+it is newer than the folder's checkpoints. The state consists of everything that
+`trainer.save_checkpoint` would write (model, optimizers, schedulers, scaler, loops, callbacks, data
+module), and each rank's random generators.
 
 If a state is from within an epoch, Lightning itself would repeat the epoch's first batches. The
-callback skips them, after every checkpoint, if the loader has a sampler and does not restore a
-state itself. The order stays the same if it depends on the epoch, as DistributedSampler's does. The
-state after an epoch's last step is taken at the epoch's end, because Lightning cannot continue
-twice from an earlier moment.
+callback skips them, also for checkpoints, if the loader has a sampler and does not restore a state
+itself. The order of the samples stays the same if it depends only on the epoch, as with
+DistributedSampler. The state after an epoch's last step is taken at the epoch's end, because
+Lightning cannot continue twice from an earlier moment.
 
-The state does not include gradients that are being accumulated, changes by the model's
-`on_train_epoch_end`, random generators of the loader's processes, and steps of optimizers that
-Lightning does not count (`trainer.global_step` stays 0). Models that FSDP or DeepSpeed shards
+The state does not include gradients that are being accumulated, changes made in the model's
+`on_train_epoch_end`, random generators in data-loader processes, or steps of optimizers that
+Lightning does not count (`trainer.global_step` stays 0). Models sharded by FSDP or DeepSpeed
 continue from checkpoints.
 """
 
@@ -53,10 +53,10 @@ _STOPPED = "stopped-step="
 
 
 class DDPJobCallback(Callback):  # type: ignore[misc]
-    """Reports steps, the loss, and what the model logs, and keeps the newest state in memory.
+    """Reports steps, the loss and the model's logged values, and keeps the newest state in memory.
 
     When a pod is asked to end, it saves a checkpoint (which is copied in a job with a bucket) and
-    exits. `folder`: the folder for that checkpoint; None means the job's checkpoint folder.
+    exits. `folder` is the folder for that checkpoint; None means the job's checkpoint folder.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -65,15 +65,16 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         """The number of optimizer steps when the ranks last checked whether to stop."""
         self._memory: FrameworkMemory | None = None
         self._taken = 0
-        """The step whose state was taken, or from which training continued."""
+        """The step whose state was taken last, or from which training continued."""
         self._generators: bytes = b""
-        """The random generators to set once the first batch was fetched."""
+        """The random generators to set once the first batch has been fetched."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Check the group before the first batch, on all ranks, and note where training continues.
 
         Raises:
-            RuntimeError: each rank trains its own model, as without `strategy="ddp"` and `num_nodes`.
+            RuntimeError: each rank trains its own model, for example without `strategy="ddp"` and
+                `num_nodes`.
         """
         given = 'num_nodes=int(os.environ["GROUP_WORLD_SIZE"]), devices=int(os.environ["LOCAL_WORLD_SIZE"])'
         check_group("Lightning", trainer.world_size, f'set Trainer(strategy="ddp", {given})')
@@ -88,7 +89,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         self._continue_data(trainer)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Set the random generators as they were before the first batch was computed."""
+        """Set the random generators to their state before the first batch was computed."""
         self._set_generators()
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -98,8 +99,8 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Report a batch, on all ranks. The loss is read only as often as Lightning logs.
 
-        It is also read after the first and the last batch of an epoch, which may be shorter than
-        the interval between two logs.
+        It is also read after the first and the last batch of an epoch, because an epoch may be
+        shorter than the interval between two logs.
         """
         values: dict[str, Any] = {}
         every = trainer.log_every_n_steps
@@ -139,7 +140,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
             self._generators = b""
 
     def _continue_data(self, trainer: Any) -> None:
-        """Make the loaders continue within their epoch, or begin the next one in the same order."""
+        """Make the loaders continue their epoch, or begin the next epoch in the same order."""
         loaders, fetcher = _leaves(trainer.train_dataloader), getattr(trainer.fit_loop, "_data_fetcher", None)
         if not trainer.global_step or fetcher is None or any(hasattr(each, "load_state_dict") for each in loaders):
             return  # Lightning restores loaders that have a state.
@@ -148,7 +149,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         for batches in filter(None, (getattr(each, "batch_sampler", None) for each in loaders)):
             if not hasattr(batches, "sampler"):
                 continue
-            if hasattr(batches.sampler, "set_epoch"):  # Loaders with processes draw as soon as they begin.
+            if hasattr(batches.sampler, "set_epoch"):  # Loaders with processes draw samples as soon as they begin.
                 batches.sampler.set_epoch(trainer.current_epoch)
             if is_within:
                 batches.sampler = _Rest(batches.sampler, done * batches.batch_size)
@@ -159,7 +160,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         """Report an evaluation. `val_accuracy` and `val_acc` are shown as accuracy."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
-            return  # `trainer.validate` is not part of the training: its trainer has no steps.
+            return  # `trainer.validate` is not part of training, so its trainer has no steps.
         values = figures(trainer.callback_metrics)
         for name in ("val_acc", "val_accuracy"):
             if name in values:
@@ -168,7 +169,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
 
 
 class _Rest:
-    """A sampler that skips the first samples, once."""
+    """A sampler that skips the first samples once."""
 
     def __init__(self, sampler: Any, done: int) -> None:
         self._sampler, self._done = sampler, done
@@ -185,7 +186,7 @@ class _Rest:
 
 
 def _leaves(loaders: Any) -> list[Any]:
-    """Return the loaders of a model, which may be given as one loader, or in lists and dicts."""
+    """Return the loaders of a model, which may be given as one loader or in lists and dicts."""
     if isinstance(loaders, dict):
         loaders = list(loaders.values())
     if isinstance(loaders, (list, tuple)):
@@ -196,9 +197,9 @@ def _leaves(loaders: Any) -> list[Any]:
 def last_checkpoint(folder: str | Path) -> str | None:
     """Return the newest state for `ckpt_path`; None if there is none.
 
-    It is the folder's newest whole checkpoint, or a newer checkpoint made from the state in the
+    This is the folder's newest whole checkpoint, or a newer checkpoint made from the state in the
     nodes' memory. The newest checkpoint has the highest number at the end of its name, as in
-    ModelCheckpoint's `{epoch}-{step}`. All ranks call it.
+    ModelCheckpoint's `{epoch}-{step}`. All ranks must call this.
 
     Raises OSError if the state in memory cannot be written to a file.
     """
@@ -209,7 +210,7 @@ def last_checkpoint(folder: str | Path) -> str | None:
 
 
 def _sharding(trainer: Any) -> str:
-    """Return what shards the model; empty if every rank has all of it."""
+    """Return the name of whatever shards the model; empty if every rank has the whole model."""
     if not JobEnvironment.read().snapshot_folder:
         return ""
     strategy = type(trainer.strategy).__name__
@@ -219,9 +220,9 @@ def _sharding(trainer: Any) -> str:
 
 
 def _state(trainer: Any) -> dict[str, Any]:
-    """Return what `trainer.save_checkpoint` would write.
+    """Return the state that `trainer.save_checkpoint` would write.
 
-    Lightning has no public function for that which does not write a file.
+    Lightning's public function for that writes a file.
     """
     made: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     return made
@@ -234,7 +235,7 @@ def _write(checkpoint: Path, found: Restored) -> None:
 
 
 def _counts(trainer: Any) -> dict[str, Any]:
-    steps = trainer.estimated_stepping_batches  # infinite, or -1 if the length of the data is unknown
+    steps = trainer.estimated_stepping_batches  # it is infinite, or -1, if the length of the data is unknown
     endless = trainer.max_epochs is None or trainer.max_epochs < 0
     return {
         "epoch": trainer.current_epoch + 1,

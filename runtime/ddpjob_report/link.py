@@ -17,7 +17,7 @@ from ddpjob_runtime import protocol
 class Link(Outbox):
     """Posts figures, with a proof that this process knows the job's token.
 
-    Figures of a failed post are added to the next one.
+    Figures whose post has failed are added to the next post.
     """
 
     def __init__(self, address: str, token: str) -> None:
@@ -27,7 +27,7 @@ class Link(Outbox):
         super().__init__("ddpjob-report")
 
     def add(self, figures: dict[str, Any]) -> None:
-        """Queue figures, and note when their step was made, which is before they are posted."""
+        """Queue figures, and record when their step was made, because they are posted later."""
         self._note_step(figures)
         super().add(figures)
 
@@ -56,7 +56,7 @@ class Link(Outbox):
     def _send(self, figures: dict[str, Any]) -> bool:
         """Send the figures.
 
-        Return whether the coordinator has accepted them or will never accept them.
+        Return True if the coordinator has accepted them, or will never accept them.
         """
         status, answer = self._poster.post(self._with_speed(figures))
         if not status:
@@ -70,7 +70,7 @@ class Link(Outbox):
     def _with_speed(self, figures: dict[str, Any]) -> dict[str, Any]:
         """Add speed and remaining time, computed from the steps, unless the script reports them.
 
-        The last report does not get them, because it is posted later than its step was made.
+        The last report does not get them, because it is posted later than the step was made.
         """
         step, speed = figures.get("step"), self._pace.per_second
         if step is None or not speed or self._closing:
@@ -78,7 +78,7 @@ class Link(Outbox):
         more = dict(figures)
         if "samplesPerSecond" not in figures:
             metrics = [(protocol.COUNTED_SPEED, round(speed, 3)), *figures.get("metrics", {}).items()]
-            more["metrics"] = dict(metrics[-protocol.MAX_FIGURES :])  # prefer the script's if too many
+            more["metrics"] = dict(metrics[-protocol.MAX_FIGURES :])  # if there are too many, keep the script's
         if (figures.get("steps") or 0) > 0 and "eta" not in figures:
             more["eta"] = max(0.0, round((figures["steps"] - step) / speed, 1))
         return more

@@ -4,10 +4,10 @@ Problem: a framework restores its state from a checkpoint in its own format and 
 optimizers, loops, position in the data). Code that restores the parts from outside would have to
 repeat that order, which changes from version to version.
 
-Rule: a state in memory is what the framework would save. At a start, `as_checkpoint` writes the
-newest state as a checkpoint in the framework's format, once per node, and the framework resumes
-from that file. The file is removed when training has begun. It is written into the node's memory if
-there is room next to the two states, and otherwise to the temporary folder.
+Rule: a state in memory has the content that the framework would save. At a start, `as_checkpoint`
+writes the newest state as a checkpoint in the framework's format, once per node, and the framework
+resumes from that file. The file is removed when training has begun. It is written into the node's
+memory if there is room in addition to the two states, and otherwise to the temporary folder.
 
 A script asks for its checkpoint before the framework has formed its process group. The ranks then
 meet in a temporary group over gloo, which ends before the framework forms its own.
@@ -33,7 +33,7 @@ from ddpjob_report.snapshots import current_exchange, open_memory, tensors_of
 
 _FOLDER = "restored"
 _store: list[Any] = []
-"""The temporary group's store. It is kept, because the framework's group shares its server."""
+"""The temporary group's store. It is kept alive because the framework's group shares its server."""
 
 
 class FrameworkMemory:
@@ -48,9 +48,11 @@ class FrameworkMemory:
 
     @classmethod
     def begin(cls, step: int) -> FrameworkMemory | None:
-        """Record that training begins after `step` steps. All ranks of the process group call it.
+        """Record that training begins after `step` steps. All ranks of the group must call this.
 
-        Returns None if the job keeps nothing in memory.
+
+
+        Return None if the job does not keep states in memory.
         """
         job = JobEnvironment.read()
         if not job.may_have_snapshots:
@@ -81,7 +83,7 @@ class FrameworkMemory:
         self._snapshots.note(step)
 
     def take(self, step: int, make: Callable[[], Any], own: Callable[[], bytes]) -> None:
-        """Keep what `make` returns as the state after `step` steps, if that is due.
+        """Keep the result of `make` as the state after `step` steps, if that is due.
 
         `own` returns this rank's private part.
 
@@ -100,12 +102,12 @@ class FrameworkMemory:
 def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None]) -> Path | None:
     """Return a checkpoint of the newest state in memory; None if it has at most `newest` steps.
 
-    All ranks call it, at the start.
+    All ranks must call this at the start.
 
     Args:
-        newest: the steps of the newest checkpoint; 0 if there is none.
-        name: the checkpoint's name, with `{step}`.
-        write: writes the checkpoint to a new path, on one rank of each node.
+        newest: number of steps in the newest checkpoint; 0 if there is none.
+        name: name for the checkpoint, which contains `{step}`.
+        write: function that writes the checkpoint to a new path, on one rank of each node.
 
     Raises:
         OSError: there is no room for the checkpoint; the message names the folder.
@@ -114,13 +116,13 @@ def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None
     if not job.may_have_snapshots:
         return None
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        for leftover in _folders(job):  # a killed start has left it
+        for leftover in _folders(job):  # a start that was killed left it behind
             shutil.rmtree(leftover, ignore_errors=True)
     with _early_exchange() as exchange:
         snapshots = open_memory(job, exchange, together=True)
         found = snapshots.restore()
         snapshots.use(TorchExchange(0, 1))  # The temporary group ends here.
-        # All ranks must decide the same, although they may see different checkpoints.
+        # All ranks must make the same decision, although they may see different checkpoints.
         highest = max(int(said) for said in exchange.gather_bytes(str(newest).encode()))
         if found is None or found.moment.step <= highest:
             FrameworkMemory._at_start = FrameworkMemory(snapshots)
@@ -149,14 +151,14 @@ def _folder_for(job: JobEnvironment, found: Restored) -> Path:
 
 
 def _folders(job: JobEnvironment) -> list[Path]:
-    """Return this node's possible checkpoint folders: in memory, if available, and on disk."""
+    """Return the folders for a checkpoint on this node: in memory, if there is one, and on disk."""
     in_memory = [Path(job.snapshot_folder, _FOLDER)] if job.snapshot_folder else []
     return [*in_memory, Path(tempfile.gettempdir(), f"ddpjob-{job.uid or os.getuid()}-{job.index or 0}")]
 
 
 @contextlib.contextmanager
 def _early_exchange() -> Iterator[TorchExchange]:
-    """Yield the ranks' exchange, in a temporary group if the framework has not formed one yet."""
+    """Yield the ranks' exchange, over a temporary group if the framework has not formed one yet."""
     if os.environ.get("WORLD_SIZE", "1") == "1" or stop.torch_distributed() is not None:
         yield current_exchange()
         return
@@ -173,6 +175,6 @@ def _early_exchange() -> Iterator[TorchExchange]:
 
 
 def say(what: str) -> None:
-    """Print a message of a callback, on rank 0 only."""
+    """Print a callback's message on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"ddpjob_report: {what}\n")

@@ -1,4 +1,4 @@
-"""Helps callbacks find the checkpoint to resume from and the figures in logged values."""
+"""Helps callbacks find the checkpoint to resume from, and the figures among logged values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | No
     The number precedes the file's extension. If numbers are equal, the highest version counts,
     because Lightning adds -v1, -v2, ... if a file of that name exists. In a job with a bucket, all
     ranks get the bucket's newest checkpoint. Otherwise, or while the bucket is empty, return None
-    if each node has its own folder, because the ranks would resume from different steps.
+    if each node has its own folder, because ranks would resume from different steps.
     """
     if JobEnvironment.read().checkpoint_url:
         found = restore_checkpoint()
@@ -50,16 +50,16 @@ def step_of(checkpoint: Path | None) -> int:
 class Refusal(RuntimeError):
     """A mistake that no restart can fix.
 
-    The worker ends with the exit code of a refused configuration.
+    The worker exits with the code of a refused configuration.
     """
 
     ddpjob_refusal = True
 
 
 def check_group(framework: str, processes: int, remedy: str) -> None:
-    """Refuse a framework that trains in one process although the job has several.
+    """Refuse a framework that trains in a single process although the job has several.
 
-    The ranks would overwrite each other's models.
+    Otherwise, the ranks would overwrite each other's models.
 
     Raises Refusal, which is a RuntimeError.
     """
@@ -70,7 +70,10 @@ def check_group(framework: str, processes: int, remedy: str) -> None:
 
 
 def figures(values: dict[str, Any]) -> dict[str, Any]:
-    """Return log entries that are figures with names of allowed length. Loggers accept anything."""
+    """Return the logged values that are figures and whose names are not too long.
+
+    Loggers accept anything.
+    """
     read = {str(name)[: protocol.MAX_FIGURES]: as_number(value) for name, value in values.items()}
     known = {name: number for name, number in read.items() if number is not None}
     return dict(list(known.items())[: protocol.MAX_FIGURES // 2])

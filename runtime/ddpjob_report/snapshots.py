@@ -6,7 +6,7 @@
         optimizer.step()
         snapshots.take(step + 1)
 
-A restart continues after the newest step that any node has in memory, instead of after the newest
+A restart continues after the newest step that any node has in memory, instead of from the newest
 checkpoint. Each node copies weights and optimizer state into its memory, as often as that takes at
 most a hundredth of the time (`recovery.snapshots`). Each rank's private state goes to all nodes
 with each copy. It consists of random generators, the states of schedulers, scalers and loaders, and
@@ -42,14 +42,14 @@ _SHARDING = {"FullyShardedDataParallel": "FSDP", "ZeroRedundancyOptimizer": "ZeR
 class Snapshots:
     """Keeps the newest states in memory, and restores the newest one when it is created.
 
-    All ranks create one.
+    All ranks must create one.
 
     Attributes:
         step: steps made before the restored state; 0 if there was none. If you then load a
             checkpoint of your own, set it to the checkpoint's step, and begin there.
         restored: whether there was a state in memory.
 
-    Outside a job, and with `recovery.snapshots: none`, it restores and keeps nothing.
+    Outside a job, and with `recovery.snapshots: none`, it neither restores nor keeps anything.
     """
 
     _current: weakref.ref[Snapshots] | None = None
@@ -58,22 +58,22 @@ class Snapshots:
     def __init__(self, *unnamed: Any, **objects: Any) -> None:
         """Restore the objects in place, if any node has their state in memory.
 
-        Create it after the process group, and after the model is on its device. The model may be
+        Create it after the process group exists and the model is on its device. The model may be
         wrapped (DistributedDataParallel, torch.compile) before or afterwards.
 
         Args:
             unnamed: nothing; every object needs a name.
-            objects: everything that has `state_dict()` and `load_state_dict()`, by a name: model,
-                optimizer, scheduler, scaler, loader. Ranks give the same names. Models, optimizers
-                and objects with more than 64 KiB of tensors have the same state on all ranks. The
-                other objects have different states.
+            objects: all objects with `state_dict()` and `load_state_dict()`, by name: model,
+                optimizer, scheduler, scaler, loader. All ranks must use the same names. Models,
+                optimizers and objects with more than 64 KiB of tensors must have the same state on
+                all ranks. Other objects may have different states.
 
         Raises:
             TypeError: an object has no name or no such methods, or is sharded (FSDP, ZeRO).
-            ValueError: the state in memory does not fit an object, or ranks give different names;
-                the message names them.
-            RuntimeError: the job has several ranks and no process group yet, there is such an
-                object already, or a rank is gone.
+            ValueError: the state in memory does not fit an object, or ranks use different names;
+                the message lists them.
+            RuntimeError: the job has several ranks but no process group yet, a `Snapshots` object
+                already exists, or a rank is gone.
         """
         _check(unnamed, objects)
         self._objects, self.step, self.restored = objects, 0, False
@@ -106,19 +106,19 @@ class Snapshots:
         Snapshots._current = weakref.ref(self)
 
     def take(self, step: int) -> None:
-        """Keep the state after `step` steps, if that is due. All ranks call it.
+        """Keep the state after `step` steps, if that is due. All ranks must call this.
 
         Call it after each step of the optimizer, the scheduler and the scaler. A second call with
         the same step does nothing, so it may be called after each batch while gradients accumulate.
-        It keeps the state directly after the optimizer's step.
+        It then keeps the state directly after the optimizer's step.
 
         Args:
-            step: optimizer steps since the training began, including steps before a restart.
+            step: number of optimizer steps since training began, including steps before a restart.
 
         Raises:
             TypeError: `step` is not a whole number, an object is sharded, or a state cannot be
                 pickled.
-            ValueError: `step` is lower than the last one.
+            ValueError: `step` is lower than in the last call.
             RuntimeError: a rank is gone, as in any collective.
         """
         number, is_first = self._checked(step), self._last is None
@@ -128,7 +128,7 @@ class Snapshots:
         if self._snapshots is None:
             return
         if is_first:
-            self._refuse_shards()  # The model may have been wrapped since.
+            self._refuse_shards()  # The model may have been wrapped since the last call.
             at = self.step or number - 1
             if self._snapshots.start.get("step") != at:
                 self._begin(at, protocol.STORAGE if at else protocol.SCRATCH)
@@ -143,7 +143,7 @@ class Snapshots:
         assert self._snapshots is not None
         settle = self._snapshots.settle
         for thing in self._objects.values():
-            # A wrapper of an optimizer may have no hooks.
+            # An optimizer's wrapper may lack hooks.
             if isinstance(thing, torch.optim.Optimizer) and hasattr(thing, "_optimizer_step_pre_hooks"):
                 thing.register_step_pre_hook(lambda *_: settle())
                 self._snapshots.settles_early = True
@@ -172,12 +172,15 @@ class Snapshots:
         return number
 
     def _shared(self) -> dict[str, Any]:
-        """Return the state that is the same on all ranks. Only ranks that write need it."""
+        """Return the state that is the same on all ranks. Only ranks that write states need it."""
         alike = {name: bare(thing).state_dict() for name, thing in self._objects.items() if _is_alike(thing)}
         return {**alike, **self._large}
 
     def _own(self) -> bytes:
-        """Return this rank's private state. Large states are shared, so keep them in `_large`."""
+        """Return this rank's private state.
+
+        Large states are shared, so they go to `_large` instead.
+        """
         import torch
 
         objects: dict[str, Any] = {}
@@ -199,9 +202,9 @@ class Snapshots:
             ) from error
 
     def _keeps_buffers_of(self, module: Any) -> bool:
-        """Whether this rank's buffers count.
+        """Whether this rank keeps its own buffers.
 
-        DDP broadcasts rank 0's before each step, unless `broadcast_buffers` is False.
+        Rank 0 does. Other ranks do unless DDP broadcasts rank 0's before each step.
         """
         return self._exchange.world > 1 and (
             self._exchange.rank == 0 or not getattr(module, "broadcast_buffers", False)
@@ -210,7 +213,7 @@ class Snapshots:
     def _load(self, found: Restored) -> None:
         own = _read(found, self._exchange.rank)
         first = own if self._exchange.rank == 0 else _read(found, 0)
-        # A rank that has joined since takes rank 0's states, but not its random numbers.
+        # A rank that has joined since then takes rank 0's states, but not its random generators.
         states = {**first.get("objects", {}), **own.get("objects", {}), **found.tree}
         for name, thing in self._objects.items():
             remedy = "give the same objects as before the restart, or set recovery.snapshots: none"
@@ -238,7 +241,7 @@ class Snapshots:
 def open_memory(job: JobEnvironment, exchange: TorchExchange, *, together: bool = False) -> RankSnapshots:
     """Return this rank's access to its node's memory.
 
-    `together`: all ranks make the state together.
+    With `together`, all ranks make the state together.
     """
     folder = Path(job.snapshot_folder) if job.snapshot_folder else None
     every = job.snapshot_interval if folder else NONE
@@ -267,7 +270,8 @@ def sharding_of(thing: Any) -> str:
 def generators() -> dict[str, Any]:
     """Return the states of this rank's random generators, for `set_generators`.
 
-    They are bytes, because pickling a tensor and 625 numbers takes longer than the rest of a copy.
+    States are bytes, because pickling a tensor and 625 numbers takes longer than the rest of a
+    copy.
     """
     import torch
 
@@ -283,7 +287,7 @@ def generators() -> dict[str, Any]:
 
 
 def set_generators(states: dict[str, Any]) -> None:
-    """Set the random generators: `random`, `torch`, and `cuda` and `numpy` where they are used."""
+    """Set the random generators: `random`, `torch`, and `cuda` and `numpy` if they are used."""
     import torch
 
     version, words, gauss = states["random"]
@@ -309,16 +313,16 @@ def _check(unnamed: tuple[Any, ...], objects: dict[str, Any]) -> None:
 
 
 def _is_alike(thing: Any) -> bool:
-    """Whether this object's state is the same on all ranks, as for models and optimizers."""
+    """Whether this object's state is the same on all ranks, as with models and optimizers."""
     import torch
 
     return isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))
 
 
 def bare(thing: Any) -> Any:
-    """Return the module without DDP and torch.compile, so that names do not depend on them.
+    """Return the module without wrappers (DDP, torch.compile), so that names do not depend on them.
 
-    A job of one rank has no DDP, and may have two ranks after a restart.
+    A job with one rank does not use DDP, but may have two ranks after a restart.
     """
     import torch
 

@@ -1,8 +1,9 @@
 """Makes SIGTERM set a flag on which the ranks agree.
 
 Only the ranks of a deleted pod get SIGTERM, but all ranks must save the same step. So they exchange
-the flag whenever the script asks: one number over gloo, in a separate group, which neither waits
-for the GPU nor mixes with the script's collectives. The pod's grace period limits the save.
+the flag whenever the script calls `should_stop`. The flag is one number, sent over gloo in a
+separate group, which neither waits for the GPU nor mixes with the script's collectives. The pod's
+grace period limits the save.
 
 Example: node 1 gets SIGTERM during step 41. After step 41, `should_stop()` is true on every rank.
 All save, wait for each other, and exit with EXIT_STEPPED_ASIDE, which does not count as a failure.
@@ -24,7 +25,7 @@ from ddpjob_pod.job_environment import GRACE_SECONDS, JobEnvironment
 from ddpjob_pod.sigterm import SigtermFlag
 
 _MARGIN = 5.0
-"""Seconds of the grace period that are reserved for everything after saving."""
+"""Seconds of the grace period that are reserved for work after saving."""
 _GLOO_DEFAULT = datetime.timedelta(minutes=30)
 """torch's default timeout for a collective over gloo."""
 
@@ -53,7 +54,7 @@ class _State:
 def agreed() -> bool:
     """Whether any rank was asked to end.
 
-    All ranks that call it equally often get the same result.
+    All ranks that call this equally often get the same result.
     """
     _listen()
     if not _State.agreed:
@@ -66,9 +67,9 @@ def agreed() -> bool:
 
 
 def seconds_left() -> float:
-    """Return the remaining grace period of the pod, less a margin.
+    """Return the remaining grace period of the pod, minus a margin.
 
-    It is the whole grace period if no rank was asked to end.
+    This is the whole grace period if no rank was asked to end.
     """
     since = _State.flag.asked_at if _State.since is None else _State.since
     spent = 0.0 if since is None else time.monotonic() - since
@@ -77,7 +78,7 @@ def seconds_left() -> float:
 
 
 def wait_for_others() -> None:
-    """Wait until all ranks are here, if they have agreed to stop."""
+    """Wait until all ranks have called this, if they have agreed to stop."""
     distributed = torch_distributed()
     if _State.agreed and distributed is not None:
         with contextlib.suppress(RuntimeError):  # There is no need to wait for a rank that is gone.
@@ -87,8 +88,8 @@ def wait_for_others() -> None:
 def _listen() -> None:
     """Make SIGTERM set the flag.
 
-    This is called each time, because frameworks set their own handlers (Lightning does when
-    training begins).
+    This is repeated at each check, because frameworks set their own handlers (Lightning does so
+    when training begins).
     """
     if _State.flag.is_listening:
         return

@@ -13,8 +13,8 @@ import signal
 import sys
 
 if os.getpid() == 1 and {"launcher", "coordinator"} & set(sys.argv[1:2]):
-    # The kernel drops signals for PID 1 until it has a handler, unless they are blocked. A pod that
-    # was deleted while its programs were imported would stay for its whole grace period.
+    # The kernel drops signals for PID 1 until it has a handler, unless they are blocked. Without
+    # the block, a pod deleted during the imports would stay for its whole grace period.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
 
 import importlib
@@ -29,7 +29,7 @@ PROGRAMS = {
 
 
 def main() -> None:
-    """Run the program that the first argument names."""
+    """Run the program named by the first argument."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in PROGRAMS:
         sys.exit(f"usage: python3 {sys.argv[0]} {'|'.join(PROGRAMS)} ARGUMENTS")
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def find_package() -> None:
-    """Make the packages importable without a trace on `sys.path`, where user modules are found.
+    """Make the packages importable without leaving a trace on `sys.path`, which is the user's.
 
     Python has put this folder on the path, or in job pods, the archive that contains this file.
     Submodules are found through a package's own path once it is imported.

@@ -1,7 +1,7 @@
 """Asks the kernel whether a connection's peer has acknowledged all bytes that were sent to it.
 
-The kernel acknowledges bytes for a process that is stopped or has no processor time. A host that
-has no power or no network acknowledges nothing. Only Linux shows this.
+The kernel acknowledges bytes for a process that is stopped or has no processor time. A host without
+power or network acknowledges nothing. Only Linux shows this.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import sys
 _UNACKED = slice(24, 28)
 """The position of tcpi_unacked in Linux's struct tcp_info."""
 _THIN_LINEAR_TIMEOUTS = 16
-"""TCP_THIN_LINEAR_TIMEOUTS of Linux, which Python does not name."""
+"""Linux's TCP_THIN_LINEAR_TIMEOUTS, for which Python has no constant."""
 
 
 def shows_acknowledgements() -> bool:
-    """Whether this system shows what was acknowledged."""
+    """Whether this system shows which bytes were acknowledged."""
     return sys.platform == "linux" and hasattr(socket, "TCP_INFO")
 
 
 def is_acknowledged(stream: socket.socket) -> bool:
     """Whether the peer's kernel has acknowledged all bytes that were sent to it.
 
-    False if the system does not show it. Raises OSError if the connection is closed here.
+    False if the system does not show this. Raises OSError if the connection is closed here.
     """
     if not shows_acknowledgements():
         return False
@@ -35,7 +35,7 @@ def is_acknowledged(stream: socket.socket) -> bool:
 def resend_often(stream: socket.socket) -> None:
     """Make the kernel resend single bytes every 0.2 s, instead of after 0.2, 0.4, 0.8 s and so on.
 
-    Otherwise a link that was down for 0.5 s could look dead for 0.8 s.
+    Otherwise, a link that was down for 0.5 s could appear dead for 0.8 s.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # An old kernel.

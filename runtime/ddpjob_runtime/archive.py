@@ -1,4 +1,4 @@
-"""Finds modules in the archive of the runtime without compiling each of them twice."""
+"""Finds modules in the runtime's archive without compiling each of them twice."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ def _say(**fields: Any) -> None:
 def check_node(settings: dict[str, Any]) -> dict[str, Any]:
     """Check this node.
 
-    `folder` is the checkpoint folder (empty: not checked); `pod` is this pod's name; `gpus` and
-    `resource` are the number and kind of devices it must have.
+    `folder` is the checkpoint folder (empty: not checked), and `pod` is this pod's name. `gpus` and
+    `resource` are the number and kind of devices that it must have.
     """
     folder = settings["folder"]
     if folder:
@@ -109,7 +109,7 @@ def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
         return ["cpu"], ""
     kind = "xpu" if resource.startswith("gpu.intel.com/") else "cuda"
     if kind == "cuda" and resource.partition("/")[0] not in ("nvidia.com", "amd.com") and not torch.cuda.is_available():
-        return ["cpu"], ""  # A device that torch supports through a plugin, which is unknown here.
+        return ["cpu"], ""  # A device that torch supports through a plugin unknown to this module.
     module = getattr(torch, kind, None)
     there = module.device_count() if module is not None and module.is_available() else 0
     problem = f"torch sees {there} of {wanted} devices ({resource})" if there < wanted else ""
@@ -119,7 +119,7 @@ def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
 def device_problem(torch: Any, device: str) -> str:
     """Return what is wrong with a device, such as a wrong result; empty if it works.
 
-    All sums are of whole numbers below 2**24, which float32 and TF32 represent exactly.
+    All sums are whole numbers below 2**24, which float32 and TF32 represent exactly.
     """
     if device.startswith("cuda"):
         free, total = torch.cuda.mem_get_info(device)
@@ -136,7 +136,7 @@ def device_problem(torch: Any, device: str) -> str:
         v = ((torch.arange(_SIDE) * 13) % 7 - 3).double()
         product = torch.mm(a, b).cpu().double()
         wrong = int((torch.mv(product, v) != torch.mv(a.cpu().double(), torch.mv(b.cpu().double(), v))).sum())
-    except RuntimeError as error:  # torch raises this for any driver error
+    except RuntimeError as error:  # torch raises it for any driver error
         return f"{device}: {(str(error).splitlines() or [type(error).__name__])[0][:300]}"
     return f"{device}: {wrong} of {_SIDE} rows of a matrix product are wrong" if wrong else ""
 
@@ -145,11 +145,11 @@ def device_problem(torch: Any, device: str) -> str:
 
 
 def check_links(settings: dict[str, Any]) -> dict[str, Any]:
-    """Run one rank of an all-reduce of whole numbers, verified and timed.
+    """Run one rank of an all-reduce of whole numbers, and verify and time it.
 
     `settings` has `rank`, `world`, `local`, `host` and `port` of the store, `backend`, `gpus` and
-    `seconds`. The result also has `rate`, the bus bandwidth as defined by nccl-tests, in 10^6 bytes
-    per second (None with one rank), and `transport`.
+    `seconds`. In addition to the problem, the result has `transport` and `rate`, the bus bandwidth
+    as defined by nccl-tests, in 10^6 bytes per second (None with one rank).
     """
     import torch
     import torch.distributed as dist
@@ -170,12 +170,12 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
     pattern = torch.arange(SUM_BYTES // 4, dtype=torch.int32, device=device) % 1000
     expected = pattern * sum(other % 8 + 1 for other in range(world))
     shortest, problem = float("inf"), ""
-    for count in (1000, SUM_BYTES // 4, SUM_BYTES // 4):  # The first one opens the connections.
+    for count in (1000, SUM_BYTES // 4, SUM_BYTES // 4):  # The first exchange opens the connections.
         _say(step=f"all-reduce of {4 * count} bytes by {backend}")
         numbers = pattern[:count] * (rank % 8 + 1)
         began = time.monotonic()
         dist.all_reduce(numbers)
-        wrong = int((numbers != expected[:count]).sum())  # Also waits for the device.
+        wrong = int((numbers != expected[:count]).sum())  # This also waits for the device.
         if count > 1000:
             shortest = min(shortest, time.monotonic() - began)
         if wrong and not problem:  # Ending here would break the connections of ranks that may be healthy.
@@ -218,9 +218,9 @@ def nccl_transport(log: str) -> str:
 
 
 def _gloo_interface() -> str:
-    """Return GLOO_SOCKET_IFNAME, otherwise the interface of the host name's address, as torch does.
+    """Return GLOO_SOCKET_IFNAME; if it is not set, the interface of the host name's address.
 
-    If neither is known, return the loopback.
+    This is what torch does. If neither is known, return the loopback interface.
     """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if named:

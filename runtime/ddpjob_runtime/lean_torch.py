@@ -1,4 +1,4 @@
-"""Imports torch faster, for its rendezvous only. Such a process must not fork workers."""
+"""Imports torch faster, but only for its rendezvous. Such a process must not fork workers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _MetaKernelsLater:
 class _Later(Loader):
     """Loads a module that runs only when it is needed.
 
-    Python's LazyLoader would already run it when torch makes `inspect` look at it.
+    Python's LazyLoader would run the module as soon as torch makes `inspect` look at it.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -51,7 +51,7 @@ class _Later(Loader):
         return _NotRun(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing yet."""
+        """Do nothing yet, because the module runs on first use."""
 
 
 class _NotRun(ModuleType):

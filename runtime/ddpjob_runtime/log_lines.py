@@ -1,9 +1,9 @@
-"""Writes log lines without ever blocking the program; on a full disk or unread pipe, they are lost.
+"""Writes log lines without blocking the program. On a full disk or unread pipe, they are lost.
 
 A container's output is a pipe. If its reader stops, as the container runtime does while the host's
-log folder is full or hangs, the pipe fills up. The next write would then block the coordinator's
-event loop or a launcher's only reader. The pipe is not made non-blocking, because the workers share
-it and do not expect that.
+log folder is full or hangs, the pipe fills up. A write would then block the coordinator's event
+loop or the launcher's only reader. The pipe is not made non-blocking, because the workers share it
+and do not expect that.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import TextIO
 from ddpjob_runtime import protocol
 
 PIECE = select.PIPE_BUF
-"""Number of bytes that a pipe accepts at once if it accepts any."""
+"""Number of bytes that a pipe accepts at once, if it accepts any."""
 PATIENCE_SECONDS = 0.05
 """How long to wait for a slow reader. If the previous line was lost, there is no wait."""
 
 
 class Log:
-    """Writes lines to stderr, or to `stream`. `who`: the program that logs."""
+    """Writes lines to stderr or to `stream`. `who` is the program that logs."""
 
     def __init__(self, who: str, stream: TextIO | None = None) -> None:
         self._who, self._stream, self._lost = who, stream, 0
@@ -40,12 +40,12 @@ class Log:
         if self._lost:
             line = f"({self._lost} lines are missing here, because nothing read this log)\n{line}"
         data = line.encode(errors="backslashreplace")
-        with contextlib.suppress(OSError, ValueError):  # A full disk, or a closed stream.
+        with contextlib.suppress(OSError, ValueError):  # The disk is full, or the stream is closed.
             stream = self._stream or sys.stderr
             stream.flush()
             try:
                 descriptor = stream.fileno()
-            except io.UnsupportedOperation:  # The stream of a notebook or a test.
+            except io.UnsupportedOperation:  # The stream belongs to a notebook or a test.
                 stream.write(line)
                 return
             pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)]
@@ -77,7 +77,7 @@ class _Emit:
 
 
 def _write(descriptor: int, piece: bytes, wait: float) -> bool:
-    """Return whether the descriptor has accepted the piece."""
+    """Write a piece. Return whether the descriptor has accepted it."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(wait * 1000)) and os.write(descriptor, piece) > 0

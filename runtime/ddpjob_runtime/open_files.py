@@ -10,7 +10,7 @@ OPEN_FILES = 65536
 def raise_open_files() -> None:
     """Raise the soft limit up to OPEN_FILES or the hard limit, for this process and its children.
 
-    Containers often start with 1,024, but a store has a connection from each rank and each node.
+    Containers often start with 1,024, but the store has a connection to each rank and each node.
     """
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)

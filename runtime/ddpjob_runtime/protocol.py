@@ -25,8 +25,8 @@ VERSION = 1
 """Version of this protocol and of how pods start the runtime. A job whose pods use a different
 version gets a new generation."""
 NUMBERS_PER_ATTEMPT = 1_000_000
-"""The coordinator of attempt A numbers its rounds and incidents from A times this, plus one.
-Coordinators in a generation do not know of each other, but must not use a number twice."""
+"""The coordinator of attempt A numbers its rounds and incidents from 1 plus A times this. The
+coordinators of a generation do not know each other, but must not use a number twice."""
 
 
 class Word(str, Enum):
@@ -47,7 +47,7 @@ EXIT_INIT_FAILURE = 78
 EXIT_FENCED = 79
 """The round continued without this node."""
 EXIT_UNFIT = 80
-"""The node has not passed spec.preflight."""
+"""The node has failed spec.preflight."""
 
 
 # --- modes, states and kinds
@@ -61,7 +61,7 @@ class Mode(Word):
 
 
 class Hangs(Word):
-    """spec.recovery.hangs: what follows a proved hang."""
+    """spec.recovery.hangs: what happens after a proved hang."""
 
     END = "End"
     REPORT = "Report"
@@ -138,10 +138,10 @@ RANK_FAILURE = "RankFailed"
 RANK_ENDED = "(this rank has ended)"
 """Replaces the stacks of a rank whose process is gone."""
 RANK_FAILED = "(this rank has failed, and its process has not ended) "
-"""Precedes a rank's error in the first line of its stacks. The rank is waiting for one of its
-threads or a device."""
+"""Precedes a rank's error in the first line of its stacks. The rank's process is waiting for one of
+its threads or a device."""
 DATA_WAITS = "waits for another pod of this node, which fetches the data"
-"""Text of a waiting pod's DATA note, if a different pod's note has more details."""
+"""Text of a waiting pod's DATA note. The fetching pod's note has the details."""
 
 
 # --- lines between members and the coordinator
@@ -187,10 +187,10 @@ HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 6.0
 """A connection that has been silent for this long counts as dead."""
 RECONNECT_SECONDS = 30.0
-"""How long a member continues without its coordinator in mode Standard, because the coordinator may
-only be suspended. Workers need the coordinator's store only for a new round. The operator replaces
-all pods as soon as it knows that the coordinator has ended. In Fast, a member continues as long as
-its workers run; without workers, it waits as long as for its first coordinator.
+"""How long a member in mode Standard continues without its coordinator, which may only be
+suspended. Workers need the coordinator's store only for a new round. The operator replaces all pods
+as soon as it knows that the coordinator has ended. In Fast, a member continues as long as its
+workers run; without workers, it waits as long as for its first coordinator.
 """
 
 MAX_LINE = 256 * 1024
@@ -213,11 +213,11 @@ MAX_NOTES = 100
 """Maximum number of notes in a report. There are few kinds, and each pod may have one note of
 each."""
 DETAILED_INCIDENTS = 10
-"""Number of newest incidents that the operator keeps with tracebacks; a status shows at most
-these."""
+"""Number of newest incidents that the operator keeps with tracebacks; a status shows at most this
+many."""
 MAX_TOLD, MAX_TOLD_BEFORE, MAX_STACKS = 3000, 200, 6000
-"""Number of characters that the operator keeps of a detailed incident's message and traceback, of
-an older incident's message, and of an overdue step's stacks. The pods' logs have the full texts."""
+"""How many characters the operator keeps of a detailed incident's message and traceback, an older
+incident's message, and an overdue step's stacks. The pods' logs have the full texts."""
 MAX_REPORT = 1024 * 1024
 """Maximum size of a report in bytes, whatever the number of pods."""
 MAX_TEXTS = 96 * 1024
@@ -226,14 +226,14 @@ ROUNDS_FILE = ".ddpjob-rounds.jsonl"
 """File in the checkpoint folder in which a member records rounds and breaks, one per line. It is
 hidden, because scripts assume that the newest or last visible file there is their checkpoint."""
 MAX_RECORDED = 5
-"""Maximum number of incidents in one such line. It may be half as long as a line to a member,
-because a longer line would end the connection."""
+"""Maximum number of incidents in one such line. Such a line may be half as long as a line to a
+member, because a longer line would end the connection."""
 MAX_SPARES = 100
 MAX_PODS = 1024 + MAX_SPARES
 """Maximum number of pods in one job: its nodes and spares."""
 MAX_NUMBER = 2**62
-"""Largest whole number that a member may send. A status holds 63 bits, and round numbers grow from
-this number."""
+"""Largest whole number that a member may send. A status can hold 63 bits, and round numbers may
+grow from this number."""
 MAX_SECONDS = 2**31
 """Longest time in seconds that a member or the operator may send."""
 MAX_FIGURES = 100
@@ -255,8 +255,8 @@ EXCHANGING = "exchanging"
 """
 FLAGS = (UNGROUPED, UNCOUNTABLE, EXCHANGING)
 RESUMED = "resumed"
-"""Key of the step counter's reports: whether the optimizer had a checkpoint's state before its
-first step, as one of RESUMED_WORDS."""
+"""Key of the step counter's reports: one of RESUMED_WORDS, for whether the optimizer had a
+checkpoint's state before its first step."""
 RESUMED_WORDS = YES, NO, UNKNOWN = "yes", "no", "unknown"
 START = "start"
 """Key of a progress report: where this round's training continued, as `read_start` returns it."""
@@ -266,21 +266,20 @@ MAX_PACKAGES = 20
 _PACKAGE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,39}")
 _PRINTABLE = re.compile(r"[ -~]{1,80}")
 SOURCES = MEMORY, STORAGE, SCRATCH = "memory", "storage", "scratch"
-"""Where its state came from."""
+"""Where the state came from."""
 AT_RISK = "stepsAtRisk"
-"""Figure of a progress report: how many complete steps a loss now repeats at most."""
+"""Figure of a progress report: how many complete steps a loss would now repeat at most."""
 SNAPSHOT_BYTES = "snapshotBytes"
-"""Figure of a progress report: the bytes that two states need on a node without room for them."""
+"""Figure of a progress report: the bytes for two states on a node without enough room for them."""
 COUNTED_SPEED = "stepsPerSecond"
-"""The metric used if a script does not report samples per second. The step counter's only metric.
-"""
+"""The step counter's only metric. It is used if a script does not report samples per second."""
 CHECKPOINT_TIME = "checkpointTime"
-"""The metric that reports when a script's newest checkpoint was on disk, in Unix seconds."""
+"""The metric that reports when a script's newest checkpoint was completely on disk, in Unix
+seconds."""
 COPY_STEP, COPY_TIME, COPY_BEHIND = "copyStep", "copyTime", "copyBehind"
-"""Metrics of copies in a bucket: the newest copy's step, when it was saved (Unix seconds), and for
-how many seconds a checkpoint has existed only on its machine without any reaching the bucket. A
-report with only these metrics is made in the background, and does not show that the script makes
-steps."""
+"""Metrics of copies in a bucket: the newest copy's step, when it was saved (Unix seconds), and how
+many seconds a checkpoint has existed only on its machine, without any upload. A report with only
+these metrics is made in the background, and does not show that the script makes steps."""
 
 
 def encode(verb: str, **values: Any) -> bytes:
@@ -348,10 +347,10 @@ def last_lines(text: str, limit: int) -> str:
 
 
 def error_mark(message: str, traceback: str) -> tuple[str, str]:
-    """Return what two occurrences of the same error have in common.
+    """Return the parts that are the same in all occurrences of one error.
 
-    That is the message's first line without digits, which may name a rank, and the script's last
-    line in the traceback (empty if none).
+    These are the message's first line without digits, which may name a rank, and the script's last
+    line in the traceback (empty if there is none).
     """
     lines = _FRAME.findall(traceback)
     return _DIGITS.sub("#", message.partition(_NEWLINE)[0]), lines[-1] if lines else ""
@@ -363,7 +362,7 @@ _BEYOND_16_BITS = re.compile("[\U00010000-\U0010ffff]")
 
 
 def clip_kept(text: str, limit: int) -> str:
-    """Shorten the text to `limit` characters, each of which takes Python at most two bytes.
+    """Shorten the text to `limit` characters, each of which takes at most two bytes in Python.
 
     A single character beyond 16 bits, such as an emoji, would make every character take four bytes.
     In a text longer than half the limit, such characters are replaced.
@@ -423,9 +422,9 @@ class Command(Word):
 
 
 def order_mark(pods: Iterable[str]) -> str:
-    """Return the report's mark for an order of pods.
+    """Return the mark of an order of pods, as used in the report.
 
-    The sender recognizes its order by this mark. It is empty without an order.
+    The sender of an order recognizes it by this mark, which is empty without an order.
     """
     names = "\n".join(pods)
     return hashlib.sha256(names.encode(errors="surrogatepass")).hexdigest()[:16] if names else ""
@@ -447,14 +446,15 @@ def iso(moment: datetime) -> str:
 def largest_report(pods: int) -> int:
     """Return the maximum size in bytes of the report of a job with `pods` pods, including spares.
 
-    The coordinator need not know the number of spares: any members beyond its nodes fit into the
-    rest of the 64 KiB.
+    The coordinator need not know the number of spares: members in addition to its nodes fit into
+    the rest of the 64 KiB.
     """
     return min(MAX_REPORT, MAX_TEXTS + 64 * 1024 + 1024 * pods)
 
 
 class Record:
-    """A dataclass that is written as a JSON object. Field `min_nodes` becomes key `minNodes`."""
+    """A dataclass that is written as a JSON object, in which field `min_nodes` becomes key
+    `minNodes`."""
 
     @classmethod
     def read(cls: type[R], body: Any, where: str = "report") -> R:
@@ -480,7 +480,7 @@ class Record:
 
 R = typing.TypeVar("R", bound=Record)
 Read = Callable[[Any, str], Any]
-"""Converts a JSON value, given its place. Raises a ValueError that names the place."""
+"""Converts a JSON value, given its path. Raises a ValueError that names the path."""
 
 
 def _layout_of(cls: Any) -> tuple[tuple[str, str, Read, bool], ...]:
@@ -501,7 +501,7 @@ _layout: Callable[[Any], tuple[tuple[str, str, Read, bool], ...]] = cache(_layou
 
 
 def _at_most(most: int, default: Any) -> Any:
-    """Return a field with a default whose value has at most `most` entries or characters."""
+    """Return a field with a default, whose value may have at most `most` entries or characters."""
     return field(default=default, metadata={"most": most})
 
 
@@ -524,7 +524,7 @@ def _reader(kind: Any, most: int) -> Read:
     Called once per type.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Union:  # Optional
+    if origin is Union:  # it is Optional
         there = _reader(arguments[0], most)
         return lambda value, where: None if value is None else there(value, where)
     if origin is tuple:
@@ -548,7 +548,7 @@ def _read_list(read: Read, most: int, value: Any, where: str) -> tuple[Any, ...]
 
 
 def read_figures(value: Any, where: str) -> dict[str, Any]:
-    """Return the named figures and those in `metrics`, without values that are not figures.
+    """Return the named figures and the figures in `metrics`, without other values.
 
     Raises:
         ValueError: the value is not an object.
@@ -572,8 +572,8 @@ def read_start(value: Any) -> dict[str, Any]:
     """Return where training continued; empty if that is malformed.
 
     `step` is the step after which it continued, `source` one of SOURCES. `made` is the last step
-    that was made before, and missing if it is unknown. `seconds` is the time until that step was
-    made again, and missing before that.
+    that was made before, and is missing if unknown. `seconds` is the time until that step was made
+    again, and is missing before that.
     """
     if not isinstance(value, dict) or value.get("source") not in SOURCES or not _is_count(value.get("step")):
         return {}
@@ -587,7 +587,7 @@ def read_start(value: Any) -> dict[str, Any]:
 
 
 def read_environment(value: Any) -> dict[str, Any]:
-    """Return `gpu`, a model's name, and `packages`, versions by name. Malformed parts are dropped.
+    """Return `gpu`, the model, and `packages`, versions by name. Malformed parts are dropped.
 
     Texts are printable ASCII of at most 80 characters, so that they can be shown anywhere.
     """
@@ -641,7 +641,7 @@ def _is_figure(value: Any) -> bool:
 
 
 def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
-    """Return which of step (or epoch), loss and speed the progress has.
+    """Return the figures among step (or epoch), loss and speed that the progress has.
 
     Users wait for the first value of each.
     """
@@ -656,9 +656,9 @@ def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
 
 
 def progress_news(progress: dict[str, Any]) -> frozenset[str]:
-    """Return what makes progress urgent to read.
+    """Return marks of the parts whose first appearance makes progress urgent to read.
 
-    These are the figures that it has, the step counter's flags, and the fields of its start.
+    These are its figures, the step counter's flags, and the fields of its start.
     """
     start = progress.get(START) or {}
     flags = {name for name in FLAGS if progress.get(name)}
@@ -668,7 +668,7 @@ def progress_news(progress: dict[str, Any]) -> frozenset[str]:
 def is_number(value: Any) -> bool:
     """Whether `value` is a finite number of at most 64 bits, as the status requires.
 
-    JSON's true is not a number.
+    JSON's true does not count as a number.
     """
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
@@ -704,7 +704,7 @@ def _read_text(kind: Any, value: Any, where: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape lone surrogates (as in file names that are not UTF-8), because no API accepts them."""
+    """Escape lone surrogates, as in file names that are not UTF-8, because APIs reject them."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -738,7 +738,7 @@ _READERS = {
 
 @dataclass(frozen=True)
 class Member(Record):
-    """A connected launcher. `rank`: its group rank in its round."""
+    """A connected launcher. `rank` is its group rank in its round."""
 
     pod: str = field(metadata={"most": MAX_NAME})
     state: MemberState
@@ -752,7 +752,7 @@ class Member(Record):
 class LostMember(Record):
     """A member whose connection has ended and whose index is still free.
 
-    `since`: when it last sent something.
+    `since` is when it last sent something.
     """
 
     pod: str = field(metadata={"most": MAX_NAME})
@@ -822,8 +822,8 @@ def shortened(incidents: tuple[Incident, ...], detailed: int = DETAILED_INCIDENT
 class Recovery(Record):
     """How the job recovers.
 
-    `last_seconds`: from the last break to the next step; `down_since`: when the group stopped
-    making steps.
+    `last_seconds` is the time from the last break to the next step. `down_since` is when the group
+    stopped making steps.
     """
 
     last_seconds: Optional[float] = None
@@ -834,10 +834,10 @@ class Recovery(Record):
 class RankLook(Record):
     """What one rank did between two looks, and where it is.
 
-    `digest`: a hash of the whole stack, of which `text` is a part. In the `seconds` since the last
-    look, the worker's session used `cpu` seconds of a processor, transferred `bytes` through files
-    and sockets, and `forks` of its processes began or ended. `wait` and `call` come from the
-    kernel.
+    `digest` is a hash of the whole stack, of which `text` is a part. In the `seconds` since the
+    last look, the worker's session used `cpu` seconds of a processor and transferred `bytes`
+    through files and sockets, and `forks` of its processes began or ended. `wait` and `call` come
+    from the kernel.
     """
 
     rank: int
@@ -848,7 +848,7 @@ class RankLook(Record):
     bytes: float
     forks: int = 0
     gpu: bool = False
-    """Whether the worker uses a GPU, whose waits take processor time."""
+    """Whether the worker uses a GPU. Waits for a GPU take processor time."""
     wait: Optional[WaitKind] = None
     call: str = _at_most(MAX_FIGURES, "")
 
@@ -857,7 +857,7 @@ class RankLook(Record):
 class Overdue(Record):
     """An overdue step: none has been made since `since`.
 
-    `where` and `traceback`: all ranks' stacks.
+    `where` and `traceback` have all ranks' stacks.
     """
 
     since: datetime
@@ -877,16 +877,16 @@ class Report(Record):
     """Number of members that a round should have; `min_nodes` are enough."""
     min_nodes: int
     backoff: tuple[float, ...] = field(metadata={"most": 2})
-    """Initial and longest back-off delay of a crash loop, in seconds."""
+    """Initial and longest back-off delay in a crash loop, in seconds."""
     now: Optional[datetime] = None
     """The coordinator's clock, to which the report's times refer."""
     news: int = 0
-    """Grows with every change except changes in progress."""
+    """Increases with every change except progress."""
     mode: Mode = Mode.STANDARD
     attempt: int = 0
     hang_after: Optional[float] = None
     hangs: Optional[Hangs] = None
-    """None: an earlier version, which ends no hang without `hang_after`."""
+    """None for an earlier version, which does not end hangs without `hang_after`."""
     world: Optional[int] = None
     """Number of members in the current round."""
     round: int = 0

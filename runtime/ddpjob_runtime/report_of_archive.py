@@ -1,4 +1,4 @@
-"""Job pods' `ddpjob_report.py`, next to the archive that contains the package `ddpjob_report`.
+"""The file `ddpjob_report.py` in job pods, next to the archive with the package `ddpjob_report`.
 
 A program with this folder in PYTHONPATH imports this module, which replaces itself with the
 package.

@@ -1,9 +1,9 @@
-"""Hosts a rendezvous' TCPStore in a child process, so that the coordinator does not need torch.
+"""Hosts the rendezvous's TCPStore in a child process, so that the coordinator does not need torch.
 
     python3 PATH/ddpjob_runtime store --port PORT --host ADDRESS
 
-It prints a line "ready PORT" when it accepts connections. It ends when its standard input ends,
-because then the coordinator has died.
+It prints a line "ready PORT" when it accepts connections. It exits when its standard input ends,
+which means that the coordinator has died.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ def serve(host: str, port: int = 0, seconds: float = 300.0) -> Any:
 
     Port 0 means any port.
 
-    torch itself would listen on every address of the machine, and the store has no authentication.
+    torch itself would listen on every address of the machine, although the store has no
+    authentication.
 
-    Raises OSError: this machine does not have the address, or the port is in use.
+    Raises OSError if this machine does not have the address, or the port is in use.
     """
     import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]
@@ -45,7 +46,7 @@ def serve(host: str, port: int = 0, seconds: float = 300.0) -> Any:
             f"cannot host a store on {host!r}, port {port}: {why}; POD_IP, --local-addr (of torchrun) and --host (of"
             " the coordinator) must name an address of this machine on which the port is free"
         ) from error
-    # Before torch 2.8, only its older server accepts an existing socket.
+    # Before torch 2.8, only torch's older server accepts an existing socket.
     uses_libuv, timeout = torch.__version__ >= "2.8", timedelta(seconds=seconds)
     return TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=timeout,
@@ -63,9 +64,9 @@ def main() -> None:
     try:
         with lean_torch.for_rendezvous():
             import torch.distributed  # noqa: F401
-    except Exception as error:  # an OSError too: a CUDA library is missing
+    except Exception as error:  # includes OSError, when a CUDA library is missing
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
-            raise  # A temporary problem of this node, not of the image: a missing library has no errno.
+            raise  # A temporary problem of this node, not the image, because a missing library has no errno.
         why = " ".join(str(error).split())  # The coordinator reads the last line.
         sys.stdout.write(f"\nthe image has no usable torch, which the rendezvous store needs: {why}\n")
         sys.stdout.flush()
@@ -79,4 +80,4 @@ def main() -> None:
     sys.stdout.flush()
     while sys.stdin.buffer.read(4096):
         pass
-    os._exit(0)  # the store's threads need no orderly shutdown
+    os._exit(0)  # the store's threads need not be shut down

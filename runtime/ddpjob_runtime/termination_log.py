@@ -15,7 +15,10 @@ MAX_BYTES = 4096
 
 
 def write_termination_log(kind: str, message: str, traceback: str = "") -> None:
-    """Write the reason as a JSON object of at most 4096 bytes. Long texts lose their middle."""
+    """Write the reason as a JSON object of at most 4096 bytes.
+
+    Long texts are shortened in the middle.
+    """
     named = JobEnvironment.read().termination_log
     path = Path(named or "/dev/termination-log")
     if not named and not path.exists():

@@ -9,15 +9,15 @@ error is then also written as the container's termination message, because no la
 
 It adds six features:
 
-- The process dies with its launcher.
+- The process ends with its launcher.
 - An exception is written to torchrun's error file, as @record does for scripts that use it.
 - On rank 0, the optimizers' steps are counted.
 - torch's compiler is imported only when something needs it.
 - A torch extension is rebuilt if its builder was killed.
 - `import ddpjob_report` finds the package that comes with the runtime.
 
-The program sees nothing else of this file: other runtime modules are not imported under their
-names, and standard modules are imported only where needed.
+The program does not notice anything else of this file. Other runtime modules are not imported under
+their own names, and standard modules are imported only where needed.
 """
 
 from __future__ import annotations
@@ -34,31 +34,32 @@ EXIT_STEPPED_ASIDE = 75
 OF_COMMAND = "--of-command"
 """First argument of a worker that torchrun in a `command` started."""
 STAY_SECONDS = 10.0
-"""How long exit handlers, threads and destructors may keep a process whose program has failed."""
+"""How long exit handlers, threads and destructors may keep a process alive after its program has
+failed."""
 REASON_BYTES = 4096
 """The size of a container's termination message."""
 EXIT_REFUSED = 78
-"""Exit code of a program that refuses its configuration. Before the first step, it ends the job."""
+"""Exit code of a program that refuses its configuration. It ends the job before the first step."""
 MARK = b"ddpjob\n"
 """Content of the file with which torch locks an extension while a rank builds it."""
 MOST_CAUSES, MOST_OF_A_CAUSE = 3, 1000
 """Maximum number of causes recorded for an exception, and maximum characters of each."""
 POST_SECONDS = 0.5
 STEPS_WITHOUT_GROUP = 10
-"""Number of steps after which a program without a group is assumed not to form one."""
+"""Number of steps after which a program without a group is assumed never to form one."""
 STEPS_OF_EXCHANGE = 3
-"""The ranks train together if steps 2 to STEPS_OF_EXCHANGE of the first optimizer exchange data."""
+"""The ranks train together if each step from 2 to STEPS_OF_EXCHANGE exchanges data."""
 OTHER_EXCHANGES = ("horovod", "mpi4py", "torchft", "torch_xla", "hivemind", "byteps", "bagua", "ray")
 """Packages that let a program train with other ranks without a torch.distributed group."""
 
 
 def main() -> None:
-    """Become the program that the arguments name."""
+    """Become the program named by the arguments."""
     words = sys.argv[1:]
     if words[0] == "-u":
         become_worker(words[1:])
     if not getattr(sys.flags, "safe_path", False):
-        del sys.path[0]  # the folder of this file
+        del sys.path[0]  # this file's folder
     if words[0] == OF_COMMAND:
         del words[0]
         Reason.wanted = True
@@ -68,7 +69,7 @@ def main() -> None:
 def become_worker(words: list[str]) -> None:
     """Start again with the Python that runs torchrun.
 
-    It may not be the first Python on the path.
+    This may not be the first Python on the path.
     """
     import os
     import shutil
@@ -85,7 +86,7 @@ def become_worker(words: list[str]) -> None:
 
 
 def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
-    """Become the program that `words` (this file's arguments) name.
+    """Become the program named by `words` (this file's arguments).
 
     `hide` is called last. In a worker forked with torch imported, it removes modules that the
     program should import itself.
@@ -116,7 +117,7 @@ def die_with_launcher() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     launcher = os.environ.pop("DDPJOB_LAUNCHER_PID", "")
     if launcher and not descends_from(int(launcher)):
-        os._exit(1)  # the launcher died before the kernel was asked to watch it
+        os._exit(1)  # the launcher died before the kernel was asked to watch for that
 
 
 def descends_from(launcher: int) -> bool:
@@ -134,7 +135,7 @@ def descends_from(launcher: int) -> bool:
 
 
 def show_stacks_on_signal() -> None:
-    """Make an unused signal write the main thread's stack to a file, even if blocked in C++."""
+    """Make an unused signal write the main thread's stack to a file, even if C++ blocks it."""
     import os
 
     folder = os.environ.get("DDPJOB_STACKS_DIR")
@@ -152,7 +153,7 @@ def show_stacks_on_signal() -> None:
 
 
 def replace_process(command: list[str]) -> None:
-    """Become the command, with default handling for the signals that Python ignores."""
+    """Become the command, with the default handlers for the signals that Python ignores."""
     import os
     import signal
 
@@ -175,8 +176,8 @@ class ReportImport:
 
     Nothing is executed if the fork server has imported the same file.
 
-    It has to stay there, because processes spawned by multiprocessing find modules only through
-    sys.path.
+    The entry must stay there, because processes spawned by multiprocessing find modules only
+    through sys.path.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
@@ -207,7 +208,7 @@ class ReadyReport:
         return self._module
 
     def exec_module(self, module: Any) -> None:
-        """Show the modules that it uses, and do what executing it in a worker does."""
+        """Reveal the modules that it uses, and begin as an import in a worker does."""
         sys.modules.update(report_modules)
         module.begin()
 
@@ -250,7 +251,10 @@ class CompilerImport:
 
 
 def load_of_pod(name: str) -> Any:
-    """Return a module of ddpjob_pod that imports none of the others, hidden from the program."""
+    """Return a module of ddpjob_pod, hidden from the program.
+
+    It must not import the other modules.
+    """
     import os
     from importlib.machinery import PathFinder
     from types import ModuleType
@@ -272,9 +276,10 @@ def build_again() -> None:
 def mend_baton(module: Any) -> None:
     """Make a rank that builds an extension of torch hold a kernel lock on the lock file.
 
-    The lock ends with the process. torch.utils.cpp_extension, except the newest, only checks
-    whether the file exists. If its builder is killed, for example by a group restart, the file
-    stays and every later rank waits forever. A file without the mark was not written by a rank.
+    The lock ends with the process. Except in its newest versions, torch.utils.cpp_extension only
+    checks whether the file exists. If the builder is killed, for example by a restart of the group,
+    the file stays, and every later rank waits forever. A file without the mark was not written by a
+    rank.
     """
     import contextlib
     import fcntl
@@ -291,7 +296,7 @@ def mend_baton(module: Any) -> None:
         path = baton.lock_file_path
         if not acquire(baton) and not (is_left_behind(path) and acquire(baton)):
             return False
-        with contextlib.suppress(OSError):  # On a file system without locks, do as torch does.
+        with contextlib.suppress(OSError):  # On a file system without locks, do what torch does.
             baton.held = open(path, "r+b", buffering=0)  # noqa: PTH123, SIM115 - as long as the baton
             fcntl.flock(baton.held, fcntl.LOCK_EX)
             baton.held.write(MARK)
@@ -354,11 +359,11 @@ def run_recorded(mode: str, target: str) -> None:
     """Run the program to its end.
 
     An exception is recorded, and printed without this file's frames. It ends the process with exit
-    code 1, or with EXIT_REFUSED if ddpjob_report raised it because a restart cannot help.
+    code 1, or with EXIT_REFUSED if ddpjob_report raised it because a restart would not help.
     """
     import os
 
-    process, errors = os.getpid(), os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # The program may clear its variables.
+    process, errors = os.getpid(), os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # The program may clear them.
     failure = None
     try:
         if mode == "--module":
@@ -369,7 +374,7 @@ def run_recorded(mode: str, target: str) -> None:
         hide_own_frames(error)
         raise  # Python then ends with SIGINT.
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)  # The code may be any object.
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)  # The exit code may be any object.
         if code not in (0, EXIT_STEPPED_ASIDE) and os.getpid() == process:
             end_in_time()
             record(end, errors, code & 0xFF)
@@ -471,7 +476,7 @@ def run_module(name: str, new_path: str | None = None) -> None:
 
 
 def new_main() -> Any:
-    """Return an empty __main__ for the program. This file's module keeps a different name."""
+    """Return an empty __main__ for the program. This file's own module keeps a different name."""
     import builtins
     from types import ModuleType
 
@@ -490,7 +495,7 @@ def new_main() -> Any:
 
 
 def remove_own_frames(error: BaseException) -> TracebackType | None:
-    """Return the traceback as Python would show it; None for the program's own syntax error."""
+    """Return the traceback that Python would show; None for the program's own syntax error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -511,7 +516,7 @@ def program_frames(error: BaseException) -> TracebackType | None:
 def record(error: BaseException, path: str, code: int) -> None:
     """Write torchrun's error file in the format of torch.distributed.elastic.
 
-    `path` is empty without torchrun. `code`: the exit code of this process.
+    `path` is empty without torchrun, and `code` is the exit code of this process.
     """
     import json
     import time
@@ -526,7 +531,7 @@ def record(error: BaseException, path: str, code: int) -> None:
         "py_callstack": text, "timestamp": str(int(time.time()))}}}  # fmt: skip
     try:
         with open(path) as file:  # noqa: PTH123
-            written = json.load(file)  # the program's own @record has written it
+            written = json.load(file)  # it was written by the program's own @record
         if isinstance(written["message"]["extraInfo"], dict):
             said = with_inner_error(written["message"]["message"])
             written["message"]["message"] = said + causes(error, said)
@@ -593,7 +598,7 @@ class Reason:
             os.close(file)
 
     def text(self) -> bytes:
-        """Return at most REASON_BYTES, with the message's beginning and the traceback's end."""
+        """Return at most REASON_BYTES: the message's beginning and the traceback's end."""
         import json
 
         room = REASON_BYTES
@@ -610,7 +615,7 @@ def end_in_time() -> None:
 
     Exit handlers, threads and destructors may wait forever for ranks that wait for this one. A
     Python thread could not end the process, because threads do not run while the interpreter shuts
-    down or a library holds the lock.
+    down or a library holds the GIL.
     """
     import signal
 
@@ -620,7 +625,7 @@ def end_in_time() -> None:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the error's message, or what Python's tracebacks show if its __str__ fails."""
+    """Return the error's message or, if its __str__ fails, the text that Python would show."""
     try:
         return str(error)
     except Exception:
@@ -628,10 +633,10 @@ def text_of(error: BaseException) -> str:
 
 
 def with_inner_error(said: str) -> str:
-    """Add the inner error to the first line, which most places show, if the text has a traceback.
+    """Append the inner error to the first line of a text that contains a traceback.
 
-    mp.spawn and DataLoaders pass on their processes' errors this way; mp.spawn's text begins with
-    an empty line.
+    Most displays show only the first line. mp.spawn and DataLoader report their workers' errors
+    this way; mp.spawn's text begins with an empty line.
     """
     lines = [line for line in said.splitlines() if line.strip()]
     heads = [number for number, line in enumerate(lines) if "Traceback (most recent call last):" in line]
@@ -647,7 +652,7 @@ def with_inner_error(said: str) -> str:
 def causes(error: BaseException, said: str) -> str:
     """Return the exceptions that led to this one, unless `said` contains them.
 
-    Programs may print an exception and call sys.exit(1), or wrap the exception, whose text shows
+    Programs may print an exception and call sys.exit(1), or wrap the exception. Its text shows
     whether it is only a consequence of a lost peer.
     """
     found: list[str] = []
@@ -667,7 +672,7 @@ def causes(error: BaseException, said: str) -> str:
 
 
 def refused_arguments(error: BaseException) -> str:
-    """Return what argparse printed before it ended the program.
+    """Return the message that argparse printed before it ended the program.
 
     SystemExit itself is only a number.
     """
@@ -732,13 +737,13 @@ class StepCounter:
         self.world, self.grouped = int(os.environ.get("WORLD_SIZE") or 1), False
         self.said = self.captured = self.said_uncountable = False
         self.compiled = 0
-        self.state = 0  # the id of the first optimizer's state, without keeping it alive
+        self.state = 0  # id of the first optimizer's state, which does not keep it alive
         self.has_state = self.loaded = False
-        self.made = self.exchanged = 0  # collectives at the last step; steps in a row with any
+        self.made = self.exchanged = 0  # collectives at the last step; consecutive steps with any
         self.address, self.token = os.environ["DDPJOB_COORDINATOR"], os.environ["DDPJOB_TOKEN"]
         self.instance = ""
         self.environment: dict[str, Any] = {}
-        self.described: str | None = None  # the coordinator that knows the environment
+        self.described: str | None = None  # the coordinator that already knows the environment
         self.round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
         counts = self.counts
 
@@ -778,7 +783,7 @@ class StepCounter:
     def resumed(self, steps: int) -> str:
         """Return whether the first optimizer had a state before its first step.
 
-        If it has no state even after that step, the result is "unknown".
+        If it has no state even after that step, return "unknown".
         """
         if self.loaded:
             return "yes"
@@ -793,8 +798,8 @@ class StepCounter:
         import threading
 
         with contextlib.suppress(OSError):
-            # The thread must not be the first to resolve a name either, because glibc then reads
-            # the environment and crashes if it changes.
+            # The thread must not be the first to resolve a name, because glibc then reads the
+            # environment and crashes if it changes meanwhile.
             socket.getaddrinfo("localhost", None)
         threading.Thread(target=self.run, name="ddpjob-progress", daemon=True).start()
         atexit.register(self.post, 0.0, last=True)
@@ -826,7 +831,7 @@ class StepCounter:
     def post(self, steps_per_second: float, *, last: bool = False) -> None:
         """Post the count. A failed post is dropped, because the next one contains its count.
 
-        `last`: the program is ending, and will not form a group.
+        `last` means that the program is ending, and will not form a group.
         """
         import json
         import os
@@ -851,7 +856,7 @@ class StepCounter:
             report["exchanging"] = True
         if not self.environment:
             self.environment = load_of_pod("versions").read_environment()
-        if self.described != self.instance:  # A coordinator that replaces another does not know it.
+        if self.described != self.instance:  # A coordinator that replaces another does not know the environment.
             report["environment"] = self.environment
         body = json.dumps(report).encode()
         try:
@@ -896,7 +901,7 @@ class StepCounter:
 
 
 def count_compiled_frames() -> int:
-    """Return how often torch's compiler has compiled something in this process."""
+    """Return how many times torch's compiler has compiled something in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
     counters: Any = getattr(utils, "counters", None)
     return int(counters["frames"]["ok"]) if counters is not None else 0

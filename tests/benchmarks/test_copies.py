@@ -1,4 +1,6 @@
-"""What copies of the state cost, and a restart from them on a GPU: the arithmetic, and when nothing is measured."""
+"""The cost of copies of the state and of a restart from them on a GPU: the arithmetic, and when
+nothing is measured.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ TURNS = {NONE: Turn(0.100, 0.010, None), AUTO: Turn(0.101, 0.0105, 7), EACH: Tur
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The settings of the turns that were taken, with TURNS as their results."""
+    """Return the settings of the turns that were taken. Their results are TURNS."""
     settings = list[str]()
 
     def take_turn(every: str, shape: Shape, options: tuple[str, ...], seconds: float) -> Turn:

@@ -1,4 +1,5 @@
-"""Every parser of untrusted input survives mutations of good input, and what broke one of them once.
+"""Every parser of untrusted input survives mutations of good input, and inputs that broke one of
+them before.
 
 `python -m benchmarks.fuzz` tries millions of inputs; here each parser gets a hundred.
 """

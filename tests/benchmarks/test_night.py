@@ -1,4 +1,6 @@
-"""What a night's jobs are judged by: who would fit, for how long somebody has, and the played training's ledger."""
+"""How a night's jobs are judged: which jobs would fit, how long somebody has waited, and the ledger
+of the simulated training.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,7 @@ def test_a_wait_is_the_time_for_which_one_fits_without_a_break() -> None:
 
 
 class Member:
-    """As much of a launcher as a training sees."""
+    """The parts of a launcher that a training uses."""
 
     def __init__(self, rank: int, name: str) -> None:
         host = type("Host", (), {"cut": False})()
@@ -110,7 +112,7 @@ class Member:
 
 
 def play(training: PlayedTraining, number: int, world: int, seconds: float) -> tuple[Any, list[Member]]:
-    """A round of `world` members, for so long."""
+    """Play a round of `world` members for `seconds`."""
     members = [Member(rank, f"job-{rank}-{number}") for rank in range(world)]
     table = [{"rank": 0, "pod": members[0].pod.name}]
     for member in members:

@@ -1,4 +1,4 @@
-"""What the pictures of the dashboards are drawn from: Grafana's queries, legends, tables and units."""
+"""The data for charts of the dashboards: Grafana's queries, legends, tables and units."""
 
 from __future__ import annotations
 

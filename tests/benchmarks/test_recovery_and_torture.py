@@ -1,4 +1,6 @@
-"""What the benchmarks judge by: step logs, and the replay that gives the expected weights of a tortured job."""
+"""The evidence that the benchmarks judge: step logs, and the replay that gives the expected weights
+of a tortured job.
+"""
 
 from __future__ import annotations
 

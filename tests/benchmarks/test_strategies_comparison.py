@@ -1,4 +1,6 @@
-"""The comparison of strategies: its figures, its chart, and the reasons for what it could not run."""
+"""The comparison of strategies: its figures, its chart, and the reasons for strategies that could
+not run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The arithmetic of a trace of failures: what is useful, repeated and paused, and what follows for large jobs."""
+"""The arithmetic of a failure trace: useful, repeated and paused time, and the conclusions for
+large jobs.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def test_a_trace_is_the_same_for_each_system_and_has_one_join() -> None:
 
 
 class Fake:
-    """A group that makes a step whenever it is looked at, until everything of it is dead."""
+    """A group that takes a step whenever it is observed, until all of its members are dead."""
 
     def __init__(self, folder: Path, options: tuple[str, ...], joins: int) -> None:
         self.folder, self.joins, self.restarts, self.struck = folder, joins, 0, list[tuple[str, str]]()
@@ -159,7 +161,7 @@ def test_runs_are_read_as_they_were_written_tabulated_and_drawn(tmp_path: Path) 
     document = tmp_path / "page.md"
     names = ("trace", "effective-time")
     document.write_text("".join(f"<!-- {name}: begin -->\n<!-- {name}: end -->\n" for name in names))
-    # A DDPJob that recovered from everything is well, whatever became of the others.
+    # A DDPJob that recovered from everything is fine, whatever happened to the others.
     assert command.main(["--from", str(path), "-o", str(picture), "--table", str(document)]) == 0
     assert picture.stat().st_size > 10_000 and text in document.read_text()
 
@@ -184,7 +186,7 @@ def test_effective_time_follows_from_pause_repeats_and_cost() -> None:
 
 
 def test_the_formula_is_the_mean_of_a_simulated_job() -> None:
-    """Failures at random moments, in pauses too, as the formula takes them."""
+    """Failures occur at random moments, even in pauses, as the formula assumes."""
     parts, nodes, days = Parts(pause=200.0, repeated=100.0, cost=0.0, step=1.0), 1000, 5.0
     random_, rate, work, clock = random.Random(1), nodes / (days * 86_400), 0.0, 0.0
     for _ in range(20_000):

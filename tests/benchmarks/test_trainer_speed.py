@@ -1,4 +1,6 @@
-"""The benchmark of the trainer's speed measures real runs of both loops; here a few steps of each."""
+"""The benchmark of the trainer's speed measures real runs of both loops, here with a few steps of
+each.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def test_bookkeeping_is_what_is_neither_the_model_nor_its_input() -> None:
 
 @pytest.mark.slow
 def test_bookkeeping_of_real_steps() -> None:
-    """That of each rank is charged to its parts, and is small beside a step of ResNet-18 (5 s on one thread)."""
+    """Each rank's bookkeeping is attributed to its parts, and is small compared with a step of
+    ResNet-18 (5 s on one thread).
+    """
     arguments = ("train.epochs=2", "model.width=8", "data.batch=128")
     case = replace(bookkeeping.CASES[0], arguments=arguments, ranks=2, warm=2, steps=20)
     found = bookkeeping.measure(case, 1)
@@ -79,7 +83,7 @@ def test_bookkeeping_of_real_steps() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_joins_takes_whole_micro_batches_or_none() -> None:
-    """As at 2 -> 3 ranks, which a new run would be refused."""
+    """A change from 2 to 3 ranks would do this. A new run with such settings would be refused."""
     small = ["model.name=small_cnn", "model.norm=batch", "model.width=4"]
     assert elasticity._busiest(3, 2, 32, ["whole", *small]) > 0
 

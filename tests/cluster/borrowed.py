@@ -1,4 +1,4 @@
-"""The existing cluster that DDPJOB_TEST_KUBECONFIG names, used instead of the tests' own."""
+"""The existing cluster of DDPJOB_TEST_KUBECONFIG, which tests use instead of building their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VARIABLE = "DDPJOB_TEST_KUBECONFIG"
 
 
 def named() -> Path | None:
-    """The kubeconfig of an existing cluster; None where the tests build their own."""
+    """Return the kubeconfig of an existing cluster, or None if the tests build their own."""
     text = os.environ.get(VARIABLE)
     return Path(text).resolve() if text else None
 
@@ -28,15 +28,19 @@ def skip(need: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class BorrowedCluster(Cluster):
-    """What tests may do with a cluster that is somebody else's; the rest skips the test, with the reason."""
+    """A cluster that belongs to somebody else, with the operations that tests may use on it. Other
+    operations skip the test with a reason.
+    """
 
     borrowed: Path = Path()
     tools: Path = Path()
-    """A folder with the kubectl and helm that are on PATH."""
+    """Folder with links to the kubectl and helm on PATH."""
 
     @classmethod
     def open(cls, kubeconfig: Path, tools: Path) -> BorrowedCluster:
-        """Fails the session when it cannot be reached, or when an operator would act on the tests' jobs."""
+        """Open the cluster. Fails the session if it cannot be reached, or if an operator would act
+        on the tests' jobs.
+        """
         tools.mkdir(exist_ok=True)
         for name in ("kubectl", "helm"):
             if found := shutil.which(name):
@@ -61,7 +65,7 @@ class BorrowedCluster(Cluster):
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Those that pods can be scheduled on."""
+        """Names of the nodes that accept pods."""
         items = self.kubectl_json("get", "nodes")["items"]
         return tuple(sorted(it["metadata"]["name"] for it in items if not it["spec"].get("unschedulable")))
 
@@ -87,7 +91,7 @@ class BorrowedCluster(Cluster):
 
 
 def require_python_host(cluster: Cluster) -> None:
-    """Skips a test of pods where the nodes cannot run this machine's Python."""
+    """Skip a test with pods if the nodes cannot run this machine's Python."""
     if not isinstance(cluster, BorrowedCluster):
         return
     items = json.loads(cluster.kubectl("get", "nodes", "--output=json"))["items"]

@@ -1,8 +1,9 @@
-"""Fixtures of the cluster tests: one real cluster per run (per worker, under pytest-xdist), one namespace per test.
+"""Fixtures of the cluster tests: one real cluster per run (per worker, under pytest-xdist), one
+namespace per test.
 
-Environment: DDPJOB_TEST_KUBECONFIG (use that existing cluster), DDPJOB_CLUSTER_NODES (2), DDPJOB_CLUSTER_KEEP=1 (leave
-the cluster up after the run; a later run uses it again), CI=true (what a machine lacks fails the tests instead of
-skipping them).
+Environment variables: DDPJOB_TEST_KUBECONFIG uses that existing cluster. DDPJOB_CLUSTER_NODES is
+the number of nodes (2). DDPJOB_CLUSTER_KEEP=1 keeps the cluster for later runs. CI=true fails tests
+whose requirements the machine lacks, instead of skipping them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from testcluster.settings import SLOTS, ClusterError, Settings, node_number
 HERE = Path(__file__).parent
 CALL_REPORT = pytest.StashKey[pytest.TestReport]()
 LIMIT = 2700
-"""Seconds for a test with its fixtures: the first one builds the cluster's programs and images."""
+"""Timeout of a test with its fixtures, in seconds. The first test builds the cluster's programs and
+images.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -63,9 +66,11 @@ def _number_of_nodes() -> int:
 
 
 def _settings() -> Settings:
-    """Each worker of pytest-xdist has a cluster of its own, in the next slots.
+    """Return the settings for this worker. Each worker of pytest-xdist has a cluster of its own, in
+    consecutive slots.
 
-    Where no slot was asked for, those of another checkout's clusters are left out: two runs on one machine get along.
+    If no slot is requested, slots with clusters of other checkouts are skipped, so that two runs
+    can share a machine.
     """
     settings = Settings()
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -73,14 +78,16 @@ def _settings() -> Settings:
     own = replace(settings, slot=(settings.slot + worker) % SLOTS)
     if "DDPJOB_CLUSTER_SLOT" in os.environ:
         return own
-    # The upper half is for the clusters that tests have beside their own (`other`).
+    # The upper half is for additional clusters of tests (`other`).
     later = (replace(own, slot=slot) for slot in range(own.slot + workers, SLOTS // 2, workers))
     return next((free for free in (own, *later) if not Cluster(free).is_anothers()), own)
 
 
 @pytest.fixture(scope="session")
 def cluster_machine() -> Settings:
-    """The settings of a machine that can run the cluster; skips the test on any other, or fails it when CI=true."""
+    """Return the settings of a machine that can run the cluster. On other machines the test is
+    skipped, or fails if CI=true.
+    """
     if borrowed.named():
         borrowed.skip("is about the cluster that the tests build")
     settings = _settings()
@@ -92,7 +99,7 @@ def cluster_machine() -> Settings:
 
 @pytest.fixture
 def other(cluster_machine: Settings) -> Iterator[Cluster]:
-    """A cluster in a slot of its own, beside the one that the other tests use."""
+    """Yield a second cluster, in a slot of its own."""
     made = Cluster(replace(cluster_machine, slot=(cluster_machine.slot + SLOTS // 2) % SLOTS))
     if made.state() is not None:
         pytest.skip(f"a cluster is up in slot {made.settings.slot}, which this test would use")
@@ -101,7 +108,9 @@ def other(cluster_machine: Settings) -> Iterator[Cluster]:
 
 
 def _join_users(settings: Settings) -> IO[str]:
-    """Hold the shared lock of the test runs that use this cluster: the last one takes it down."""
+    """Hold the shared lock of all test runs that use this cluster. The last run takes the cluster
+    down.
+    """
     users = Path(f"{settings.lock}.users").open("a")  # noqa: SIM115 (held until the session ends)
     fcntl.flock(users, fcntl.LOCK_SH)
     return users
@@ -117,7 +126,9 @@ def _is_last_user(users: IO[str]) -> bool:
 
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The running cluster. It is taken down after the run, unless it was up before or DDPJOB_CLUSTER_KEEP=1."""
+    """Yield the running cluster. It is taken down after the run, unless it was already up or
+    DDPJOB_CLUSTER_KEEP=1.
+    """
     if kubeconfig := borrowed.named():
         yield borrowed.BorrowedCluster.open(kubeconfig, tmp_path_factory.mktemp("tools"))
         return
@@ -137,14 +148,16 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def third_node(cluster: Cluster) -> Iterator[str]:
-    """`n3`, for tests that lose a node. Afterwards it is whole again and cordoned: other tests see two nodes."""
+    """Yield `n3`, for tests that lose a node. Afterwards it is repaired and cordoned, so other
+    tests see two nodes.
+    """
     with more_nodes(cluster, 3):
         yield "n3"
 
 
 @contextmanager
 def more_nodes(cluster: Cluster, nodes: int) -> Iterator[None]:
-    """`nodes` nodes to schedule on. Afterwards those added are whole again, and cordoned."""
+    """Offer `nodes` schedulable nodes. Afterwards, the added ones are repaired and cordoned."""
     cluster.up(nodes=nodes)
     lent = [f"n{number}" for number in range(3, nodes + 1)]
     cluster.kubectl("uncordon", *lent)
@@ -157,7 +170,11 @@ def more_nodes(cluster: Cluster, nodes: int) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def kubectl(cluster: Cluster) -> Callable[..., str]:
-    """`kubectl("get", "pods")`: what it prints; ClusterError when it fails. `cluster.kubectl_json` parses it."""
+    """Return a function for kubectl commands, such as `kubectl("get", "pods")`.
+
+    It returns the output, and raises ClusterError if the command fails. `cluster.kubectl_json`
+    parses the output.
+    """
     return cluster.kubectl
 
 
@@ -167,7 +184,9 @@ def _slug(name: str) -> str:
 
 @pytest.fixture
 def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
-    """A fresh namespace. It is removed after the test; when the test has failed, all that is in it is printed first."""
+    """Yield a new namespace and remove it after the test. If the test failed, its contents are
+    printed first.
+    """
     name = f"{_slug(request.node.name)}-{secrets.token_hex(2)}"
     create_namespace(cluster, name)
     yield name
@@ -178,7 +197,9 @@ def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]
 
 
 def create_namespace(cluster: Cluster, name: str) -> None:
-    """A namespace in which pods can be created: they are refused before it has its default service account."""
+    """Create a namespace, and wait until pods can be created in it, which requires its default
+    service account.
+    """
     cluster.kubectl("create", "namespace", name)
     account = ("get", "serviceaccount", "default", "--namespace", name, "--ignore-not-found", "--output=name")
     processes.wait_for(
@@ -187,7 +208,9 @@ def create_namespace(cluster: Cluster, name: str) -> None:
 
 
 def remove_namespace(cluster: Cluster, name: str) -> None:
-    """Delete a namespace and wait until its pods have ended, not until the last object is gone: seconds more."""
+    """Delete a namespace and wait until its pods have ended. The last objects take a few seconds
+    longer.
+    """
     cluster.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
     pods = ("pods", "--namespace", name)
     cluster.kubectl("delete", *pods, "--all", "--grace-period=1", "--wait=false", "--ignore-not-found")
@@ -196,7 +219,9 @@ def remove_namespace(cluster: Cluster, name: str) -> None:
 
 
 def print_namespace(cluster: Cluster, name: str) -> None:
-    """Objects, events, descriptions and logs of a namespace, for the report of a failed test."""
+    """Print the objects, events, descriptions and logs of a namespace, for the report of a failed
+    test.
+    """
     print(f"======== namespace {name}")
     for words in (
         ("get", "all,configmaps", "--output=wide"),
@@ -216,12 +241,12 @@ def _print(cluster: Cluster, *words: str) -> None:
     try:
         print(cluster.kubectl(*words))
     except ClusterError as error:
-        print(error)  # A pod without logs, a CRD that is not there: part of the report, not a second failure.
+        print(error)  # missing logs or CRDs are part of the report, not a second failure
 
 
 @pytest.fixture(scope="session")
 def image_tools(request: pytest.FixtureRequest) -> Settings:
-    """The settings of a machine that can build images too."""
+    """Return the settings of a machine that can also build images."""
     if borrowed.named():
         borrowed.skip("loads images into the nodes")
     cluster_machine: Settings = request.getfixturevalue("cluster_machine")
@@ -233,7 +258,9 @@ def image_tools(request: pytest.FixtureRequest) -> Settings:
 
 @pytest.fixture(scope="session")
 def operator_image(cluster: Cluster, image_tools: Settings) -> builder.Image:
-    """The Dockerfile's `operator`, in all nodes; its `tag` is the name. Never pulled: `imagePullPolicy: Never`."""
+    """Build the Dockerfile's target `operator` and load it into all nodes. Its `tag` is the image's
+    name. Pods need `imagePullPolicy: Never`.
+    """
     image = builder.build_image(image_tools, "operator", "ddpjob.test/operator:checkout")
     cluster.load_image(image)
     return image
@@ -241,5 +268,7 @@ def operator_image(cluster: Cluster, image_tools: Settings) -> builder.Image:
 
 @pytest.fixture(scope="session")
 def python_overlay() -> Callable[..., dict[str, Any]]:
-    """`python_overlay("trainer")`: the part of a pod template that brings this machine's Python into its container."""
+    """Return the function `python_overlay("trainer")`, whose result is merged into a pod template.
+    It adds this machine's Python to the container.
+    """
     return python_host.overlay

@@ -1,8 +1,9 @@
-"""The operator, except that it dies before and after every kind of call it makes: `python dying_operator.py SEEN_FILE`.
+"""An operator that dies before and after every kind of call: `python dying_operator.py SEEN_FILE`.
 
-A call not met before ends the process at once, as SIGKILL does. Met for the second time it is made, and the process
-ends before anything else happens. From the third time on it is made like any other. What was met is kept in a file,
-so that one job, through many restarts of the operator, meets all of them. Who kills this process kills its group.
+The first call of a kind ends the process before the call is made, as SIGKILL would. The second is
+made, and the process ends right after it. Later calls work normally. A file records the calls, so
+that one job meets all of them over many restarts of the operator. To end the operator, kill its
+process group.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ DEAD = 137
 
 
 def _signature(verb: str, arguments: tuple[Any, ...]) -> str:
-    """The verb and its object; a status by its phase, an event by its reason."""
+    """Return the kind of a call: the verb with its object. A status is identified by its phase, an
+    event by its reason.
+    """
     match verb, arguments:
         case "write_status", (status, *_):
             slots = ",".join(f"{s['attempt']}{s['state']}" for s in status.get("slots", ()))
@@ -48,7 +51,7 @@ def _signature(verb: str, arguments: tuple[Any, ...]) -> str:
 
 
 def _meet(line: str) -> int:
-    """How often the call was met before; counts it."""
+    """Record a call, and return how often it was recorded before."""
     seen = Path(sys.argv[1])
     times = seen.read_text().splitlines().count(line) if seen.exists() else 0
     with seen.open("a") as file:
@@ -73,7 +76,9 @@ def _dying(verb: str) -> Callable[..., Any]:
 
 
 def _live() -> int:
-    """One life, in a process of its own that only has the modules already; its exit code."""
+    """Run the operator in a forked process, which already has the modules, and return its exit
+    code.
+    """
     life = os.fork()
     if not life:
         asyncio.run(operator_main.run_until_signal(Settings.from_environment()))

@@ -1,4 +1,4 @@
-"""Sources that tests read, from Go's module cache."""
+"""Source files from Go's module cache, for tests that read them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 
 
 def folder_of(module: str) -> Path:
-    """The folder of a module, `PATH@VERSION`, which Go fetches once. Skips the test where it cannot."""
+    """Return the folder of the module `PATH@VERSION`. Go downloads it once. Skip the test if it
+    cannot.
+    """
     done = subprocess.run(
         ["go", "mod", "download", "-json", module],
         cwd=Path(__file__).parent,

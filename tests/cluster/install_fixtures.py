@@ -1,4 +1,4 @@
-"""Fixtures that install the operator by its chart, with the image of the checkout, as a user does with Helm."""
+"""Fixtures that install the operator with Helm, as users do, with the image of the checkout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from testcluster.settings import CHECKOUT, Settings
 
 CHART = CHECKOUT / "charts" / "ddpjob-operator"
 TRAINER_IMAGE = "ghcr.io/ddpjob/trainer:0.1.0"
-"""As the examples name it."""
+"""The image name in the examples."""
 RESTRICTED = {
     "pod-security.kubernetes.io/enforce": "restricted",
     "pod-security.kubernetes.io/enforce-version": "latest",
@@ -25,7 +25,7 @@ RESTRICTED = {
 
 
 def helm(cluster: Cluster, *words: str, timeout: float = 180) -> str:
-    """Standard output of `helm WORDS`. Raises ClusterError with what it said when it fails."""
+    """Return the standard output of a helm command. Raises ClusterError with its error output."""
     return processes.run(
         cluster.programs / "helm", *words, env={**os.environ, **cluster.environment()}, timeout=timeout
     )
@@ -41,7 +41,9 @@ class Release:
     name: str = "ddpjob"
 
     def install(self, *words: str) -> str:
-        """Install or upgrade, and wait until the operator is ready. `words`: more of helm's arguments."""
+        """Install or upgrade, and wait until the operator is ready. `words` are additional
+        arguments for helm.
+        """
         repository, _, tag = self.image.tag.rpartition(":")
         chosen = (
             "--set",
@@ -50,7 +52,7 @@ class Release:
             f"image.tag={tag}",
             "--set",
             "image.pullPolicy=Never",
-            "--set",  # The test cluster has OpenShift's admission plugin on.
+            "--set",  # OpenShift's admission plugin is enabled in the test cluster
             "rbac.deleteConfigMaps=true",
         )
         return helm(
@@ -77,7 +79,7 @@ class Release:
         return json.loads(self.kubectl(*words, "--output=json"))
 
     def pods(self) -> list[dict[str, Any]]:
-        """The operator's pods that are not about to end."""
+        """Return the operator's pods, except those that are being deleted."""
         found = self.json("get", "pods", "--selector=app.kubernetes.io/name=ddpjob-operator")["items"]
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
@@ -85,19 +87,21 @@ class Release:
         return self.kubectl("logs", "--selector=app.kubernetes.io/name=ddpjob-operator", "--prefix", "--tail=-1")
 
     def holder(self, lease: str = "ddpjob-operator") -> str:
-        """The pod that acts by the Lease."""
+        """Return the name of the pod that holds the Lease."""
         return self.kubectl("get", "lease", lease, "--ignore-not-found", "--output=jsonpath={.spec.holderIdentity}")
 
 
 def restricted_namespace(cluster: Cluster, name: str) -> None:
-    """A namespace in which pods without the strictest security context are refused."""
+    """Create a namespace that refuses pods without the strictest security context."""
     cluster.kubectl("create", "namespace", name)
     cluster.kubectl("label", "namespace", name, *(f"{key}={value}" for key, value in RESTRICTED.items()))
 
 
 @pytest.fixture(scope="module")
 def release(cluster: Cluster, operator_image: builder.Image, request: pytest.FixtureRequest) -> Iterator[Release]:
-    """A release that is not installed yet, in a restricted namespace of its own; gone after the module's tests."""
+    """Yield a release that is not installed yet, in a restricted namespace of its own. It is
+    removed after the module's tests.
+    """
     made = Release(cluster, operator_image, f"ddpjob-system-{secrets.token_hex(2)}")
     restricted_namespace(cluster, made.namespace)
     yield made
@@ -109,10 +113,10 @@ def release(cluster: Cluster, operator_image: builder.Image, request: pytest.Fix
 
 @pytest.fixture(scope="module")
 def installed_operator(release: Release) -> Release:
-    """The chart, installed with nothing but its defaults (and the image of the checkout) for all namespaces.
+    """Install the chart for all namespaces with its default values and the image of the checkout.
 
-    For the tests of a module: two operators at once would act on the same jobs, so none of them may also use the
-    fixture `operator`.
+    It serves the tests of a module. They must not also use the fixture `operator`, because two
+    operators would act on the same jobs.
     """
     release.install()
     return release
@@ -120,7 +124,9 @@ def installed_operator(release: Release) -> Release:
 
 @pytest.fixture(scope="session")
 def trainer_image(cluster: Cluster, image_tools: Settings) -> builder.Image:
-    """The Dockerfile's `trainer` in the first two nodes, under the name that the examples use."""
+    """Load the Dockerfile's target `trainer` into the first two nodes, under its name in the
+    examples.
+    """
     image = builder.build_image(image_tools, "trainer", TRAINER_IMAGE)
     cluster.load_image(image, cluster.nodes[:2])
     return image

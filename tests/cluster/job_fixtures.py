@@ -1,4 +1,4 @@
-"""Fixtures for tests of jobs: the operator as a process, and the jobs of the test's namespace."""
+"""Fixtures for tests of jobs: the operator as a process, and the jobs in the test's namespace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from testcluster.cluster import Cluster
 def operator(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[OperatorProcess]:
-    """Runs for the tests of a module, so that modules which install the chart have the cluster to themselves."""
+    """Run the operator for the tests of one module, so that modules that install the chart have no
+    second operator.
+    """
     require_python_host(cluster)
     install_crd(cluster)
     log: Path = tmp_path_factory.mktemp("operator") / "operator.log"

@@ -1,4 +1,6 @@
-"""DDPJobs of the cluster tests: manifests whose pods use this machine's Python, and waits for their states."""
+"""DDPJobs of the cluster tests: manifests whose pods use this machine's Python, and waits for
+their states.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,13 @@ from testcluster.settings import ClusterError
 SCRIPTS = Path(__file__).parent / "scripts"
 Json = dict[str, Any]
 FAST = {"mode": "Fast"}
-"""`recovery` of jobs whose mode does not matter: their pods import torch once, without its compiler, and start in less
-than half of the processor time that mode Standard takes."""
+"""The `recovery` of jobs whose mode does not matter. Their pods import torch once, without its
+compiler, and start with less than half of the CPU time that mode Standard needs.
+"""
 
 
 def job(name: str, **spec: Any) -> Json:
-    """A DDPJob of two CPU nodes; `spec` adds to its spec or replaces in it."""
+    """Return a DDPJob of two CPU nodes. `spec` adds or replaces fields of its spec."""
     base: Json = {
         "image": python_host.IMAGE,
         "imagePullPolicy": "IfNotPresent",
@@ -37,17 +40,21 @@ def job(name: str, **spec: Any) -> Json:
 
 
 def sleeping(seconds: int = 3600) -> list[str]:
-    """A `command` that SIGTERM ends: it does not end the first process of a container that has no handler for it."""
+    """Return a `command` that ends on SIGTERM. The first process of a container ignores SIGTERM
+    unless it has a handler.
+    """
     return ["sh", "-c", f"trap 'exit 143' TERM; sleep {seconds} & wait"]
 
 
 def training_job(name: str, *args: str, **spec: Any) -> Json:
-    """The project's own trainer. Each pod sees all cores: as many threads in each would be in one another's way."""
+    """Return a job with the project's own trainer. Its threads are limited, because each pod sees
+    all cores and would start one thread per core.
+    """
     return job(name, module="ddpjob_trainer", args=[*args, "train.threads=1"], **spec)
 
 
 def steps_job(name: str, steps: int = 50, *arguments: str, **spec: Any) -> Json:
-    """The plain script of scripts/ddp_steps.py, 0.1 s a step."""
+    """Return a job with the plain script scripts/ddp_steps.py, at 0.1 s per step."""
     return job(name, script=str(SCRIPTS / "ddp_steps.py"), args=[f"--steps={steps}", *arguments], **spec)
 
 
@@ -65,7 +72,7 @@ class Jobs:
 
     @cached_property
     def _access(self) -> tuple[str, dict[str, str], urllib3.PoolManager]:
-        """(address, headers, connections) of the API server."""
+        """Return (address, headers, connections) of the API server."""
         settings = kubernetes.client.Configuration()
         settings.retries = False
         kubernetes.config.load_kube_config(str(self.cluster.kubeconfig), client_configuration=settings)
@@ -74,8 +81,11 @@ class Jobs:
         return settings.host, {"Authorization": token} if token else {}, pool
 
     def read(self, group: str, path: str, **query: str) -> Json:
-        """What the API server answers, over a connection that is kept: waits ask five times a second, and each kubectl
-        is a process. `group`: `api/v1` or `apis/GROUP/VERSION`; `path`: below the namespace."""
+        """Return the API server's response over a persistent connection. Waits poll five times a
+        second, and kubectl would need a process each time.
+
+        `group` is `api/v1` or `apis/GROUP/VERSION`; `path` is relative to the namespace.
+        """
         address, headers, pool = self._access
         url = f"{address}/{group}/namespaces/{self.namespace}/{path}"
         try:
@@ -92,7 +102,7 @@ class Jobs:
         return status
 
     def condition(self, name: str, kind: str) -> Json:
-        """The condition; an empty one while it was never written."""
+        """Return the condition, or an empty one if it has never been written."""
         return next((c for c in self.status(name).get("conditions", ()) if c["type"] == kind), {})
 
     def pods(self, role: str = "node") -> dict[str, Json]:
@@ -100,7 +110,7 @@ class Jobs:
         return {pod["metadata"]["name"]: pod for pod in found["items"]}
 
     def held(self, name: str) -> list[str]:
-        """Pods of a job that have a Kubernetes node and have not ended."""
+        """Return the pods of a job that run on a Kubernetes node."""
         return [
             pod
             for pod, body in self.pods().items()
@@ -108,11 +118,13 @@ class Jobs:
         ]
 
     def kill(self, pod: str) -> None:
-        """Deleted by force, as a user does with a pod that hangs."""
+        """Force-delete a pod, as users do with pods that hang."""
         self.kubectl("delete", "pod", pod, "--force", "--grace-period=0")
 
     def wait(self, what: str, ready: Callable[[], bool], timeout: float = 90) -> float:
-        """Seconds until `ready` was true. Fails the test after `timeout` s (more on a busy machine)."""
+        """Wait until `ready` returns true, and return the seconds it took. Fails the test after
+        `timeout` seconds (longer on a busy machine).
+        """
         began = time.monotonic()
         while time.monotonic() - began < timeout * slowness():
             if ready():
@@ -121,7 +133,7 @@ class Jobs:
         raise AssertionError(f"not within {timeout} s: {what}\n{self.kubectl('get', 'ddpjobs,pods', '--output=wide')}")
 
     def wait_phase(self, name: str, phase: str, timeout: float = 90) -> float:
-        """A terminal phase that is not the one waited for fails at once, with its message."""
+        """Wait for a phase. A different terminal phase fails the test at once, with its message."""
 
         def reached() -> bool:
             status = self.status(name)
@@ -133,7 +145,9 @@ class Jobs:
         return self.wait(f"{name} is {phase}", reached, timeout)
 
     def wait_unschedulable(self, name: str, why: str, timeout: float = 90) -> float:
-        """Until the condition says why: the scheduler's first verdict on a pod need not name the rule."""
+        """Wait until the condition contains the reason. The scheduler's first verdict on a pod may
+        not contain it yet.
+        """
 
         def said() -> bool:
             condition = self.condition(name, "Scheduled")

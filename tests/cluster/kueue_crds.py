@@ -16,12 +16,14 @@ API = "kueue.x-k8s.io/v1beta2"
 
 
 def module() -> Path:
-    """The folder of Kueue's module, which Go fetches once. Skips the test where it cannot."""
+    """Return the folder of Kueue's module, which Go downloads once. Skip the test if it cannot."""
     return folder_of(f"sigs.k8s.io/kueue@{VERSION}")
 
 
 def install(cluster: Cluster) -> None:
-    """Kueue's CRDs, served. Without its conversion webhook: only one version is used."""
+    """Install Kueue's CRDs and wait until they are served. The conversion webhook is left out,
+    because only one version is used.
+    """
     folder = module() / "config" / "components" / "crd" / "bases"
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "--filename", str(folder))
     listing = ("get", "workloads.kueue.x-k8s.io,localqueues.kueue.x-k8s.io,resourceflavors.kueue.x-k8s.io", "-A")
@@ -29,11 +31,11 @@ def install(cluster: Cluster) -> None:
 
 
 def remove(cluster: Cluster) -> None:
-    """Removes the CRDs, and with them all their objects."""
+    """Remove the CRDs together with all their objects."""
     names = [yaml.safe_load(path.read_text())["metadata"]["name"] for path in module().glob("config/**/bases/*.yaml")]
     cluster.kubectl("delete", "customresourcedefinition", "--ignore-not-found", *names, timeout=300)
 
 
 def flavor(name: str, labels: Json) -> Json:
-    """A ResourceFlavor: the Kubernetes nodes with these labels."""
+    """Return a ResourceFlavor for the Kubernetes nodes with these labels."""
     return {"apiVersion": API, "kind": "ResourceFlavor", "metadata": {"name": name}, "spec": {"nodeLabels": labels}}

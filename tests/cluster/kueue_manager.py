@@ -1,4 +1,6 @@
-"""Kueue's own controller manager in the test cluster: built from its Go module, installed from its own manifests."""
+"""Kueue's own controller manager in the test cluster: built from its Go module, installed from
+its own manifests.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,24 @@ from testcluster.settings import ClusterError, Settings
 
 VARIABLE = "DDPJOB_TEST_KUEUE"
 ACCOUNT = 65532
-"""The user of Kueue's own image."""
+"""The user of Kueue's image."""
 EXTERNAL = "DDPJob.v1alpha1.ddpjob.io"
 _SAME = ("sigs.k8s.io/controller-runtime@v0.24.1", "github.com/fsnotify/fsnotify@v1.9.0")
-"""Kueue's controller-runtime, where Helm asks for a newer one; and what the cluster's programs are compiled with."""
+"""Modules that are set to the versions Kueue needs, because Helm requires newer ones or Kubernetes
+is compiled with others.
+"""
 _INTEGRATIONS = "sigs.k8s.io/kueue/pkg/controller/jobs"
 _FRAMEWORKS = {"job": "batch/job", "pod": "pod"}
-"""Of Kueue's integrations, by their Go packages: those of Ray, Kubeflow and others bring most of what is compiled."""
+"""The Kueue integrations to build, with their Go packages. Ray, Kubeflow and the others would
+account for most of the compilation.
+"""
 _CONFIGURATION = "controller_manager_config.yaml"
 
 
 def program(settings: Settings) -> Path:
-    """The manager that DDPJOB_TEST_KUEUE names, or with 1 a built one. Skips the test where it is not set."""
+    """Return the manager of DDPJOB_TEST_KUEUE, or build one if it is 1. Skip the test if it is not
+    set.
+    """
     text = os.environ.get(VARIABLE)
     if not text:
         pytest.skip(f"{VARIABLE} is not set: 1 builds Kueue's manager, which takes long; a path names one")
@@ -43,7 +51,9 @@ def program(settings: Settings) -> Path:
 
 
 def build(settings: Settings) -> Path:
-    """In the cluster's module, with its flags: the packages of Kubernetes come from Go's cache."""
+    """Build the manager within the cluster's Go module and with its flags, so that Go has
+    Kubernetes' packages in its cache.
+    """
     key = hashlib.sha256(repr((binaries.key(), kueue_crds.VERSION, _SAME, _FRAMEWORKS)).encode()).hexdigest()[:16]
     made = settings.cache / "bin" / f"kueue-{key}"
     if made.is_file():
@@ -78,10 +88,11 @@ def _go(folder: Path, *words: str) -> None:
 
 
 def _manifests(cluster: Cluster, manager: Path) -> list[Json]:
-    """Kueue's `config/default` as it is: rights, webhooks, certificates, configuration. Other than there:
+    """Return the manifests of Kueue's `config/default`: rights, webhooks, certificates and
+    configuration.
 
-    the program comes from this machine's disk, what it requests fits a small cluster, and the API by which users look
-    at the order of a queue is left out.
+    They differ in three ways: the program comes from this machine's disk, its requests fit a small
+    cluster, and the API that shows users the order of a queue is left out.
     """
     rendered = cluster.kubectl("kustomize", str(kueue_crds.module() / "config" / "default"))
     found: list[Json] = [it for it in yaml.safe_load_all(rendered) if it and it["kind"] != "APIService"]
@@ -102,16 +113,16 @@ def _manifests(cluster: Cluster, manager: Path) -> list[Json]:
 
 
 def _rights() -> list[Json]:
-    """To read DDPJobs, as the documentation has them."""
+    """Return the rights to read DDPJobs, as in the documentation."""
     page = (Path(__file__).parents[2] / "docs" / "queues.md").read_text()
     [block] = [it.split("```")[0] for it in page.split("```yaml\n")[1:] if "kind: ClusterRole\n" in it]
     return list(yaml.safe_load_all(block))
 
 
 def install(cluster: Cluster, manager: Path) -> None:
-    """Returns when its webhooks answer."""
+    """Install Kueue's manager, and wait until its webhooks respond."""
     found = _manifests(cluster, manager)
-    # In two steps: the kinds and the namespace, then what is of them.
+    # Two steps: first the kinds and the namespace, then their objects.
     for first in (True, False):
         _apply(cluster, [it for it in found if (it["kind"] in ("CustomResourceDefinition", "Namespace")) == first])
     wait_ready(cluster)
@@ -123,7 +134,9 @@ def _apply(cluster: Cluster, manifests: list[Json], *words: str) -> None:
 
 
 def wait_ready(cluster: Cluster) -> None:
-    """Waits until a webhook answers: what it looks at is refused before."""
+    """Wait until a webhook responds. Before that, the API server refuses the objects that it
+    validates.
+    """
 
     def answers() -> bool:
         try:
@@ -136,14 +149,16 @@ def wait_ready(cluster: Cluster) -> None:
 
 
 def kill(cluster: Cluster) -> None:
-    """Returns when the pod that replaces the killed one answers."""
+    """Kill the manager, and wait until the pod that replaces it responds."""
     select = ("--namespace=kueue-system", "--selector=control-plane=controller-manager")
     cluster.kubectl("delete", "pods", *select, "--force", "--grace-period=0")
     wait_ready(cluster)
 
 
 def remove(cluster: Cluster, manager: Path) -> None:
-    """Webhooks first: without the manager nothing that they look at could be changed. Then its finalizers."""
+    """Remove the manager. Webhooks go first, because without a manager their objects cannot be
+    changed; finalizers follow.
+    """
     found = _manifests(cluster, manager)
     _delete(cluster, [it for it in found if it["kind"].endswith("WebhookConfiguration") or it["kind"] == "Deployment"])
     for plural in ("workloads", "localqueues", "clusterqueues", "resourceflavors"):

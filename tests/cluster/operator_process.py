@@ -1,4 +1,6 @@
-"""The operator as a process of this machine, for tests that start and kill it; a pod would see the same cluster."""
+"""The operator as a process on this machine, for tests that start and kill it. A pod would see the
+same cluster.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ CRD = Path(__file__).parents[2] / "charts" / "ddpjob-operator" / "crds"
 
 
 class OperatorProcess:
-    """One process at a time; `start` after `kill` is a restart with nothing remembered."""
+    """Runs one operator process at a time. `start` after `kill` is a restart without memory."""
 
     def __init__(self, cluster: Cluster, log: Path) -> None:
         self.cluster, self.log = cluster, log
@@ -41,7 +43,7 @@ class OperatorProcess:
             )
 
     def kill(self) -> None:
-        """SIGKILL: nothing is cleaned up."""
+        """Kill the operator with SIGKILL, so that it cleans up nothing."""
         if self.process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -55,7 +57,8 @@ class OperatorProcess:
 def install_crd(cluster: Cluster, folder: Path = CRD) -> None:
     """Apply the CRD in a folder, and wait until the API serves it.
 
-    Not by `kubectl wait`, which fails where the API server has not yet written the CRD's first condition.
+    `kubectl wait` is not used, because it fails if the API server has not written the CRD's first
+    condition yet.
     """
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "--filename", str(folder))
     processes.wait_for("the API server to serve ddpjobs", lambda: _served(cluster), timeout=60)

@@ -30,7 +30,9 @@ def test_kubectl_apply_refuses_invalid_manifests(jobs: Jobs, change: dict[str, o
 
 
 def test_an_image_that_cannot_be_pulled_is_a_condition(jobs: Jobs) -> None:
-    """The registry may come back: the job waits for it, says so, and ends at its own deadline alone."""
+    """The registry may recover, so the job waits for it and reports this. Only the job's own
+    deadline ends it.
+    """
     jobs.apply(
         job(
             "noimage",

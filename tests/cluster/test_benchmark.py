@@ -1,4 +1,4 @@
-"""The benchmark runs, and prints what it measured."""
+"""The benchmark runs and prints its measurements."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_log_without_the_step_is_reported(jobs: Jobs, tmp_path: Path) -> None:
 
 
 def test_many_jobs_cost_no_reads_at_rest_and_every_part_is_measured(other: Cluster, tmp_path: Path) -> None:
-    """The short form of benchmarks.scale, on an API server of its own."""
+    """The short form of benchmarks.scale runs on an API server of its own."""
     figures, chart = tmp_path / "figures.csv", tmp_path / "chart.png"
     sizes = ["--sizes", "4", "10", "--nodes", "2", "--burst", "4", "--rounds", "1", "--rest", "5", "--settle", "2"]
     parts = ["--ended", "4", "--storm", "10", "--hostile", "5", "--csv", str(figures), "--chart", str(chart)]

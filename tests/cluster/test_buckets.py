@@ -1,4 +1,6 @@
-"""A job whose checkpoints are in a bucket alone, on an S3 server in the cluster: pods, disks and the server fail."""
+"""A job whose checkpoints are only in a bucket, on an S3 server in the cluster, while pods, disks
+and the server fail.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "access", "AWS_SECRET_ACCESS_KEY": "a-secret-of-the
 
 
 def server(folder: Path) -> Json:
-    """The S3 server as a pod, with its objects in a folder of this machine."""
+    """Return the S3 server as a pod, with its objects in a folder of this machine."""
     gateway = program()
     command = [str(gateway), "--port", f":{PORT}", "posix", "--sidecar", "/s3/sidecar", "/s3/buckets"]
     pod = python_host.pod("s3", command)
@@ -43,7 +45,9 @@ def cordoned(jobs: Jobs, node: str) -> Iterator[None]:
 
 
 def rows(records: Path, *events: str) -> list[Json]:
-    """What the two ranks, each the first of its node, have written down of these events, in all lives, in order."""
+    """Return the records of these events by both ranks in all incarnations, in order. Each rank is
+    the first of its node.
+    """
     path = records / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [row for row in map(json.loads, lines) if row["event"] in events]
@@ -74,21 +78,22 @@ def test_training_is_exact_although_pods_and_the_server_are_lost(jobs: Jobs, tmp
         storage={"checkpoints": place, "data": {"hostPath": str(records), "mountPath": "/records", "readOnly": False}},
     ))  # fmt: skip
 
-    # The Secret is missing.
+    # First the Secret is missing.
     jobs.wait("the condition", lambda: "secretName needs" in jobs.condition("bucket", "Running").get("message", ""))
     assert jobs.condition("bucket", "Running")["reason"] == "CreateContainerConfigError"
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": KEYS}
     jobs.cluster.apply(secret, namespace=jobs.namespace)
     jobs.wait("some copies", lambda: metrics(jobs).get("copyStep", 0) >= 20, timeout=180)
 
-    # The pod of rank 0 is lost, with its disk and its machine.
+    # Then rank 0's pod is lost with its disk.
     lost = jobs.pods()["bucket-0-0"]["spec"]["nodeName"]
     with cordoned(jobs, lost):
         jobs.kill("bucket-0-0")
         jobs.wait("its replacement", lambda: len(starts(records)) == 4, timeout=240)
         assert jobs.pods()["bucket-0-1"]["spec"]["nodeName"] != lost
 
-    # The server is lost for a while. A start that finds none would wait for it; this one has copied something.
+    # Then the server fails for a while. A start without any server would wait for it; this start
+    # has already copied something.
     jobs.wait("a copy of the second life", lambda: rows(records, "start", "copied")[-1]["event"] == "copied")
     taken = len(rows(records, "step"))
     jobs.kubectl("delete", "pod", "s3", "--force", "--grace-period=0")

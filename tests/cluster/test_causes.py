@@ -1,8 +1,8 @@
-"""Each cause is provoked for real, and `kubectl get` and `describe` report it truthfully and at
+"""Each cause is provoked for real. `kubectl get` and `describe` must report it correctly and at
 once.
 
-The jobs train at the same time. Each misbehaves when its test requests it, by a clock that the test
-reads.
+The jobs train at the same time. Each misbehaves when its test requests it, at a time that the test
+can read.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class Stage:
     def apply(self, name: str, do: str, rank: int, **spec: object) -> None:
         folder = self.folder / name
         folder.mkdir()
-        # Writable for whatever user the image has.
+        # writable, whichever user the image has
         folder.chmod(0o777)
         args = ["--do", do, "--rank", str(rank), "--folder", "/checkpoints"]
         storage = {"checkpoints": {"hostPath": str(folder), "shared": True}}
         self.jobs.apply(job(name, script=str(SCRIPTS / "misbehave.py"), args=args, storage=storage, **spec))
 
     def go(self, name: str) -> None:
-        """Once the job trains, it may misbehave."""
+        """Let the job misbehave once it trains."""
         self.watch.first(name, phase("Running"), timeout=150)
         (self.folder / name / "go").touch()
 
     def fact(self, name: str) -> float:
-        """When the first rank misbehaved."""
+        """Return the time at which the first rank misbehaved."""
         found = sorted((self.folder / name).glob("fact-*"))
         assert found, "no rank has misbehaved"
         return min(float(file.read_text()) for file in found)
@@ -57,7 +57,7 @@ class Stage:
         return self.jobs.kubectl("describe", "ddpjob", name)
 
     def event(self, name: str, reason: str) -> str:
-        """The message of the job's event of that reason."""
+        """Return the message of the job's event with that reason."""
         selector = f"--field-selector=reason={reason},involvedObject.name={name}"
         message = ""
 
@@ -72,7 +72,7 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def gpus(cluster: Cluster) -> Iterator[None]:
-    """One of a made-up vendor on each node, so that a pod that needs one can push another out."""
+    """Offer a fictitious GPU on each node, so that a pod that needs one can preempt another."""
     for node in cluster.nodes[:2]:
         cluster.set_gpus(node, 1, GPU)
     priority = {
@@ -122,7 +122,7 @@ def noticed_after(stage: Stage, name: str, reported: float) -> None:
 
 
 def the_only_break(status: Json) -> Json:
-    """The restart that counted, of a break that counted once."""
+    """Return the only counted restart. The break must have been counted once."""
     counted = [r for r in restarts(status) if r["counted"]]
     assert len(counted) == 1, restarts(status)
     assert status["restarts"]["counted"] == 1
@@ -130,7 +130,7 @@ def the_only_break(status: Json) -> Json:
 
 
 def test_an_image_that_cannot_be_pulled_is_reported_and_waited_for(stage: Stage) -> None:
-    """The registry does not answer: that is no fault of the job."""
+    """The registry does not respond, which is not the job's fault."""
 
     def held(status: Json) -> bool:
         running = next((c for c in status.get("conditions", ()) if c["type"] == "Running"), {})
@@ -181,7 +181,7 @@ def test_the_traceback_of_the_rank_that_raised_is_reported(stage: Stage) -> None
 def test_a_memory_limit_that_both_pods_reach_is_reported_once(stage: Stage) -> None:
     stage.go("hungry")
     reported, status = stage.watch.first("hungry", restart("OOMKilled"))
-    # The fact is the kill, some seconds after the ranks began to allocate.
+    # The time is that of the kill, a few seconds after the ranks began to allocate.
     print(f"hungry: reported {reported - stage.fact('hungry'):.2f} s after it began to allocate")
     _, status = stage.watch.first("hungry", phase("Complete"), timeout=120)
     assert the_only_break(status)["reason"] == "OOMKilled"
@@ -193,7 +193,7 @@ def test_a_memory_limit_that_both_pods_reach_is_reported_once(stage: Stage) -> N
 def test_a_hang_is_reported_with_the_stacks_of_all_ranks(stage: Stage) -> None:
     stage.go("waits")
     reported, status = stage.watch.first("waits", restart("Hang"))
-    # No step for 5 s, up to 3 s for the stacks.
+    # no step for 5 s, and up to 3 s for the stacks
     seconds = reported - stage.fact("waits")
     print(f"waits: reported {seconds:.2f} s after the fact")
     assert 5 <= seconds < 5 + 3 + at_once()

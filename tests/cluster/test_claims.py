@@ -1,4 +1,6 @@
-"""The claim that a job makes: bound, written to, kept and used again, or removed with the job; what keeps it off."""
+"""The volume claim that a job creates is bound, written to, and kept and reused, or removed with
+the job. The tests also cover what prevents it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ FIELD = "spec.storage.checkpoints.claimTemplate"
 
 @contextmanager
 def volume(jobs: Jobs, name: str, folder: Path) -> Iterator[str]:
-    """A PersistentVolume on this machine's disk, whose name is also the claims' class: there is no provisioner."""
+    """Create a PersistentVolume on this machine's disk. Its name is also the storage class of the
+    claims, as there is no provisioner.
+    """
     full = f"{jobs.namespace}-{name}"
     spec = {
         "capacity": {"storage": "1Gi"},
@@ -37,7 +41,7 @@ def template(storage_class: str, mode: str = "ReadWriteMany", **more: object) ->
 
 
 def claims(jobs: Jobs) -> dict[str, str]:
-    """Names and uids."""
+    """Return the names and uids of the claims."""
     listed = json.loads(jobs.kubectl("get", "pvc", "--output=json"))["items"]
     return {item["metadata"]["name"]: item["metadata"]["uid"] for item in listed}
 

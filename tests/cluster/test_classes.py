@@ -1,4 +1,6 @@
-"""Classes of jobs on a real cluster: what a job gets, a class that comes later, one that changes, and refusals."""
+"""Job classes on a real cluster: the values that a job gets, classes that appear late or change,
+and refusals.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ Sets = Callable[..., None]
 
 @pytest.fixture
 def platform_team_sets(operator: OperatorProcess) -> Sets:
-    """Starts the operator again with these classes, as a `helm upgrade` does."""
+    """Return a function that restarts the operator with these classes, as `helm upgrade` does."""
 
     def sets(**classes: Json) -> None:
         operator.kill()
@@ -24,7 +26,7 @@ def platform_team_sets(operator: OperatorProcess) -> Sets:
 
 
 def classed(name: str, **spec: object) -> tuple[Json, Json]:
-    """A job that leaves its image and podTemplate to class `team`, and that class."""
+    """Return a job that leaves its image and podTemplate to class `team`, and that class."""
     made = job(name, className="team", command=sleeping(), nodes=2)
     given = {field: made["spec"].pop(field) for field in ("image", "imagePullPolicy", "podTemplate")}
     made["spec"] |= spec
@@ -54,14 +56,14 @@ def test_a_job_waits_for_its_class_and_takes_its_new_content_when_resumed(jobs: 
     assert len(first) == 2 and {variable(pod, "NCCL_DEBUG") for pod in first.values()} == {"WARN"}
     assert all("scratch" in {v["name"] for v in pod["spec"]["volumes"]} for pod in first.values())
     assert jobs.status("job")["jobClass"]["spec"] == team["spec"], "the API server keeps all of it"
-    # A change reaches no job that runs, nor the pods that replace others of it.
+    # A change does not affect running jobs, nor the replacements of their pods.
     changed = {**team["spec"], "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}
     platform_team_sets(team={**team, "spec": changed})
     jobs.kill(next(iter(first)))
     jobs.wait("it restarts", lambda: jobs.status("job")["restarts"]["total"] == 1, timeout=120)
     jobs.wait_phase("job", "Running", timeout=120)
     assert {variable(pod, "NCCL_DEBUG") for pod in running(jobs).values()} == {"WARN"}
-    # The scale subresource knows nothing of the class; the operator does.
+    # The scale subresource does not check the class, but the operator does.
     jobs.kubectl("scale", "ddpjob", "job", "--replicas=5")
     jobs.wait("it is said", lambda: jobs.condition("job", "ClassApplied")["reason"] == "ClassExceeded")
     assert len(jobs.status("job")["slots"]) == 2 and jobs.status("job")["phase"] == "Running"

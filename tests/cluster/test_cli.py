@@ -1,4 +1,6 @@
-"""`ddpjob` and `Client` against a real API server, and one job from its submission to its end with real pods."""
+"""`ddpjob` and `Client` on a real API server, with one job followed on real pods from its
+submission to its end.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ JOB = "apiVersion: ddpjob.io/v1alpha1\nkind: DDPJob\nmetadata: {name: %s}\nspec:
 
 @pytest.fixture(scope="module")
 def namespace(cluster: Cluster) -> Iterator[str]:
-    """One for all tests: each deletes its jobs."""
+    """Use one namespace for all tests. Each test deletes its own jobs."""
     name = f"cli-{secrets.token_hex(2)}"
     create_namespace(cluster, name)
     yield name
@@ -41,7 +43,9 @@ def namespace(cluster: Cluster) -> Iterator[str]:
 def cli(
     cluster: Cluster, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Cli]:
-    """`cli("get")`: the exit code, and what was printed; in the test's namespace."""
+    """Return the function `cli("get")`, which runs a command in the test's namespace. It returns
+    the exit code and the output.
+    """
     install_crd(cluster)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
@@ -77,7 +81,7 @@ def test_jobs_are_read_and_changed_without_an_operator(cluster: Cluster, namespa
     code, _, err = cli("-n", "typo", "submit", "two.yaml")
     assert code == 2 and 'namespaces "typo" not found' in err
     assert "no operator has reconciled it" in cli("why", "one")[1]
-    # What is printed can be given back.
+    # the printed manifest can be submitted again
     code, out, _ = cli("get", "-o", "yaml")
     Path("list.yaml").write_text(out)
     assert cli("validate", "list.yaml")[0] == 0
@@ -131,7 +135,7 @@ def test_validation_by_the_server_covers_the_job_and_its_pods(cluster: Cluster, 
     assert cli("validate", "job.yaml")[0] == 0
     code, _, err = cli("validate", "--server", "job.yaml")
     assert code == 2 and "its pod asked-0-0: " in err and "sysctls[0].name" in err
-    # A claim that it would make.
+    # a claim that the job would create
     template = "{spec: {accessModes: [ReadWriteMany], resources: {requests: {storage: 1Gi}}}}"
     storage = f"nodes: 2, storage: {{checkpoints: {{claimTemplate: {template}}}}}"
     Path("job.yaml").write_text((JOB % "asked").replace("nodes: 2", storage))
@@ -141,7 +145,7 @@ def test_validation_by_the_server_covers_the_job_and_its_pods(cluster: Cluster, 
     code, _, err = cli("validate", "--server", "job.yaml")
     assert code == 2 and "its claim asked-checkpoints (spec.storage.checkpoints.claimTemplate): " in err, err
     cluster.kubectl("delete", "quota", "disk", "--namespace", namespace)
-    # An existing job: what must not change while it runs.
+    # fields of an existing job that must not change while it runs
     Path("job.yaml").write_text(JOB % "asked")
     assert cli("submit", "job.yaml")[0] == 0
     set_status(cluster, namespace, "asked", phase="Running")
@@ -173,7 +177,7 @@ def test_code_is_sent_with_the_job(cluster: Cluster, namespace: str, cli: Cli) -
     template = cluster.kubectl_json("get", "ddpjob", "code", "-n", namespace)["spec"]["podTemplate"]["spec"]
     paths = {item["path"] for item in template["volumes"][0]["configMap"]["items"]}
     assert paths == {"train.py", "lib/a.py", "weights.bin"}
-    # A job that is refused leaves no ConfigMap behind: other code would be in another.
+    # A refused job leaves no ConfigMap behind: different code would need a different one.
     Path("project/train.py").write_text("import lib.a, os\n")
     assert cli(*words)[0] == 2
     names = [m["metadata"]["name"] for m in cluster.kubectl_json("get", "configmaps", "-n", namespace)["items"]]
@@ -208,9 +212,11 @@ def test_an_unreachable_cluster_is_one_clear_line(tmp_path: Path, capfd: pytest.
 def test_the_commands_follow_a_job_from_its_submission_to_its_end(
     jobs: Jobs, cli: Cli, cluster: Cluster, namespace: str
 ) -> None:
-    """The one test with pods: code that travels, logs over a replacement, stacks, a kill, a restart, and `Client`."""
+    """The only test with pods covers uploaded code, logs across a replacement, stacks, a kill, a
+    restart, and `Client`.
+    """
     words = ("submit", "--name", "live", "--nodes", "2", "--gpus", "0", "--image", python_host.IMAGE)
-    steps = "--steps=10000"  # It is deleted long before its end.
+    steps = "--steps=10000"  # the job is deleted long before its end
     code, out, _ = cli(*words, str(SCRIPTS / "ddp_steps.py"), "--dry-run", "--", steps)
     code_map, body = yaml.safe_load_all(out)
     cluster.apply(code_map, namespace=namespace)
@@ -222,7 +228,7 @@ def test_the_commands_follow_a_job_from_its_submission_to_its_end(
     Path("job.json").write_text(json.dumps(body))
     assert cli("submit", "job.json")[0] == 0
     assert cli("wait", "live", "--for", "Running", "--timeout", f"{round(120 * slowness())}s")[0] == 0
-    # Running is the group; its ranks may still import.
+    # the group is Running, but its ranks may still be importing
     jobs.wait("steps", lambda: all(" step 2" in jobs.kubectl("logs", f"live-{index}-0") for index in (0, 1)))
     code, out, _ = cli("stacks", "live")
     assert code == 0 and "rank 0, process" in out and "rank 1, process" in out and "ddp_steps.py" in out
@@ -264,7 +270,7 @@ def test_the_commands_follow_a_job_from_its_submission_to_its_end(
 
 
 def add_up(factor: int) -> None:
-    """Adds the ranks of the group, of which each is in a pod of its own."""
+    """Sum over the ranks of the group. Each rank is in a pod of its own."""
     import os
 
     import ddpjob_report
@@ -282,7 +288,9 @@ def add_up(factor: int) -> None:
 def test_python_programs_train_on_a_cluster(
     jobs: Jobs, cli: Cli, cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
-    """`Client.train` with a function, a script and a module, each of two nodes; and `ddpjob plot` of what runs."""
+    """`Client.train` runs a function, a script and a module on two nodes each. `ddpjob plot` shows
+    the running job.
+    """
     client = Client(namespace=namespace, kubeconfig=str(cluster.kubeconfig))
     script = tmp_path / "sums.py"
     script.write_text(f"{inspect.getsource(add_up)}\nimport sys\nadd_up(int(sys.argv[1]))\n")
@@ -307,7 +315,7 @@ def test_python_programs_train_on_a_cluster(
         assert said == {(pod, f"total {total} in {pod}") for pod in (f"{job.name}-0-0", f"{job.name}-1-0")}
         assert done.progress.metrics == {"total": total}
 
-    # What is left of the job when it and its pods are gone.
+    # leftovers after the job and its pods are gone
     client.delete("by-function")
     left = read_left_behind(folder)
     assert (left.name, left.namespace, [line.world for line in left.lines]) == ("by-function", namespace, [2, None])
@@ -315,6 +323,6 @@ def test_python_programs_train_on_a_cluster(
 
     client.wait(module, goal="Running", timeout=120 * slowness())
     jobs.wait("the first step that it logs, of ten", lambda: jobs.step("by-module") > 10)
-    code, out, error = cli("plot", "by-module")  # Reads the file in a pod.
+    code, out, error = cli("plot", "by-module")  # reads the file in a pod
     assert code == 0, error
     assert out.startswith("by-module: 0 restarts\nloss") and "now" in out

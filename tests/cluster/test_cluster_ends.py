@@ -1,4 +1,4 @@
-"""The test cluster leaves nothing behind, however it ended."""
+"""The test cluster leaves nothing behind, whatever ended it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ pytestmark = pytest.mark.slow
 
 
 def command_line(cluster: Cluster, *words: str, package: Path | None = None) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of `python -m testcluster` in the slot of `cluster`."""
+    """Return the command line and the environment of `python -m testcluster`, in the slot of
+    `cluster`.
+    """
     folder = package or Path(__file__).parent
     env = {
         **os.environ,
@@ -30,7 +32,7 @@ def command_line(cluster: Cluster, *words: str, package: Path | None = None) -> 
 
 
 def leftovers(settings: Settings) -> list[str]:
-    """Whatever there is of a cluster on this machine."""
+    """Return everything on this machine that belongs to a cluster."""
     found = [f"process {pid}" for pid in cgroups.members(settings)]
     found += [str(root / settings.prefix) for root in cgroups.hierarchies() if (root / settings.prefix).exists()]
     found += network.namespaces(settings)
@@ -52,7 +54,9 @@ def run_a_pod(cluster: Cluster) -> None:
 
 
 def test_down_cleans_up_after_everything_was_killed(other: Cluster) -> None:
-    """The shims and the pods outlive their containerd: only their cgroups show whose they are."""
+    """Shims and pods outlive their containerd. Only their cgroups show the cluster that they belong
+    to.
+    """
     other.up(nodes=1)
     run_a_pod(other)
     for process in processes.recorded(other.settings):
@@ -62,7 +66,7 @@ def test_down_cleans_up_after_everything_was_killed(other: Cluster) -> None:
     assert cgroups.members(other.settings), "the pod's processes must have survived, else this test shows nothing"
     other.down()
     assert leftovers(other.settings) == []
-    other.down()  # Nothing to do: no error.
+    other.down()  # nothing is left to remove, which is not an error
 
 
 def test_up_repairs_a_cluster_that_has_crashed(other: Cluster) -> None:
@@ -107,12 +111,12 @@ def test_another_checkouts_cluster_is_refused_and_left_alone(other: Cluster, tmp
     shutil.copytree(Path(__file__).parent / "testcluster", copy / "testcluster")
     shutil.copytree(MODULE, copy / "binaries")
     command, env = command_line(other, "up", "--nodes", "1", package=copy)
-    # A module of the folder in which Python starts would come first.
+    # A module in the folder in which Python starts would be imported first.
     done = subprocess.run(command, env=env, cwd=tmp_path, text=True, capture_output=True, check=False)
     assert done.returncode == 1
     assert f"slot {other.settings.slot} is taken by the cluster of {Path(__file__).parents[2]}" in done.stderr
     assert "DDPJOB_CLUSTER_SLOT" in done.stderr
-    # By this a test run finds a slot that is free.
+    # Test runs use this to find a free slot.
     assert not other.is_anothers()
     ask = "from testcluster.cluster import Cluster; print(Cluster().is_anothers())"
     assert processes.run(sys.executable, "-c", ask, env=env).strip() == "True"

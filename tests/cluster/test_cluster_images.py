@@ -1,4 +1,4 @@
-"""The real images: their size, their user, and that an unchanged checkout builds nothing."""
+"""The real images: their size and their user. An unchanged checkout builds nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def log_of(cluster: Cluster, namespace: str, image: str, command: list[str], node: str) -> str:
-    """What a pod of an image printed; under a restricted security context."""
+    """Return the output of a pod that runs an image under a restricted security context."""
     security = {
         "allowPrivilegeEscalation": False,
         "runAsNonRoot": True,

@@ -28,7 +28,9 @@ ctypes.CDLL(None).pthread_exit(None)
 
 
 def test_a_program_lives_until_its_last_thread_has_ended() -> None:
-    """Until then its ports are taken: another kubelet in its place ended with "address already in use"."""
+    """The process holds its ports until then. Regression: the kubelet that replaced it ended with
+    "address already in use".
+    """
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", MAIN_THREAD_ENDS], stdin=pipe, stdout=pipe) as program:
         stat = processes._stat(program.pid)
@@ -63,7 +65,7 @@ def member(name: str, service: str, command: list[str], node: str) -> dict[str, 
 
 
 def wait_for_phase(cluster: Cluster, namespace: str, name: str, phase: str, timeout: float = 90) -> dict[str, Any]:
-    """The pod, once it has the phase."""
+    """Wait until the pod has the phase, and return the pod."""
     pod: dict[str, Any] = {}
 
     def reached() -> bool:
@@ -80,7 +82,7 @@ def wait_for_phase(cluster: Cluster, namespace: str, name: str, phase: str, time
 
 
 def run_to_end(cluster: Cluster, namespace: str, name: str, code: str, node: str, **spec: Any) -> str:
-    """The log of a pod that ran a Python program to its end."""
+    """Return the log of a pod that ran a Python program to its end."""
     cluster.apply(python_host.pod(name, ["python3", "-c", code], node, **spec), namespace=namespace)
     wait_for_phase(cluster, namespace, name, "Succeeded")
     return cluster.kubectl("logs", name, "--namespace", namespace)
@@ -137,7 +139,7 @@ def test_logs_and_exec_work(cluster: Cluster, namespace: str) -> None:
 def test_the_name_of_a_new_pod_resolves_in_two_seconds_even_after_a_failed_lookup(
     cluster: Cluster, namespace: str
 ) -> None:
-    """A negative answer that is kept would cost a replaced pod seconds."""
+    """A cached negative answer would delay a replaced pod by several seconds."""
     asker = """
 import socket, time
 last, known = time.monotonic(), None
@@ -171,7 +173,9 @@ def test_python_of_the_host_runs_in_a_pod(cluster: Cluster, namespace: str, node
 
 
 def test_gpus_are_scheduled_by_their_number(cluster: Cluster, namespace: str) -> None:
-    """On a resource of its own name: other tests may count nvidia.com/gpu at the same time."""
+    """The resource has a name of its own, because other tests may count nvidia.com/gpu at the same
+    time.
+    """
     resource = "test.ddpjob.io/gpu"
 
     def unschedulable(name: str) -> str:
@@ -193,7 +197,7 @@ def test_gpus_are_scheduled_by_their_number(cluster: Cluster, namespace: str) ->
 
 
 def test_an_image_that_does_not_exist_fails_soon(cluster: Cluster, namespace: str) -> None:
-    """Nothing is pulled, because nothing leaves the machine."""
+    """Nothing is pulled, because the cluster's network does not leave the machine."""
     pod = python_host.pod("nowhere", SLEEP, "n1")
     pod["spec"]["containers"][0] |= {"image": "registry.example/nowhere:1", "imagePullPolicy": "IfNotPresent"}
     cluster.apply(pod, namespace=namespace)

@@ -1,4 +1,6 @@
-"""A machine that cannot run the cluster reports why: as a skip, or as a failure if CI=true."""
+"""A machine that cannot run the cluster reports the reason. The tests are skipped, or fail if
+CI=true.
+"""
 
 from __future__ import annotations
 

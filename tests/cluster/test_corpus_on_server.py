@@ -1,4 +1,6 @@
-"""The corpus through the real API server: the verdicts, messages and stored objects of ddpjob's own reader."""
+"""The corpus on a real API server. Verdicts, messages and stored objects are those of ddpjob's own
+reader.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def _named(kind: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def api(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster with the CRD of the checkout and a namespace for the corpus."""
+    """Yield the cluster with the CRD of the checkout and a namespace for the corpus."""
     install_crd(cluster)
     cluster.kubectl("create", "namespace", NAMESPACE)
     yield cluster
@@ -37,7 +39,9 @@ def _create(api: Cluster, path: Path) -> str:
 
 
 def _replace(api: Cluster, path: Path) -> None:
-    """`kubectl replace`, repeated where an operator has written the status between kubectl's two requests."""
+    """Run `kubectl replace`. Repeat it if an operator wrote the status between kubectl's two
+    requests.
+    """
     for left in reversed(range(20)):
         try:
             api.kubectl("replace", "--namespace", NAMESPACE, "--filename", str(path))
@@ -49,7 +53,7 @@ def _replace(api: Cluster, path: Path) -> None:
 
 @pytest.mark.parametrize("case", _named("valid"))
 def test_a_valid_case_is_accepted_by_the_server(api: Cluster, case: Case) -> None:
-    """Accepted, and stored as the reader would store it: the defaults are the same."""
+    """The stored object equals the reader's, including the defaults."""
     assert json.loads(_create(api, case.path))["spec"] == read_manifests(case.path)[0].checked()["spec"]
 
 
@@ -62,7 +66,9 @@ def test_an_invalid_case_is_refused_by_the_server(api: Cluster, case: Case) -> N
 
 
 def test_a_status_has_one_owner(api: Cluster) -> None:
-    """A list of its fields in managedFields would be as long as the status, and be made at each write of it."""
+    """Listing its fields in managedFields would double its size, and the list would be built on
+    each write.
+    """
     case = next(case for case in cases("valid") if case.path.stem == "smallest")
     api.kubectl("create", "--namespace", NAMESPACE, "--filename", str(case.path))
     name = case.documents()[0]["metadata"]["name"]
@@ -75,10 +81,12 @@ def test_a_status_has_one_owner(api: Cluster) -> None:
 
 @pytest.mark.parametrize("case", _named("updates"))
 def test_an_update_is_accepted_or_refused_by_the_server(api: Cluster, case: Case, tmp_path: Path) -> None:
-    """Really stored and really replaced: transition rules are not seen by a dry run of a creation."""
+    """Objects are really stored and replaced, because the dry run of a creation does not check
+    transition rules.
+    """
     old, new = (tmp_path / "old.yaml", tmp_path / "new.yaml")
     for path, document in zip((old, new), case.documents(), strict=True):
-        # A file of its own name for each case: operators and cases do not meet.
+        # Each case has a file name of its own, so that operators and cases do not meet.
         document["metadata"]["name"] = case.path.stem[:40].rstrip("-")
         path.write_text(yaml.safe_dump(document))
     api.kubectl("create", "--namespace", NAMESPACE, "--filename", str(old))

@@ -31,7 +31,9 @@ def dashboard(release: Release) -> Release:
 
 @pytest.fixture
 def teams(cluster: Cluster) -> Iterator[dict[str, str]]:
-    """Two namespaces, each with a suspended job and an account with the role view there: namespace to its token."""
+    """Create two namespaces, each with a suspended job and an account with the role view. Yield
+    each namespace's token.
+    """
     names = [f"team-{letter}-{secrets.token_hex(2)}" for letter in "ab"]
     tokens = {}
     for name in names:
@@ -50,7 +52,9 @@ def teams(cluster: Cluster) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def forwarded(release: Release) -> Iterator[str]:
-    """The address of the dashboard behind `kubectl port-forward`, as a user's browser has it."""
+    """Yield the address of the dashboard behind `kubectl port-forward`, as a user's browser would
+    open it.
+    """
     program = [str(release.cluster.programs / "kubectl"), "--kubeconfig", str(release.cluster.kubeconfig)]
     where = ["--namespace", release.namespace, "port-forward", "service/ddpjob-operator-dashboard", ":http"]
     with subprocess.Popen([*program, *where], stdout=subprocess.PIPE, text=True) as forward:

@@ -1,4 +1,6 @@
-"""A job whose data are in a bucket, on an S3 server in the cluster: a node's pods fetch them once, a server is away."""
+"""A job whose data is in a bucket, on an S3 server in the cluster. The pods of a node fetch it
+once, and the server fails.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ def start_server(jobs: Jobs, objects: Path) -> None:
 
 
 def fill(place: Path, objects: Path) -> dict[str, bytes]:
-    """The objects, as the server stores what is uploaded, in the folder of the one in the cluster."""
+    """Write the objects in the server's own format to its folder, as if they had been uploaded."""
     contents = {name: os.urandom(size) for name, size in SIZES.items()}
     with serving(place) as local:
         store = obstore.store.S3Store(
@@ -48,7 +50,7 @@ def test_the_pods_of_a_node_share_the_data_that_one_of_them_has_fetched(jobs: Jo
     body = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s3"}, "spec": service}
     jobs.cluster.apply(body, namespace=jobs.namespace)
 
-    # The Secret is missing, then the server is away.
+    # First the Secret is missing, then the server is unreachable.
     jobs.apply(data_job("first", cache=str(cache)))
     jobs.wait("the condition", lambda: "data.secretName needs" in jobs.condition("first", "Running").get("message", ""))
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": KEYS}
@@ -59,20 +61,21 @@ def test_the_pods_of_a_node_share_the_data_that_one_of_them_has_fetched(jobs: Jo
     jobs.wait_phase("first", "Complete", timeout=300)
     assert jobs.status("first")["restarts"]["counted"] == 0
 
-    # The test's nodes share one disk, as the pods of one node do: whoever came second has fetched nothing.
+    # The test's nodes share one disk, like the pods of one node, so the second pod has fetched
+    # nothing.
     [folder] = (cache / jobs.namespace).iterdir()
     assert {name: (folder / name).read_bytes() for name in SIZES} == contents
     said = [jobs.kubectl("logs", f"first-{index}-0", "--container=trainer") for index in (0, 1)]
     assert all("/data has labels.txt train/a.bin train/b.bin" in text for text in said), said
     assert sum("all were there" in text for text in said) == 1, said
 
-    # Without a cache each pod has a disk of its own.
+    # without a cache, each pod has a disk of its own
     jobs.apply(data_job("second"))
     jobs.wait_phase("second", "Complete", timeout=300)
     said = [jobs.kubectl("logs", f"second-{index}-0", "--container=trainer") for index in (0, 1)]
     assert all("3 of 3 objects" in text and "/data has labels.txt" in text for text in said), said
 
-    # A Secret with other keys fails a job at once, with the field's name.
+    # A Secret with other keys fails a job at once; the error contains the field's name.
     jobs.cluster.apply({**secret, "stringData": {**KEYS, "AWS_SECRET_ACCESS_KEY": "no"}}, namespace=jobs.namespace)
     jobs.apply(data_job("third"))
     jobs.wait_phase("third", "Failed", timeout=180)

@@ -1,4 +1,6 @@
-"""The example of the README, as a user runs it: operator by Helm, the real trainer image, a pod lost in the middle."""
+"""The README's example as a user runs it: the operator from Helm, the real trainer image, and a pod
+lost in the middle.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,14 @@ pytestmark = pytest.mark.slow
 EXAMPLE = CHECKOUT / "examples" / "digits.yaml"
 COLUMNS = ["NAME", "STATE", "NODES", "PROGRESS", "LOSS", "SPEED", "RESTARTS", "AGE"]
 PATIENCE = 600
-"""Seconds for a third of a training that takes 30 s on two idle cores."""
+"""Timeout in seconds for a third of a training that takes 30 s on two idle cores."""
 
 
 class RunFiles:
-    """What the pods write beside their checkpoints, read on the nodes' disks.
+    """Files that the pods write next to their checkpoints, read from the nodes' disks.
 
-    Files are held open from the moment they are found: what a pod wrote can be read after its volume is gone.
+    Files are kept open as soon as they are found, so that they can be read after a pod's volume is
+    gone.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -41,22 +44,22 @@ class RunFiles:
         self.stack = ExitStack()
 
     def find(self, jobs: Jobs) -> None:
-        """Open the files of the pods that there are now."""
+        """Open the files of the current pods."""
         for pod in jobs.pods().values():
             if "nodeName" not in pod["spec"]:
-                continue  # Not scheduled yet.
+                continue  # not scheduled yet
             kubelet = node.folder(self.cluster.settings, pod["spec"]["nodeName"]) / "kubelet"
             volume = (
                 kubelet / "pods" / pod["metadata"]["uid"] / "volumes" / "kubernetes.io~empty-dir" / "ddpjob-checkpoints"
             )
-            # Not by glob, which raises where the trainer removes a folder at the same moment.
+            # glob would raise an error if the trainer removed a folder at the same moment
             for folder, _, names in os.walk(volume / "run"):
                 for path in (Path(folder) / name for name in names if name.endswith(".jsonl")):
                     if path not in self.open:
                         self.open[path] = self.stack.enter_context(path.open())
 
     def copy(self, folder: Path) -> None:
-        """Write all of them below a folder."""
+        """Write all files below a folder."""
         for number, (path, file) in enumerate(self.open.items()):
             target = folder / str(number) / path.parent.name / path.name
             target.parent.mkdir(parents=True)
@@ -64,7 +67,7 @@ class RunFiles:
             target.write_text(file.read())
 
     def reports(self) -> list[dict[str, float]]:
-        """What the trainer measured at its steps, from the logs of all pods."""
+        """Return the trainer's measurements of its steps, from the logs of all pods."""
         found = []
         for path, file in self.open.items():
             if path.name == "metrics.jsonl":
@@ -88,19 +91,21 @@ class Row:
 
 @dataclass
 class Watch:
-    """`kubectl get ddp`, again and again."""
+    """Reads `kubectl get ddp` repeatedly."""
 
     jobs: Jobs
     files: RunFiles
     rows: list[Row] = field(default_factory=list)
 
     def look(self) -> str:
-        """The state shown. A row is kept once the training runs and has reported: until then only steps are known."""
+        """Return the state that is shown. A row is kept once the training runs and has reported;
+        before that, only the number of steps is known.
+        """
         self.files.find(self.jobs)
         header, line = self.jobs.kubectl("get", "ddp").splitlines()
         assert header.split() == COLUMNS
         cells = {name: line[header.index(name) :].split("   ")[0].strip() for name in COLUMNS}
-        if cells["STATE"] == "Running" and cells["LOSS"] and cells["SPEED"]:  # A speed takes several reports.
+        if cells["STATE"] == "Running" and cells["LOSS"] and cells["SPEED"]:  # a speed requires several reports
             epoch, percent = cells["PROGRESS"].removeprefix("epoch ").removesuffix(" %").split(" ")
             speed = float(cells["SPEED"].removesuffix("/s").replace(",", ""))
             self.rows.append(
@@ -128,7 +133,9 @@ class Watch:
 def example(
     installed_operator: Release, trainer_image: builder.Image, cluster: Cluster, namespace: str
 ) -> Iterator[tuple[Jobs, RunFiles]]:
-    """The example, applied; with more epochs, since a pod is to be lost when its progress has been seen."""
+    """Apply the example, with more epochs because a pod must be lost after its progress has
+    appeared.
+    """
     jobs, files = Jobs(cluster, namespace), RunFiles(cluster)
     assert trainer_image.tag in EXAMPLE.read_text()
     manifest = yaml.safe_load(EXAMPLE.read_text())
@@ -162,7 +169,9 @@ def test_digits_train_on_two_nodes_through_the_loss_of_a_pod(example: tuple[Jobs
 def test_the_example_trains_in_a_restricted_namespace(
     installed_operator: Release, trainer_image: builder.Image, cluster: Cluster, namespace: str
 ) -> None:
-    """Unchanged: with the rights, the Secret and the security context that a namespace of the profile allows."""
+    """The example is unchanged and has only the rights, the Secret and the security context that a
+    restricted namespace allows.
+    """
     jobs = Jobs(cluster, f"{namespace}-restricted")
     restricted_namespace(cluster, jobs.namespace)
     try:
@@ -178,18 +187,19 @@ def test_the_example_trains_in_a_restricted_namespace(
 
 
 def check_rows(rows: list[Row], reports: list[dict[str, float]]) -> None:
-    """What was shown before and after the loss of the pod is what the trainer measured."""
+    """Check that the rows before and after the loss of the pod show the trainer's measurements."""
     assert {row.nodes for row in rows} == {"2/2"}
     shown = [row.restarts for row in rows]
     before, after = rows[: shown.count("0/10")], rows[shown.count("0/10") :]
     assert {row.restarts for row in after} == {"0/10 +1"}, shown
-    # Progress is written every 10 s at most, and an idle machine trains the example in less than 30 s.
+    # Progress is written at most every 10 s, and an idle machine trains the example in less than 30
+    # s.
     for part in (before, after):
         percents = [row.percent for row in part]
         assert percents and percents == sorted(percents), "progress never falls"
     assert len({row.percent for row in rows}) > 1, "progress is seen to grow"
     assert {(row.epoch, row.loss) for row in rows} <= {(report["epoch"], f"{report['loss']:.4g}") for report in reports}
-    # Shown is a running mean of these.
+    # The rows show a running mean of these.
     speeds = [report["samplesPerSecond"] for report in reports]
     assert all(min(speeds) - 1 <= row.speed <= max(speeds) + 1 for row in rows)
 
@@ -200,7 +210,7 @@ def check_end(jobs: Jobs) -> None:
     assert status["progress"]["percent"] == 100
     assert status["progress"]["metrics"]["accuracy"] >= 0.97
     assert (status["restarts"]["counted"], status["restarts"]["uncounted"]) == (0, 1)
-    # The last word of the group comes before the end of its processes; they are left to end by themselves.
+    # The group reports its end before its processes have ended, so wait for them.
     ended = {"digits-0-1": "Succeeded", "digits-1-0": "Succeeded"}
     jobs.wait(
         "both pods end well",
@@ -210,7 +220,9 @@ def check_end(jobs: Jobs) -> None:
 
 
 def check_ledger(files: RunFiles, folder: Path) -> None:
-    """Every sample of every epoch was taken once, by what both lives wrote; without one rank's file the check fails."""
+    """Check that both incarnations together took every sample of every epoch once. Without one
+    rank's file, the check must fail.
+    """
     files.copy(folder)
     verdict = verify(read([folder]))
     assert len(verdict.incarnations) == 2

@@ -17,12 +17,12 @@ from testcluster.cluster import Cluster
 GPU = "example.com/gpu"
 ONE_GPU: Json = {"gpusPerNode": 1, "gpuResource": GPU}
 BACKOFF_SECONDS = 2.5
-"""Of kube-scheduler, and a bit more: it tries a pod again at the latest then."""
+"""Longest back-off of kube-scheduler, plus a margin. It then tries a pod again."""
 DEADLOCK_SECONDS = 3 * BACKOFF_SECONDS
 
 
 class Gpus:
-    """One on each of two Kubernetes nodes, or none."""
+    """Offers one GPU on each of two Kubernetes nodes, or none."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -43,7 +43,7 @@ def gpus(cluster: Cluster) -> Iterator[Gpus]:
 
 @pytest.fixture
 def priorities(cluster: Cluster, namespace: str) -> Iterator[tuple[str, str]]:
-    """Names of a low and of a high PriorityClass."""
+    """Create a low and a high PriorityClass, and yield their names."""
     names = f"{namespace}-low", f"{namespace}-high"
     for value, name in zip((-10, 1000), names, strict=True):
         manifest = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": name}}
@@ -61,7 +61,7 @@ def group_of(pod: Json) -> str:
 
 
 def was_refused(pod: Json) -> bool:
-    """Whether the scheduler has tried it in vain."""
+    """Return whether the scheduler tried to place the pod and could not."""
     return any(each.get("reason") == "Unschedulable" for each in pod["status"].get("conditions", []))
 
 
@@ -69,9 +69,11 @@ def was_refused(pod: Json) -> bool:
 def test_two_jobs_that_deadlock_with_half_of_the_gpus_each_run_in_turn_as_gangs(
     jobs: Jobs, gpus: Gpus, gang: bool
 ) -> None:
-    """The scheduler tries pods in the order in which they came: here one of each job before the second one of either.
+    """The scheduler tries pods in the order of their arrival: first one pod of each job, then the
+    second ones.
 
-    Without gangs that is a deadlock, as the end shows: nothing but the loss of one job lets the other run.
+    Without gangs this is a deadlock. As the end of the test shows, only the loss of one job lets
+    the other run.
     """
     for name in ("one", "two"):
         jobs.apply(steps_job(name, 5, recovery=FAST, scheduling={"gang": gang}, **ONE_GPU))
@@ -79,7 +81,7 @@ def test_two_jobs_that_deadlock_with_half_of_the_gpus_each_run_in_turn_as_gangs(
     jobs.kill("one-1-0")
     tried = {"one-0-0", "one-1-1", "two-0-0", "two-1-0"}
     jobs.wait("its successor is tried", lambda: tried <= {n for n, pod in jobs.pods().items() if was_refused(pod)})
-    time.sleep(BACKOFF_SECONDS)  # Whoever is in its back-off then would come after those that are not.
+    time.sleep(BACKOFF_SECONDS)  # pods that are still in their back-off would come after the others
     gpus.each(1)
     if gang:
         for name in ("one", "two"):
@@ -145,7 +147,9 @@ def test_a_lost_pod_of_a_gang_is_replaced_at_once_and_spares_come_later(jobs: Jo
 def test_a_preempted_job_releases_all_its_gpus_and_continues_later(
     jobs: Jobs, gpus: Gpus, priorities: tuple[str, str], tmp_path: Path
 ) -> None:
-    """One GPU would have been enough for the other. The state is on a volume, or its pods would keep it."""
+    """A single GPU would have been enough for the other job. The state is on a volume; otherwise
+    the job would keep its pods.
+    """
     low, high = priorities
     gpus.each(1)
     storage = {"checkpoints": {"hostPath": str(tmp_path), "shared": True}}

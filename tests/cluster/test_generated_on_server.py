@@ -1,8 +1,8 @@
-"""Generated jobs on a real API server: its verdicts match `ddpjob validate`, and the operator
-survives all of them.
+"""Generated jobs on a real API server. Its verdicts match `ddpjob validate`, and the operator
+survives all jobs.
 
-DDPJOB_GENERATED=20 tries 20 times as many. A failure names the number of its job: `Maker(NUMBER)`
-makes it again.
+DDPJOB_GENERATED=20 tries 20 times as many jobs. A failure reports the number of its job, and
+`Maker(NUMBER)` generates it again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ PATH = "/apis/ddpjob.io/v1alpha1/namespaces/{}/ddpjobs"
 
 @pytest.fixture
 def ask(cluster: Cluster) -> Iterator[Ask]:
-    """`ask(method, path, body)`: status and answer. Through `kubectl proxy`: kubectl itself takes 0.1 s a request."""
+    """Yield the function `ask(method, path, body)`, which returns the status and the response. It
+    uses `kubectl proxy`, because kubectl itself takes 0.1 s per request.
+    """
     command = [*map(str, cluster._kubectl_words()), "proxy", "--port=0"]
     with subprocess.Popen(command, env=cluster.environment(), stdout=subprocess.PIPE, text=True) as proxy:
         assert proxy.stdout is not None
@@ -55,7 +57,7 @@ def ask(cluster: Cluster) -> Iterator[Ask]:
 
 
 def as_kubectl_sends(value: Any) -> Any:
-    """2.0 as 2: kubectl's YAML knows one kind of number."""
+    """Replace 2.0 by 2, because kubectl's YAML has only one kind of number."""
     if isinstance(value, dict):
         return {key: as_kubectl_sends(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -80,7 +82,7 @@ def test_the_api_servers_verdicts_match_those_of_validate(jobs: Jobs, ask: Ask) 
 
 
 def accepted(namespace: str, ask: Ask) -> dict[str, Json]:
-    """Created jobs by name, of few nodes whose pods no scheduler takes."""
+    """Return the created jobs by name. They have few nodes, and no scheduler takes their pods."""
     made: dict[str, Json] = {}
     number = 0
     while len(made) < RECONCILED:
@@ -103,7 +105,9 @@ def accepted(namespace: str, ask: Ask) -> dict[str, Json]:
 
 
 def test_accepted_jobs_and_forged_statuses_are_reconciled(jobs: Jobs, ask: Ask, operator: OperatorProcess) -> None:
-    """Each job has a condition, whatever its spec and its status hold, and a healthy job beside them completes."""
+    """Each job gets a condition, whatever its spec and status contain. A healthy job among them
+    completes.
+    """
     accepted_jobs = accepted(jobs.namespace, ask)
     made = {name: job for name, job in accepted_jobs.items() if not _managed_elsewhere(job)}
     jobs.wait("a condition of every job", lambda: not _silent(jobs, made), timeout=30)
@@ -133,7 +137,7 @@ def _statuses(jobs: Jobs) -> dict[str, Json]:
 
 
 def _silent(jobs: Jobs, made: dict[str, Json], but: int = -1) -> list[str]:
-    """Jobs whose status the operator has not written yet."""
+    """Return the jobs whose status the operator has not written yet."""
     known = _statuses(jobs)
     return [n for n in made if not known[n].get("conditions") or known[n].get("observedGeneration", but) == but]
 

@@ -18,13 +18,13 @@ NOBODY = {"key": "test.ddpjob.io/ghost", "effect": "NoSchedule"}
 
 
 def use(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client has read KUBECONFIG when it was imported."""
+    """Set the kubeconfig. The client read KUBECONFIG when it was imported."""
     monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
 
 
 @pytest.fixture
 def ghost(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A node's name; the test creates it, and whatever is left is removed."""
+    """Yield the name of a node, which the test creates. Leftovers are removed."""
     use(cluster.kubeconfig, monkeypatch)
     name = f"ghost-{secrets.token_hex(2)}"
     yield name
@@ -32,9 +32,11 @@ def ghost(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 class Reported:
-    """What the watch reported of one node: True and False of its readiness, `out` when tainted, None when gone.
+    """The watch's reports about one node: its readiness as True or False, `out` if it is tainted,
+    None if it is gone.
 
-    Kubernetes taints a new node as not ready, and takes that back at its first look: from then on it is of interest.
+    Kubernetes taints a new node as not ready and removes the taint soon. Reports before that are
+    ignored.
     """
 
     def __init__(self, name: str) -> None:
@@ -64,7 +66,9 @@ def create(cluster: Cluster, name: str) -> None:
 
 
 def beat(cluster: Cluster, name: str, ready: bool, beats: int) -> None:
-    """As a kubelet reports: the heartbeat is new each time, the transition only where something has changed."""
+    """Report like a kubelet: the heartbeat is new each time, but the transition time changes only
+    with the status.
+    """
     moment = f"2030-01-01T00:00:{beats:02}Z"
     condition = {
         "type": "Ready",

@@ -1,4 +1,4 @@
-"""The contents of the real images, found by programs that run in them."""
+"""The contents of the real images, checked by programs that run in them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ print("compiled")
 def run(
     cluster: Cluster, namespace: str, image: builder.Image, command: list[str], node: str, **context: Any
 ) -> tuple[int, str]:
-    """Exit code and log of a pod that runs a command in an image, under the restricted security standard."""
+    """Run a command in an image, under the restricted security standard, and return the pod's exit
+    code and log.
+    """
     security = {"allowPrivilegeEscalation": False, "runAsNonRoot": True, "capabilities": {"drop": ["ALL"]}, **context}
     container = {
         "name": "main",
@@ -50,7 +52,7 @@ def run(
 
 
 def test_the_trainers_image_can_compile(cluster: Cluster, trainer_image: builder.Image, namespace: str) -> None:
-    """As a user that a platform has chosen (group 0)."""
+    """The user is one that a platform has chosen (group 0)."""
     code, log = run(
         cluster, namespace, trainer_image, ["python3", "-c", COMPILE], "n1", runAsUser=1000680000, runAsGroup=0
     )
@@ -71,7 +73,7 @@ def test_the_trainer_runs_as_its_own_user_without_the_operators_packages(
 def test_the_trainers_image_has_tritons_build_tools(
     cluster: Cluster, trainer_image: builder.Image, namespace: str
 ) -> None:
-    """Its launcher is a C extension, compiled when the first kernel runs on a GPU."""
+    """Triton's launcher is a C extension, which is compiled when the first kernel runs on a GPU."""
     program = (
         "import pathlib, subprocess, sysconfig; "
         "source = pathlib.Path('module.c'); source.write_text('#include <Python.h>\\n'); "
@@ -102,7 +104,7 @@ def test_the_operators_image_lacks_what_it_does_not_need(
 def test_the_operators_image_reports_what_it_lacks(
     cluster: Cluster, operator_image: builder.Image, namespace: str
 ) -> None:
-    """Without the chart's Secret, and as a user without a name."""
+    """The chart's Secret is missing, and the user has no name."""
     command = ["env", "DDPJOB_OPERATOR_LEASE_NAMESPACE=x", "python3", "-m", "ddpjob.controller"]
     code, log = run(
         cluster, namespace, operator_image, command, "n2", runAsUser=1000680000, readOnlyRootFilesystem=True

@@ -1,4 +1,4 @@
-"""The chart: its rendered objects, and the operator that Helm installs from it."""
+"""The chart's rendered objects, and the operator that Helm installs from it."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_jobs_of_chosen_namespaces_are_scraped_there(cluster: Cluster) -> None:
 
 
 def test_environment_names_are_the_operators_own(cluster: Cluster) -> None:
-    """Every variable set by the chart is one that the operator reads, and reads to the value meant."""
+    """The operator reads every variable that the chart sets, with the intended value."""
     from ddpjob.controller.operator_settings import PREFIX, Settings
 
     values = {"DDPJOB_OPERATOR_KEY": "k" * 48, "DDPJOB_OPERATOR_IDENTITY": "pod"}
@@ -197,7 +197,9 @@ def test_environment_names_are_the_operators_own(cluster: Cluster) -> None:
 
 
 def test_a_list_of_namespaces_needs_no_cluster_role(cluster: Cluster) -> None:
-    """Its Role has the same name in every release, so that Helm refuses a second one for the namespace."""
+    """The Role has the same name in every release, so Helm refuses a second release for the
+    namespace.
+    """
     documents = render(cluster, "--set", "watchNamespaces={one,two}", "--set", "fullnameOverride=mine")
     assert not of_kind(documents, "ClusterRole", "ClusterRoleBinding")
     roles = {(role["metadata"]["namespace"], role["metadata"]["name"]) for role in of_kind(documents, "Role")}
@@ -242,13 +244,13 @@ def test_an_invalid_value_is_reported(cluster: Cluster, setting: str, words: str
 
 
 def can(release: Release, verb: str, resource: str, namespace: str | None = None, subresource: str = "") -> bool:
-    """`resource` may name one object: TYPE/NAME."""
+    """Return whether the operator may do this. `resource` may be a single object: TYPE/NAME."""
     account = f"system:serviceaccount:{release.namespace}:ddpjob-operator"
     where = ["--namespace", namespace] if namespace else ["--all-namespaces"]
     where += ["--subresource", subresource] if subresource else []
     try:
         return release.cluster.kubectl("auth", "can-i", verb, resource, "--as", account, *where).strip() == "yes"
-    except ClusterError:  # `no` is exit code 1
+    except ClusterError:  # kubectl's answer `no` has exit code 1
         return False
 
 
@@ -271,7 +273,9 @@ def uninstalled(release: Release) -> Iterator[Release]:
 
 
 def test_the_operator_runs_jobs_only_in_its_namespaces(uninstalled: Release, jobs: Jobs) -> None:
-    """Without any right over the whole cluster, not even to read the definition of DDPJob."""
+    """The operator has no rights over the whole cluster, not even to read the definition of
+    DDPJob.
+    """
     release = uninstalled
     release.install("--set", f"watchNamespaces={{{jobs.namespace}}}")
     jobs.apply(steps_job("one", 5, nodes=1, recovery=FAST))
@@ -298,7 +302,7 @@ ALLOWED = {
         "create",
         "patch",
         "delete",
-    },  # delete: for OpenShift's plugin, which is on
+    },  # delete: for OpenShift's plugin, which is enabled
     "secrets": {"create"},
     "networkpolicies.networking.k8s.io": {"get", "list", "watch", "create"},
     "poddisruptionbudgets.policy": {"get", "list", "watch", "create"},
@@ -320,7 +324,7 @@ FORBIDDEN = ("secrets", "deployments.apps", "namespaces", "serviceaccounts", "le
 
 
 def test_the_operator_has_exactly_the_rights_that_it_uses(installed_operator: Release) -> None:
-    """By the rules, and by what the API server answers."""
+    """The rules and the API server's answers are both checked."""
     role = installed_operator.json("get", "clusterrole", "ddpjob-operator")
     rights: dict[str, set[str]] = {}
     for rule in role["rules"]:
@@ -345,7 +349,7 @@ def test_the_operator_has_exactly_the_rights_that_it_uses(installed_operator: Re
 def test_the_operator_may_use_only_its_own_lease(installed_operator: Release) -> None:
     release = installed_operator
     assert can(release, "update", "leases.coordination.k8s.io/ddpjob-operator", release.namespace)
-    for name in ("ddpjob-operator-0-of-2", "ddpjob-operator-9-of-10"):  # while an upgrade changes `shards`
+    for name in ("ddpjob-operator-0-of-2", "ddpjob-operator-9-of-10"):  # during an upgrade that changes `shards`
         assert can(release, "update", f"leases.coordination.k8s.io/{name}", release.namespace)
     assert not can(release, "update", "leases.coordination.k8s.io/other", release.namespace)
     assert not can(release, "get", "secrets", release.namespace)
@@ -373,7 +377,7 @@ def test_users_get_rights_by_the_built_in_roles(installed_operator: Release, nam
 
 
 def watches_begun(jobs: Jobs) -> int:
-    """How many watches of DDPJobs the API server has been asked for."""
+    """Return the number of watches of DDPJobs that the API server has received."""
     counts = (line for line in jobs.kubectl("get", "--raw=/metrics").splitlines() if '"ddpjobs"' in line)
     asked = (line for line in counts if line.startswith("apiserver_request_total") and 'verb="WATCH"' in line)
     return sum(int(float(line.rsplit(" ", 1)[1])) for line in asked)
@@ -418,7 +422,9 @@ def test_the_key_survives_an_upgrade_and_a_new_installation(installed_operator: 
 
 
 def test_uninstalling_leaves_running_jobs_alone(installed_operator: Release, jobs: Jobs) -> None:
-    """Pods train on without an operator; one that is installed again continues with the same pods."""
+    """Pods continue to train without an operator. A newly installed one continues with the same
+    pods.
+    """
     release = installed_operator
     jobs.apply(steps_job("long", 300, nodes=1, recovery=FAST))
     jobs.wait_phase("long", "Running")
@@ -449,7 +455,7 @@ def test_the_second_replica_takes_over(installed_operator: Release, jobs: Jobs) 
     release.kubectl("delete", "pod", first, "--force", "--grace-period=0")
     began = time.monotonic()
     processes.wait_for("another holder", lambda: release.holder() not in ("", first), timeout=60)
-    # The Lease of one that died is waited for (10 s), and seen by a try each 2 s.
+    # The Lease of a dead replica expires after 10 s, and is tried every 2 s.
     assert time.monotonic() - began < 20 * slowness()
     jobs.apply(steps_job("after", 5, nodes=1, recovery=FAST))
     jobs.wait_phase("after", "Complete")
@@ -458,7 +464,9 @@ def test_the_second_replica_takes_over(installed_operator: Release, jobs: Jobs) 
 def test_with_three_shards_and_one_replica_killed_no_action_is_repeated(
     installed_operator: Release, cluster: Cluster, namespace: str
 ) -> None:
-    """A job per shard loses its operator, and then a pod. With one shard again, one replica acts for all."""
+    """A job of each shard loses its operator and then a pod. After a return to one shard, one
+    replica acts for all.
+    """
     release, leases = installed_operator, [f"ddpjob-operator-{shard}-of-3" for shard in range(3)]
     release.install("--set", "shards=3")
     processes.wait_for("a replica per shard", lambda: len({*map(release.holder, leases)} - {""}) == 3, timeout=90)
@@ -496,7 +504,9 @@ def test_with_three_shards_and_one_replica_killed_no_action_is_repeated(
 
 
 def test_a_second_operator_for_one_of_its_namespaces_is_refused(uninstalled: Release, namespace: str) -> None:
-    """By Helm, without any right over the whole cluster; the one for all namespaces looks."""
+    """Helm checks this without rights over the whole cluster. The operator for all namespaces
+    detects the second one.
+    """
     uninstalled.install("--set", f"watchNamespaces={{{namespace}}}")
     second = Release(uninstalled.cluster, uninstalled.image, namespace, "other")
     with pytest.raises(ClusterError, match=r'Role "ddpjob-operator".*(exists|owned|ownership|conflict)'):
@@ -505,13 +515,13 @@ def test_a_second_operator_for_one_of_its_namespaces_is_refused(uninstalled: Rel
     with pytest.raises(ClusterError, match=f"the release {uninstalled.namespace}/ddpjob already watches the namespace"):
         second.install()
     uninstalled.uninstall()
-    # As of manifests that Argo CD has applied.
+    # like manifests applied by Argo CD
     second.kubectl("create", "role", "ddpjob-operator", "--verb=get", "--resource=pods")
     try:
         with pytest.raises(ClusterError, match="an operator that was not installed with Helm already watches the"):
             second.install()
     finally:
-        second.kubectl("delete", "role", "ddpjob-operator")  # The next test's release would be refused as well.
+        second.kubectl("delete", "role", "ddpjob-operator")  # otherwise the next test's release would be refused
     second.uninstall()
 
 
@@ -527,7 +537,7 @@ def test_an_installation_under_a_different_name_keeps_the_key(installed_operator
 def test_an_operator_that_was_moved_with_its_key_continues_with_the_same_pods(
     installed_operator: Release, jobs: Jobs, tmp_path: Path
 ) -> None:
-    """To another namespace and name, as docs/upgrade.md says."""
+    """The operator moves to a different namespace and name, as docs/upgrade.md describes."""
     first = installed_operator
     jobs.apply(steps_job("long", 300, nodes=1, recovery=FAST))
     jobs.wait_phase("long", "Running")

@@ -1,6 +1,7 @@
-"""Jobs in queues of Kueue's own controllers: quota, priority, stops, deaths on the way, other sizes, deletion.
+"""Jobs in queues of Kueue's own controllers: quota, priority, stops, crashes, resizing and
+deletion.
 
-Skipped unless DDPJOB_TEST_KUEUE is set: building Kueue's manager takes long.
+Skipped unless DDPJOB_TEST_KUEUE is set, because building Kueue's manager takes long.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LABELS = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
 
 @pytest.fixture(scope="module", autouse=True)
 def kueue(cluster: Cluster, cluster_machine: Settings) -> Iterator[None]:
-    """Before the operator, which looks for Workloads when it starts."""
+    """Install Kueue before the operator, which looks for Workloads when it starts."""
     manager = kueue_manager.program(cluster_machine)
     install_crd(cluster)
     kueue_manager.install(cluster, manager)
@@ -41,7 +42,9 @@ def kueue(cluster: Cluster, cluster_machine: Settings) -> Iterator[None]:
 
 @dataclass
 class Queue:
-    """A ClusterQueue with so many GPUs of the first Kubernetes node, its flavor, and a LocalQueue, `team`."""
+    """A ClusterQueue with some GPUs of the first Kubernetes node, its flavor, and the LocalQueue
+    `team`.
+    """
 
     jobs: Jobs
     host: str
@@ -70,12 +73,14 @@ class Queue:
         return name
 
     def stop(self, policy: str) -> None:
-        """`Hold`: nobody more is admitted; `HoldAndDrain`: those that were are evicted, too; `None`: it is open."""
+        """Set the stop policy. `Hold` admits no further jobs, `HoldAndDrain` also evicts admitted
+        ones, and `None` opens the queue.
+        """
         patch = json.dumps({"spec": {"stopPolicy": policy}})
         self.jobs.cluster.kubectl("patch", "clusterqueue", self.jobs.namespace, "--type=merge", f"--patch={patch}")
 
     def used(self) -> int:
-        """GPUs of the quota that are reserved, as Kueue counts them."""
+        """Return the number of reserved GPUs of the quota, as counted by Kueue."""
         status = self.jobs.cluster.kubectl_json("get", "clusterqueue", self.jobs.namespace).get("status", {})
         [flavor] = status.get("flavorsReservation") or [{"resources": []}]
         return next((int(it["total"]) for it in flavor["resources"] if it["name"] == GPU), 0)
@@ -102,7 +107,7 @@ def sleeping(name: str, seconds: int = 1000, **spec: object) -> Json:
 
 
 def until_let(name: str, folder: Path) -> Json:
-    """A job that runs until `folder/end` exists."""
+    """Return a job that runs until `folder/end` exists."""
     storage = {"checkpoints": {"hostPath": str(folder), "shared": True}}
     command = ["sh", "-c", "until test -e /checkpoints/end; do sleep 0.5; done"]
     return job(name, command=command, storage=storage, **ONE_GPU)
@@ -114,7 +119,7 @@ def workloads(jobs: Jobs) -> dict[str, Json]:
 
 
 def workload_of(jobs: Jobs, name: str) -> Json:
-    """The one that has not finished; an empty one while there is none."""
+    """Return the unfinished Workload of a job, or an empty one if there is none."""
     own = [w for key, w in workloads(jobs).items() if key.startswith(f"{name}-queue-")]
     return next((w for w in own if conditions(w).get("Finished", ("", ""))[0] != "True"), {})
 
@@ -225,7 +230,7 @@ def test_deaths_of_the_operator_and_of_kueue_lose_and_repeat_nothing(
     low, high = queue.priority("low", 1), queue.priority("high", 100)
     storage = {"checkpoints": {"hostPath": str(tmp_path), "shared": True}}
 
-    # Each step begins without the operator, and Kueue's manager dies within it.
+    # Each step begins without the operator, and Kueue's manager dies during it.
     def step(change: Callable[[], object]) -> None:
         operator.kill()
         change()

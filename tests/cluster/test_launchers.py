@@ -1,6 +1,8 @@
-"""`command` on real pods: launchers that need an address find index 0 by its name, and torchrun counts.
+"""`command` on real pods: launchers that need an address find index 0 by its name, and failures
+under torchrun count.
 
-Others work by processes in tests/local/test_process_launchers.py, whose script they run.
+Others are tested with processes in tests/local/test_process_launchers.py, which runs the same
+script.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ ACCELERATE = [
     *("--main_process_port", "$(MASTER_PORT)", LAUNCHED, "--accelerate"),
 ]
 BOTH = ["rank 0 of 2: 2", "rank 1 of 2: 2"]
-"""What the ranks print of a group of two pods."""
+"""The ranks' output in a group of two pods."""
 
 
 def launched(name: str, command: list[str], **spec: Any) -> Json:
@@ -29,20 +31,20 @@ def launched(name: str, command: list[str], **spec: Any) -> Json:
 
 
 def sums(jobs: Jobs) -> list[str]:
-    """What the ranks have printed of their group, in order."""
+    """Return what the ranks have printed about their group, in order."""
     logs = (jobs.kubectl("logs", pod) for pod in jobs.pods())
     return sorted(line for log in logs for line in log.splitlines() if line.startswith("rank "))
 
 
 def summed(jobs: Jobs, *names: str) -> bool:
-    """Whether these are the job's pods, and both have formed a group."""
+    """Return whether these are the job's pods and both have formed a group."""
     pods = jobs.pods()
     running = all(pod["status"]["phase"] == "Running" for pod in pods.values())
     return sorted(pods) == [*names] and running and sums(jobs) == BOTH
 
 
 def masters(jobs: Jobs) -> set[str]:
-    """MASTER_ADDR of each pod."""
+    """Return MASTER_ADDR of each pod."""
     containers = [pod["spec"]["containers"][0] for pod in jobs.pods().values()]
     return {e["value"] for container in containers for e in container["env"] if e["name"] == "MASTER_ADDR"}
 
@@ -71,7 +73,9 @@ def test_mp_spawn_with_a_tcp_address_survives_the_loss_of_that_pod(jobs: Jobs, t
 
 
 def test_a_rank_that_fails_under_torchrun_in_a_pod_counts_with_its_traceback(jobs: Jobs) -> None:
-    """Torchrun starts it by PYTHON_EXEC, a file of the ConfigMap: without the right to be executed, nobody starts."""
+    """Torchrun starts the script through PYTHON_EXEC, a file of the ConfigMap. If the file were not
+    executable, no rank would start.
+    """
     jobs.apply(launched("fails", ["torchrun", LAUNCHED, "--fail"], recovery={"maxRestarts": 0}))
     jobs.wait_phase("fails", "Failed")
     [restart] = (r for r in jobs.status("fails")["restarts"]["recent"] if r["counted"])

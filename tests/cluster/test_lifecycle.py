@@ -1,4 +1,6 @@
-"""A job's lifecycle on the cluster: success, failure, suspend and resume, scaling, deadline, clean-up, deletion."""
+"""A job's lifecycle on the cluster: success, failure, suspend and resume, scaling, deadline,
+clean-up, deletion.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def test_an_autoscaler_and_kubectl_scale_change_an_elastic_job_in_place(jobs: Jo
         },
     }
     jobs.apply(scaler)
-    # Without metrics it still sees to its minimum; it looks each 15 s.
+    # Without metrics, the autoscaler still enforces its minimum. It checks every 15 s.
     jobs.wait("two nodes by the autoscaler", lambda: world(jobs, "scaled") == "2/2", timeout=90)
     conditions = {
         c["type"]: c
@@ -81,7 +83,7 @@ def test_an_autoscaler_and_kubectl_scale_change_an_elastic_job_in_place(jobs: Jo
 
 
 def world(jobs: Jobs, name: str) -> str:
-    """What `kubectl get` prints under Nodes, once the group runs."""
+    """Return what `kubectl get` shows under Nodes, once the group runs."""
     status = jobs.status(name)
     return str(status["nodes"]["display"]) if status.get("phase") == "Running" else ""
 

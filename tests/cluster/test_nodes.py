@@ -26,19 +26,23 @@ from watching import Watch, at_once, phase, restart, restarts
 
 NODE_LOST_AFTER = 8
 CONTROL = "test.ddpjob.io/control"
-"""What coordinators need; `n1` alone has it, so that the nodes that are lost hold none."""
+"""Resource that coordinators request. Only `n1` has it, so no coordinator is on a node that is
+lost.
+"""
 
 
 @dataclass
 class Stage:
-    """The namespace in which all the jobs run. Each has a pod on `n1` and one on a node that it will lose."""
+    """The namespace in which all the jobs run. Each has a pod on `n1` and one on a node that it
+    will lose.
+    """
 
     jobs: Jobs
     watch: Watch
     cluster: Cluster
 
     def place(self, name: str) -> Json:
-        """The part of a spec that lets a job's node pods run where `offer` says."""
+        """Return the part of a spec that places the job's node pods where `offer` allows it."""
         control = {"resources": {"limits": {CONTROL: 1}}}
         return {
             "gpusPerNode": 1,
@@ -63,7 +67,9 @@ class Stage:
         return self.jobs.kubectl("get", "ddpjob", name, "--output=jsonpath={.metadata.uid}")
 
     def running(self, name: str, node: str, refuge: bool = True) -> str:
-        """The job's pod on the node, once the job trains. Only then the other node is offered as a refuge."""
+        """Wait until the job trains, and return its pod on the node. Only then is the other node
+        offered as a refuge.
+        """
         self.watch.first(name, phase("Running"), timeout=180)
         pod = self.pod_on(name, node)
         if refuge:
@@ -71,13 +77,13 @@ class Stage:
         return pod
 
     def trains_again(self, name: str, lost: Json, timeout: float = 90) -> float:
-        """When the job ran on in the round that the loss began, on other nodes."""
+        """Return when the job continued on other nodes, in the round that began with the loss."""
         when, _ = self.watch.first(name, lambda s: s.get("phase") == "Running" and s["round"] >= lost["round"], timeout)
         return when
 
 
 JOBS = {"moved": "n3", "tainted": "n4", "deleted": "n5", "cut": "n6", "cut-fast": "n6"}
-"""The node that each will lose."""
+"""The node that each job will lose."""
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +117,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _apply(stage: Stage, checkpoints: Path) -> None:
     shared = {"checkpoints": {"hostPath": str(checkpoints), "shared": True}}
     keys = ["--config", "digits", "train.threads=1", "train.ledger=true", "train.epochs=12", "checkpoint.every_steps=9"]
-    training = held(keys, {"HELD": "", "PAUSE": "0.15"})  # 43 s; it leaves the processor to the other jobs.
+    training = held(keys, {"HELD": "", "PAUSE": "0.15"})  # takes 43 s, and leaves the processor to the other jobs
     stage.jobs.apply(job("moved", **training, storage=shared, **stage.place("moved")))
     stage.jobs.apply(
         steps_job("tainted", 100000, "--sleep=0.5", **stage.place("tainted"), recovery={"nodeLostAfterSeconds": 300})
@@ -122,14 +128,14 @@ def _apply(stage: Stage, checkpoints: Path) -> None:
 
 
 def alive(pod: str, uid: str) -> list[int]:
-    """Processes of a pod of a job, wherever the API server thinks that they are."""
+    """Return the processes of a job's pod, wherever the API server places it."""
     needles = (f"DDPJOB_POD={pod}".encode(), f"DDPJOB_UID={uid}".encode())
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             environment = (folder / "environ").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # Ended meanwhile, or belongs to somebody else.
+            continue  # ended in the meantime, or belongs to another user
         if all(needle in environment for needle in needles):
             found.append(int(folder.name))
     return found
@@ -161,7 +167,8 @@ def test_draining_a_node_moves_a_job_without_loss_one_pod_at_a_time(stage: Stage
         output, _ = draining.communicate(timeout=limit + 30)
     assert draining.returncode == 0, output
     noticed, lost = stage.watch.first("moved", lambda s: bool(restarts(s)))
-    # A machine so busy that the pod has ended before the operator sees it evicted knows only that it is gone.
+    # On a very busy machine, the pod may end before the operator sees the eviction. It then only
+    # knows that the pod is gone.
     assert restarts(lost)[0]["reason"] in (("Evicted",) if slowness() < 2 else ("Evicted", "Deleted"))
     again = stage.trains_again("moved", lost)
     print(f"moved: reported {noticed - began:.2f} s after the drain began, trains again {again - began:.2f} s after it")
@@ -177,7 +184,9 @@ def test_draining_a_node_moves_a_job_without_loss_one_pod_at_a_time(stage: Stage
 
 
 def evict(jobs: Jobs, pod: str) -> None:
-    """As `kubectl drain` does. Raises ClusterError where a disruption budget forbids it."""
+    """Evict a pod, as `kubectl drain` does. Raises ClusterError if a disruption budget forbids
+    it.
+    """
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": jobs.namespace}}
     path = f"/api/v1/namespaces/{jobs.namespace}/pods/{pod}/eviction"
     jobs.cluster.kubectl("create", "--raw", path, "--filename=-", input_text=json.dumps(body))
@@ -199,7 +208,7 @@ def test_a_lost_node_tainted_out_of_service_is_not_waited_for(stage: Stage) -> N
     print(f"tainted: reported {noticed - began:.2f} s after the taint, trains again {again - began:.2f} s after it")
     assert noticed - began < at_once()
     (recorded,) = restarts(lost)
-    # Kubernetes' own controller marks and deletes the pod for the taint too.
+    # Kubernetes' own controller also marks and deletes the pod because of the taint.
     assert (recorded["pod"], recorded["counted"]) == (pod, False) and recorded["reason"] in ("NodeLost", "Disruption")
     assert recorded["reason"] in stage.jobs.kubectl("describe", "ddpjob", "tainted")
 
@@ -234,7 +243,8 @@ def test_a_job_leaves_a_partitioned_node_and_the_leftover_pods_end(stage: Stage)
         print(f"{name}: reported {noticed - began:.2f} s after the cut, trains again {again - began:.2f} s after it")
         assert NODE_LOST_AFTER - 1.5 <= noticed - began < NODE_LOST_AFTER + at_once()
         assert [(r["pod"], r["counted"]) for r in restarts(lost)] == [(pods[name], False)]
-        # By force as soon as its host is NotReady too, which can be after the coordinator has reported its silence.
+        # The pod is force-deleted once its host is NotReady too. This may be after the coordinator
+        # has reported its silence.
         stage.jobs.wait("the end of the pod's object", lambda name=name: pods[name] not in stage.pods(name), timeout=30)
     assert alive(pods["cut-fast"], uids["cut-fast"]), "a zombie: it trained on where nobody could reach it"
     stage.cluster.heal("n6")

@@ -1,5 +1,5 @@
-"""Notifications of real jobs: receivers that accept, hang, redirect and fail, and an operator that
-is killed.
+"""Notifications of real jobs: receivers accept, hang, redirect and fail, and the operator is
+killed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from operator_process import OperatorProcess
 
 
 class Web:
-    """Receivers of this machine by their paths: /fine, /hangs, /moved and /ails, which errs for the first time."""
+    """Receivers on this machine by path: /fine, /hangs, /moved, and /ails, which fails the first
+    time.
+    """
 
     def __init__(self, operator: OperatorProcess) -> None:
         self.operator, self.settings = operator, dict[str, str]()
         self.got: list[tuple[str, str, Json]] = []
         self.patient = threading.Event()
-        """Set: /hangs answers."""
+        """If set, /hangs responds."""
         web = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -40,7 +42,7 @@ class Web:
                 self.end_headers()
 
             def log_message(self, format: str, *args: object) -> None:
-                """Nothing."""
+                """Log nothing."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -55,7 +57,9 @@ class Web:
 
 @pytest.fixture
 def web(jobs: Jobs, operator: OperatorProcess, tmp_path: Path) -> Iterator[Web]:
-    """With an operator that knows the receivers: those of the test's namespace, and `foreign` of another one."""
+    """Start receivers and an operator that is configured with them: those of the test's namespace,
+    and `foreign` of a different one.
+    """
     made = Web(operator)
     names = ("fine", "hangs", "moved", "ails")
     for name in names:

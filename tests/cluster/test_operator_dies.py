@@ -1,4 +1,6 @@
-"""The operator is killed before and after each call that it makes; while it is down, a namespace is deleted."""
+"""The operator is killed before and after each call that it makes. While it is down, a namespace is
+deleted.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Partitions of every kind, with clocks that are minutes apart: at no moment do two groups of one job train.
+"""Partitions of every kind, with clocks that differ by minutes. Two groups of one job must never
+train at the same time.
 
-One job lives through all of them. Each pod has a network namespace of its own, in which packets are dropped. Two of
-the partitions take a minute, and only DDPJOB_TEST_PARTITIONS=1 tries them: a coordinator that is cut off from its
-members, and a kubelet that is dead while its containers run.
+One job goes through all partitions. Each pod has a network namespace of its own, in which packets
+are dropped. Two partitions take a minute and need DDPJOB_TEST_PARTITIONS=1: a coordinator cut off
+from its members, and a dead kubelet whose containers still run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ GPU, CONTROL = "test.ddpjob.io/partitioned", "test.ddpjob.io/partitioned-control
 
 @dataclass
 class Steps:
-    """What the processes of one round have written."""
+    """The steps that the processes of one round have written."""
 
     fence: tuple[int, int]
     ranks: int
@@ -39,7 +40,7 @@ class Steps:
 
 
 class Partitioned:
-    """The job: a pod each on n1 and n2, and on n2 its coordinator."""
+    """A job with one pod each on n1 and n2, and its coordinator on n2."""
 
     name = "partitioned"
 
@@ -72,7 +73,7 @@ class Partitioned:
         return self.jobs.status(self.name)
 
     def pod(self, role: str, index: int = 0) -> Json:
-        """The newest of the role (and slot) that is not being deleted."""
+        """Return the newest pod of the role (and slot) that is not being deleted."""
         found = [
             pod
             for pod in self.jobs.pods(role).values()
@@ -83,7 +84,9 @@ class Partitioned:
 
     @contextmanager
     def dropping(self, pod: Json, *peers: str) -> Iterator[None]:
-        """Drop what the pod exchanges with the addresses, in its own network namespace, which may end with it."""
+        """Drop packets between the pod and the addresses, in the pod's network namespace, which may
+        end with the pod.
+        """
         uid = pod["metadata"]["labels"]["ddpjob.io/job-uid"]
         enter = ["nsenter", f"--net=/proc/{alive(pod['metadata']['name'], uid)[0]}/ns/net", "iptables", "--wait"]
         rules = [(*way, peer) for peer in peers for way in (("INPUT", "--source"), ("OUTPUT", "--destination"))]
@@ -96,12 +99,12 @@ class Partitioned:
                 processes.succeeds(*enter, "--delete", *rule, "--jump", "DROP")
 
     def lines(self) -> list[str]:
-        """Of the script's own files, with their ends."""
+        """Return the lines of the script's own files, with their line ends."""
         files = [path for path in self.folder.iterdir() if not path.name.startswith(".")]
         return [line for path in files for line in path.read_text().splitlines(keepends=True)]
 
     def steps(self) -> list[Steps]:
-        """Of each round, oldest first."""
+        """Return the steps of each round, oldest first."""
         found: dict[tuple[int, int], Steps] = {}
         for line in self.lines():
             if not line.endswith("\n"):
@@ -115,7 +118,7 @@ class Partitioned:
         return [found[fence] for fence in sorted(found)]
 
     def trains_on(self, round_before: tuple[int, int] = (-1, 0)) -> tuple[int, int]:
-        """Wait for steps from now on, in a later round; returns the round."""
+        """Wait for new steps in a later round, and return that round."""
         now = time.monotonic()
         later = lambda: [s for s in self.steps() if s.fence > round_before and s.last > now]  # noqa: E731
         self.jobs.wait(f"steps after round {round_before}", lambda: bool(later()), timeout=90)
@@ -195,7 +198,9 @@ def half_of_the_members(stage: Partitioned) -> None:
 
 
 def a_kubelet(stage: Partitioned) -> None:
-    """Of the host of a node and of the coordinator, whose containers run on and reach everybody."""
+    """Stop the kubelet of the host with a node and the coordinator. Their containers still run and
+    reach everybody.
+    """
     number, nodes = stage.trains_on(), [stage.pod("node", index) for index in (0, 1)]
     (left,) = [pod["metadata"] for pod in nodes if pod["spec"]["nodeName"] == "n2"]
     stage.cluster.set_gpus("n1", 2, GPU)

@@ -1,4 +1,6 @@
-"""Where pods run: away from Kubernetes nodes that health agents call unhealthy, and in one domain of the network."""
+"""Pods avoid Kubernetes nodes that health agents call unhealthy, and run within one network
+domain.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def node_of(jobs: Jobs, pod: str) -> str:
 
 
 def say(cluster: Cluster, node: str, unhealthy: bool) -> None:
-    """As a health agent does."""
+    """Mark a Kubernetes node as unhealthy or healthy, as a health agent does."""
     condition = {"type": "GpuUnhealthy", "status": str(unhealthy), "reason": "XidError", "message": "Xid 79"}
     patch = json.dumps({"status": {"conditions": [condition]}})
     cluster.kubectl("patch", "node", node, "--subresource=status", "--type=strategic", "--patch", patch)
@@ -82,7 +84,7 @@ def test_all_pods_and_their_replacements_run_in_one_domain(four: Cluster, jobs: 
 
 
 def ranks_in_logs(jobs: Jobs, name: str) -> dict[str, int]:
-    """The rank that each pod's script was last given, by its own words."""
+    """Return the latest rank of each pod, as logged by its script."""
     found = {}
     for pod in jobs.pods():
         began = re.findall(r"^rank (\d+) of 4 begins", jobs.kubectl("logs", pod, "--container=trainer"), re.MULTILINE)
@@ -91,12 +93,13 @@ def ranks_in_logs(jobs: Jobs, name: str) -> dict[str, int]:
 
 
 def test_pods_of_one_rack_have_adjacent_ranks(cluster: Cluster, jobs: Jobs) -> None:
-    """Two pods on each of two nodes, of which no node has pods of neighbouring indices alone."""
+    """Two pods run on each of two nodes. Neither node has only pods of neighboring indices."""
     name = "ranks"
     for node, rack in {"n1": "b", "n2": "a"}.items():
         cluster.kubectl("label", "node", node, "--overwrite", f"{RACK}={rack}")
-    # One of the indices 0 and 1 on each node, and one of 2 and 3: whatever the scheduler takes first. A node is a rack
-    # here, and both keys are needed: a pod may have one such constraint for a key.
+    # Each node gets one of the indices 0 and 1, and one of 2 and 3, whichever the scheduler places
+    # first. Here a node is also a rack. Both keys are needed, because a pod may have only one such
+    # constraint per key.
     spread = [
         {
             "maxSkew": 1,
@@ -115,7 +118,7 @@ def test_pods_of_one_rack_have_adjacent_ranks(cluster: Cluster, jobs: Jobs) -> N
     )  # fmt: skip
     pod = manifest["spec"]["podTemplate"]["spec"]
     pod["topologySpreadConstraints"] = spread
-    # The cluster may have more nodes, by another test.
+    # The cluster may have more nodes because of another test.
     these = [{"key": "kubernetes.io/hostname", "operator": "In", "values": ["n1", "n2"]}]
     required = {"nodeSelectorTerms": [{"matchExpressions": these}]}
     pod["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
@@ -153,7 +156,7 @@ def test_pods_of_one_rack_have_adjacent_ranks(cluster: Cluster, jobs: Jobs) -> N
 
 @pytest.mark.parametrize("name", ["infiniband", "roce", "efa", "gpudirect-tcpx", "dynamic-resources"])
 def test_the_api_server_accepts_the_recipes_for_fast_networks(jobs: Jobs, name: str) -> None:
-    """The jobs, and the pods that the operator makes of them."""
+    """The jobs are accepted, and so are the pods that the operator creates from them."""
     command = [sys.executable, "-m", "ddpjob.cli", "validate", "--server", "--namespace", jobs.namespace]
     environment = {**os.environ, "KUBECONFIG": str(jobs.cluster.kubeconfig)}
     example = str(CHECKOUT / "examples" / f"{name}.yaml")

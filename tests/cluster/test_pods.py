@@ -12,7 +12,7 @@ from testcluster.cluster import Cluster
 
 @pytest.fixture
 def gpus(cluster: Cluster) -> Iterator[str]:
-    """Two GPUs of a made-up vendor on each node; the scheduler alone deals with them."""
+    """Offer two fictitious GPUs on each node. Only the scheduler deals with them."""
     resource = "example.com/gpu"
     for node in cluster.nodes[:2]:
         cluster.set_gpus(node, 2, resource)
@@ -36,7 +36,7 @@ def test_a_pod_that_has_lost_its_device_is_replaced_at_once(jobs: Jobs, gpus: st
     jobs.wait_phase("lost", "Complete")
     recent = [(r["reason"], r["counted"], r["pod"]) for r in jobs.status("lost")["restarts"]["recent"]]
     first, again, moved = (("WorkerFailed", True, "lost-1-0"), ("WorkerFailed", False, "lost-1-0"), "PodUnhealthy")
-    # The worker may fail once more before its pod is stopped.
+    # The worker may fail again before its pod is stopped.
     others = [entry for entry in recent if entry != (moved, False, "lost-1-0")]
     assert len(recent) == len(others) + 1 and others in ([first], [first, again])
     assert "lost-0-0" in jobs.pods() and "lost-1-1" in jobs.pods()

@@ -1,4 +1,6 @@
-"""spec.preflight on a cluster: pods leave a Kubernetes node that computes wrong, and that costs no budget."""
+"""spec.preflight on a cluster: pods leave a Kubernetes node that computes incorrectly, and no
+restart is counted.
+"""
 
 from __future__ import annotations
 

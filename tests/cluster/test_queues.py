@@ -1,6 +1,4 @@
-"""Jobs in a queue of Kueue, against Kueue's own definitions. The test plays the part of its
-controllers.
-"""
+"""Jobs in a Kueue queue with Kueue's own CRDs. The test acts as its controllers."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ CPU: Json = {"resources": {"requests": {"cpu": "100m"}}}
 
 @pytest.fixture(scope="module", autouse=True)
 def kueue(cluster: Cluster) -> Iterator[None]:
-    """Before the operator, which looks for Workloads when it starts."""
+    """Install the CRDs before the operator, which looks for Workloads when it starts."""
     kueue_crds.install(cluster)
     yield
     kueue_crds.remove(cluster)
@@ -46,7 +44,9 @@ def conditions(workload: Json) -> dict[str, tuple[str, str]]:
 
 
 def judge(jobs: Jobs, flavor: str = "", **states: tuple[str, str, str]) -> None:
-    """Writes conditions (status, reason, message) as Kueue does, and with a flavor an admission."""
+    """Write conditions (status, reason, message) as Kueue does. With a flavor, also write an
+    admission.
+    """
     workload = only(jobs)
     known = {c["type"]: c for c in workload.get("status", {}).get("conditions", ())}
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,4 +1,4 @@
-"""The main promise on real pods: a pod that is deleted by force is replaced, and the job completes."""
+"""The main promise on real pods: a force-deleted pod is replaced, and the job completes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_a_pod_deleted_by_force_is_replaced_and_the_job_completes(jobs: Jobs) -> None:
-    jobs.apply(steps_job("two", 200))  # A busy machine must not end it before it is disturbed.
+    jobs.apply(steps_job("two", 200))  # on a busy machine, the job must not end before the disturbance
     jobs.wait_phase("two", "Running")
     jobs.wait("the first steps", lambda: jobs.step("two") >= 3)
     before = jobs.pods()
@@ -64,7 +64,9 @@ def test_a_spare_takes_over_and_a_new_coordinator_disturbs_nothing(jobs: Jobs) -
 
 
 def test_a_script_that_saves_nothing_continues_after_its_last_step(jobs: Jobs) -> None:
-    """From the memory of the other pod; the weights are those of the job that nobody disturbs."""
+    """It continues from the memory of the other pod. The weights equal those of an undisturbed
+    job.
+    """
     for name in ("memory", "undisturbed"):
         script, args = str(EXAMPLES / "snapshots.py"), ["--steps=400"]
         jobs.apply(job(name, script=script, args=args, recovery={"mode": "Fast", "snapshots": 1}))

@@ -1,6 +1,8 @@
-"""Strategies of the trainer on real pods: each loses one by force, and its losses are those of one process.
+"""The trainer's strategies on real pods. Each job loses a pod by force, and its losses equal those
+of one process.
 
-One in each mode of recovery; the others train through a loss in tests/local/test_process_strategies.py.
+One strategy is tested in each mode of recovery. The others train through a loss in
+tests/local/test_process_strategies.py.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from jobs import Jobs, Json, job
 from strategy_jobs import PROBLEM, assert_exact, held, let_go, losses_of_one_process, steps_begun
 
 SHARED = {"fsdp": ("Fast", []), "deepspeed": ("Standard", ["deepspeed.stage=2"])}
-"""Mode of recovery and keys of each."""
+"""Recovery mode and settings of each strategy."""
 
 
 def strategy_job(name: str, folder: Path, *keys: str, nodes: int, **spec: object) -> Json:

@@ -1,4 +1,6 @@
-"""The project's own trainer with images that a volume brings; its exactness on the cluster is in test_example.py."""
+"""The project's own trainer, with images from a volume. test_example.py tests its exactness on the
+cluster.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""An upgrade to an invented next release, the rollback, and a second upgrade while jobs run, which
-must not notice.
+"""An upgrade to an invented next release, the rollback and a second upgrade, which must not affect
+running jobs.
 
 The next release is this checkout with a different protocol version and one more field of the
-status. Once there is a
-release, its tag takes the place of this checkout. The operator's own decisions about such jobs are
-tested in
-unit/core/test_upgraded_jobs.py, from a recorded status.
+status. Once there is a release, its tag takes the place of this checkout. The operator's own
+decisions about such jobs are tested in unit/core/test_upgraded_jobs.py, from a recorded status.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ FIELD = f"\n{' ' * 16}runtime: "
 
 
 def next_release(folder: Path) -> None:
-    """The operator, the runtime and the chart of a next release, in `folder`."""
+    """Write the operator, the runtime and the chart of a next release to `folder`."""
     for part in ("operator", "runtime", "charts"):
         shutil.copytree(CHECKOUT / part, folder / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     changed(folder / "runtime" / "ddpjob_runtime" / "protocol.py", "\nVERSION = ", "\nVERSION = 1 + ")
@@ -44,7 +42,9 @@ def changed(file: Path, old: str, new: str) -> None:
 
 
 class Releases:
-    """This operator and the next one take turns. The definition of the next one stays, as docs/upgrade.md says."""
+    """Switches between this operator and the next one. The next one's CRD is kept, as
+    docs/upgrade.md requires.
+    """
 
     def __init__(self, cluster: Cluster, operator: OperatorProcess, folder: Path) -> None:
         self.cluster, self.operator, self.folder, self.installed = cluster, operator, folder, False
@@ -54,7 +54,7 @@ class Releases:
         self.operator.start()
 
     def next(self) -> None:
-        """The operator first: it must wait for its CRD."""
+        """Start the next operator before its CRD is installed, so that it must wait for it."""
         self.operator.kill()
         self.operator.start(PYTHONPATH=os.pathsep.join(str(self.folder / part) for part in ("operator", "runtime")))
         if not self.installed:
@@ -116,5 +116,5 @@ def test_jobs_survive_an_upgrade_and_a_rollback(releases: Releases, jobs: Jobs) 
 
 
 def uids(jobs: Jobs) -> dict[str, str]:
-    """Of all pods, by name."""
+    """Return the uids of all pods by name."""
     return {name: pod["metadata"]["uid"] for role in ("node", "coordinator") for name, pod in jobs.pods(role).items()}

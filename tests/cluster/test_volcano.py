@@ -1,6 +1,7 @@
-"""Gangs by Volcano: its own definition of a PodGroup, and with DDPJOB_TEST_VOLCANO its scheduler and controllers.
+"""Gangs scheduled by Volcano, with its own PodGroup definition. DDPJOB_TEST_VOLCANO adds its
+scheduler and controllers.
 
-DDPJOB_TEST_VOLCANO names a folder with its programs `scheduler` and `controller-manager`.
+DDPJOB_TEST_VOLCANO is a folder with its programs `scheduler` and `controller-manager`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ GPU = "example.com/gpu"
 
 @pytest.fixture(scope="module", autouse=True)
 def crds(cluster: Cluster) -> Iterator[None]:
-    """Before the operator, which looks for PodGroups when it starts."""
+    """Install the CRDs before the operator, which looks for PodGroups when it starts."""
     folder = folder_of("volcano.sh/volcano@v1.15.0") / "config" / "crd" / "volcano" / "bases"
     install_crd(cluster)
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "--filename", str(folder))
@@ -39,7 +40,7 @@ def crds(cluster: Cluster) -> Iterator[None]:
 
 @pytest.fixture
 def volcano(cluster: Cluster, tmp_path: Path) -> Iterator[None]:
-    """Volcano itself."""
+    """Run Volcano itself."""
     if not os.environ.get(VARIABLE):
         pytest.skip(f"{VARIABLE} is not set: a folder with Volcano's `scheduler` and `controller-manager`")
     programs = Path(os.environ[VARIABLE]).resolve()
@@ -59,7 +60,7 @@ def volcano(cluster: Cluster, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def gpus(cluster: Cluster) -> Iterator[Callable[[int], None]]:
-    """Sets how many GPUs each of two Kubernetes nodes has."""
+    """Return a function that sets the number of GPUs on each of two Kubernetes nodes."""
 
     def each(number: int) -> None:
         for node in cluster.nodes[:2]:
@@ -90,7 +91,9 @@ def group_of(pod: Json) -> str:
 
 
 def test_volcano_accepts_the_group_of_a_job(jobs: Jobs) -> None:
-    """By the API server's strict validation. No scheduler of that name runs: the pods wait for one."""
+    """The API server validates strictly. No scheduler of that name runs, so the pods wait for
+    one.
+    """
     jobs.apply(by_volcano(steps_job("grouped", 5, spares=1), queue="team"))
     jobs.wait("its pods", lambda: {"grouped-0-0", "grouped-1-0"} <= set(jobs.pods()))
     group = groups(jobs)["grouped-gang-0"]

@@ -1,4 +1,6 @@
-"""When a job's status changed, by this machine's clock: a watch of a namespace's jobs, like `kubectl get --watch`."""
+"""When the status of a job changed, by this machine's clock. Watches the jobs of a namespace like
+`kubectl get --watch`.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,16 @@ Json = dict[str, Any]
 
 
 def at_once() -> float:
-    """Seconds from an event to the status that reports it: 2, and more in proportion on a busy machine."""
+    """Return the maximum delay from an event to the status that reports it: 2 s, longer on a busy
+    machine.
+    """
     return 2.0 * slowness()
 
 
 class Watch:
-    """Keeps every state of every job of a namespace that the API server sends, and when it came."""
+    """Records every state of every job in a namespace that the API server sends, and its time of
+    arrival.
+    """
 
     def __init__(self, cluster: Cluster, namespace: str) -> None:
         self._seen: list[tuple[float, Json]] = []
@@ -43,7 +49,9 @@ class Watch:
         self._kubectl.wait()
 
     def first(self, name: str, holds: Callable[[Json], bool], timeout: float = 60) -> tuple[float, Json]:
-        """When (as time.time() counts) the job's status first was as `holds` says, and that status; waits for it."""
+        """Wait until the job's status fulfills `holds`. Return the time (as time.time()) of the
+        first such status, and the status.
+        """
         began, looked_at = time.monotonic(), 0
         while True:
             for when, body in self._seen[looked_at:]:

@@ -1,6 +1,6 @@
 """A small Kubernetes API server over HTTP.
 
-Lists in pages, watches with bookmarks, versions, preconditions; and faults on demand.
+It has paged lists, watches with bookmarks, versions and preconditions, and faults on demand.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ BOOKMARK_SECONDS = 60.0
 
 @dataclass
 class Fault:
-    """What becomes of a request.
+    """The fault of a request.
 
-    `how`: a status (with `headers`), or one of: `reset` (the connection breaks before the server acts),
-    `reset-after` (after it has acted), `hang` (no answer, nothing done), `hang-after` (no answer, but done),
-    `slow` (an answer after `seconds`), `late` (the same, but done at once), `page` (another server's page in place
-    of an answer, nothing done).
+    `how` is a status (with `headers`) or a name. `reset` breaks the connection before the server
+    acts, `reset-after` after it has acted. `hang` never answers and does nothing, `hang-after`
+    never answers but acts. `slow` acts and answers after `seconds`; `late` acts at once and answers
+    after `seconds`. `page` answers with a page of a different server and does nothing.
     """
 
     how: int | str
@@ -78,7 +78,9 @@ Faults = Callable[[str, str], "Fault | None"]
 
 
 class ApiServer:
-    """Serves a store. `faults` decides about each request; `requests` is what was asked, as (method, path, query)."""
+    """Serves a store. `faults` decides about each request; `requests` records them as (method,
+    path, query).
+    """
 
     def __init__(self, store: Store, history: int = 1000) -> None:
         self.store, self.kept = store, history
@@ -88,13 +90,15 @@ class ApiServer:
         HTTP status.
         """
         self.drop_events: Callable[[str, Json], bool] = lambda kind, body: False
-        """Events that no watch receives: what a client must survive when a watch has a gap."""
+        """Events that no watch receives. A client must survive such gaps."""
         self.status_schema: Json | None = schema_of("status")
         """The CRD in the cluster. None means that it is not installed."""
         self.serves_gangs = False
-        """Whether there are PodGroups, of Kubernetes and of Volcano, which most clusters do not serve."""
+        """Whether the server has PodGroups of Kubernetes and Volcano. Most clusters do not serve
+        them.
+        """
         self.serves_queues = False
-        """Whether there are Kueue's Workloads."""
+        """Whether the server has Kueue's Workloads."""
         self.is_published = True
         """Whether the index of the published schemas lists the CRD."""
         self.requests: list[tuple[str, str, dict[str, str]]] = []
@@ -158,7 +162,7 @@ class ApiServer:
         self._news = asyncio.Event()
 
     def _openapi(self, path: str) -> Json:
-        """The index of the published schemas, and that of DDPJobs."""
+        """Return the index of the published schemas, or the schema of DDPJobs."""
         if path == INDEX:
             digest = hashlib.sha256(json.dumps(self.status_schema).encode()).hexdigest()
             known = {"apis/ddpjob.io/v1alpha1": {"serverRelativeURL": f"{INDEX}/apis/ddpjob.io/v1alpha1?hash={digest}"}}
@@ -275,7 +279,7 @@ class ApiServer:
         if token is not None:
             if token not in self._pages:
                 raise Refusal(410, "Expired", "The provided continue parameter is too old")
-            items, version = self._pages[token]  # A client may ask for a smaller page at the same place.
+            items, version = self._pages[token]  # the client may ask for a smaller page from here on
         else:
             selected = _selector(query.get("labelSelector", ""))
             items = [
@@ -287,11 +291,11 @@ class ApiServer:
             if metadata_only:
                 items = [_partial(body) for body in items]
             if "limit" in query:
-                items = json.loads(json.dumps(items))  # pages show one moment
+                items = json.loads(json.dumps(items))  # all pages show the same moment
         limit = int(query.get("limit", "0")) or len(items)
         rest = items[limit:]
         if not rest:
-            # As the real one: a list of metadata has null in the place of no items.
+            # Like the real server: an empty metadata list has null instead of items.
             return _list(items or None if metadata_only else items, version)
         token = f"page-{len(self.requests)}"
         self._pages[token] = rest, version
@@ -333,7 +337,7 @@ class ApiServer:
                 for version, of_kind, where, line, labels in list(self._history):
                     if version > sent and of_kind == kind and namespace in (None, where) and selected(labels):
                         if request.headers.get("Accept", "").partition(",")[0] == METADATA_LIST:
-                            return response  # An event cannot be written as a list: the stream ends.
+                            return response  # an event cannot be written because it is a list, so the stream ends
                         await response.write(_partial_event(line) if metadata_only else line)
                 sent = max(sent, self.store.version)
                 if loop.time() >= bookmark:
@@ -356,7 +360,9 @@ class ApiServer:
 
 
 class RandomFaults:
-    """Play random faults of all kinds by a seed. Paths that contain a part of `spare` have none."""
+    """Plays random faults of all kinds from a seed. Paths that contain a part of `spare` have
+    none.
+    """
 
     def __init__(self, chance: random.Random, rate: float, spare: tuple[str, ...] = ()) -> None:
         self.random, self.rate, self.spare = chance, rate, spare

@@ -129,7 +129,7 @@ async def case(
     classes: JobClasses = JobClasses(),  # noqa: B008
     on_report: Callable[[JobKey], None] = lambda key: None,
 ) -> AsyncIterator[Case]:
-    """`on_report` is called with each job whose coordinator has news."""
+    """Yield a case. `on_report` is called with each job whose coordinator has news."""
     async with api_server() as server, connected(server) as rest:
         server.serves_gangs, server.serves_queues = serves_gangs, serves_queues
         coordinators, woken = CoordinatorClient(), list[tuple[JobKey, bool]]()
@@ -148,7 +148,7 @@ async def case(
 
 
 def in_case(**settings: Any) -> Callable[[Test], Test]:
-    """A test in virtual time, whose first parameter is a case."""
+    """Return a decorator that runs a test in virtual time. The test's first parameter is a case."""
     return virtual_in(partial(case, **settings))
 
 
@@ -190,7 +190,7 @@ async def delete_token(c: Case) -> None:
 
 
 def refused_by(policy: Fault, what: str = "policy") -> pytest.MarkDecorator:
-    """A test's `policy`: this one, and a webhook that cannot be called."""
+    """Return test parameters for `policy`: the given one, and a webhook that cannot be called."""
     said = (
         'Internal error occurred: failed calling webhook "nodel": Post "https://nodel.svc": context deadline exceeded'
     )
@@ -207,7 +207,9 @@ def put_into_queue(c: Case, **labels: str) -> None:
 
 
 def judged(c: Case, *, admitted: bool = False, **states: str) -> Json:
-    """The job's Workload after Kueue has set conditions, and with `admitted` the flavor `spot`."""
+    """Return the job's Workload after Kueue has set conditions and, with `admitted`, the flavor
+    `spot`.
+    """
     (workload,) = c.server.store.all("Workload")
     status = workload.setdefault("status", {})
     known = {one["type"]: one for one in status.get("conditions", ())}

@@ -26,7 +26,11 @@ def virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_to_collect_later() -> Iterator[None]:
-    """Watches that an error has ended are reported with their traceback when they are collected. Another test that
-    parses a program just then fails on Python 3.11: a traceback is parsed as well, and ast.parse counts both as one."""
+    """Collect watches that ended with an error before the next test starts.
+
+    They are reported with their traceback when they are collected. If a test parses a program at
+    that moment, it fails on Python 3.11: the traceback is parsed too, and ast.parse counts both as
+    one program.
+    """
     yield
     gc.collect()

@@ -1,6 +1,6 @@
-"""Whole replicas of the operator, with kopf's part in virtual time, in the simulated world.
+"""Complete replicas of the operator in the simulated world, with kopf's part in virtual time.
 
-They reach its objects and coordinators over HTTP only.
+They reach its objects and coordinators only over HTTP.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from .world import LoopClock, ReplicaTasks, kopf_of, loop_moment
 
 
 class HttpSimulation(Simulation):
-    """Its clock is the event loop's; its coordinators listen on loopback addresses of their own."""
+    """A simulation whose clock is the event loop's. Its coordinators listen on separate loopback
+    addresses.
+    """
 
     clock_class = LoopClock
 
@@ -58,14 +60,14 @@ class HttpSimulation(Simulation):
 
 
 class Replicas(ReplicaTasks):
-    """Replicas of the operator, each `ddpjob.controller.main.run` itself."""
+    """Replicas of the operator. Each of them runs `ddpjob.controller.main.run`."""
 
     def __init__(self, server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(server)
         self.rests: dict[str, list[MortalRest]] = {}
         self._connecting = ""
         self.acting: dict[tuple[int, int], str] = {}
-        """The replica that acts for a shard, by its number and the number of shards."""
+        """The acting replica of each shard, by (shard, number of shards)."""
         self.overlaps: list[str] = []
         monkeypatch.setattr(Rest, "connect", self._connect)
         monkeypatch.setattr(
@@ -95,7 +97,9 @@ class Replicas(ReplicaTasks):
         return rest
 
     def start(self, name: str, namespaces: tuple[str, ...] = ("space",), shards: int = 1) -> None:
-        """A pod of the operator's deployment: no fault of the API server ends it."""
+        """Start a replica as a pod of the operator's deployment. No fault of the API server ends
+        it.
+        """
         settings = Settings(
             key=b"0123456789abcdef",
             identity=name,
@@ -113,7 +117,7 @@ class Replicas(ReplicaTasks):
         self.tasks[name] = asyncio.create_task(run())
 
     async def stop(self, name: str, *, crash: bool = False) -> None:
-        """End it by SIGTERM, or by SIGKILL, after which it sends nothing more."""
+        """End a replica by SIGTERM or, with `crash`, by SIGKILL, after which it sends nothing."""
         for rest in self.rests.pop(name, []):
             rest.dead = crash
         await super().stop(name)
@@ -143,8 +147,8 @@ class MortalRest(Rest):
 
 
 class HttpStory(Story):
-    """A seed's story with whole operators. Faults of the operator in memory become HTTP faults
-    here.
+    """A story from a seed with complete operators. Faults of the in-memory operator become HTTP
+    faults here.
     """
 
     left_out = frozenset({"kill-operator", "conflicts", "watch-gap", "lossy", "key", "init-failure"})
@@ -173,7 +177,9 @@ class HttpStory(Story):
             self.replicas.start(name)
 
     async def _idempotent(self) -> None:
-        """Check that two seconds without a change have no writes except of status and Lease."""
+        """Check that nothing is written in two seconds without a change, except status and
+        Lease.
+        """
 
     async def _end(self) -> None:
         self.server.faults = lambda method, path: None
@@ -182,7 +188,7 @@ class HttpStory(Story):
 
 @asynccontextmanager
 async def played(seed: int, monkeypatch: pytest.MonkeyPatch, replicas: int = 2) -> AsyncIterator[HttpStory]:
-    """A story with its server and its replicas."""
+    """Play a story, and yield it with its server and its replicas."""
     story = HttpStory(seed, simulation=HttpSimulation)
     assert isinstance(story.s, HttpSimulation)
     async with ApiServer(story.s.store).serve() as server:

@@ -79,7 +79,7 @@ async def test_a_failed_request_is_not_a_defect(c: Case) -> None:
 async def test_own_writes_wake_no_job_and_writes_of_others_do(c: Case) -> None:
     await seen()
     c.woken.clear()
-    c.server.drop_events = lambda kind, body: True  # Which may come before the answer, and then wake.
+    c.server.drop_events = lambda kind, body: True  # an event could arrive before the response, and then wake the job
     await c.reconcile()
     await seen()
     assert len(c.pods()) == 3
@@ -127,7 +127,7 @@ async def test_a_status_written_by_others_is_read_again_at_once(c: Case) -> None
     await c.reconcile()
     pod = c.server.store.get("Pod", "job-0-0")
     pod["status"] = {"phase": "Running", "podIP": "127.0.0.9"}
-    c.server.store.changed("Pod", pod)  # A reason to write the status.
+    c.server.store.changed("Pod", pod)  # so that the status must be written
     await seen()
     c.server.drop_events = lambda kind, body: True
     body = c.server.store.get("DDPJob", "job")
@@ -176,7 +176,9 @@ async def test_a_job_that_has_ended_costs_no_request(c: Case) -> None:
 @pytest.mark.parametrize("ready", [True, False, None])
 @in_case()
 async def test_a_node_that_seems_lost_is_read_before_any_decision(c: Case, ready: bool | None) -> None:
-    """True: the watch is late. False: it is not. None: the Kubernetes node does not exist."""
+    """True means that the watch is late, False that it is not, None that the Kubernetes node does
+    not exist.
+    """
     await c.reconcile()
     pod = c.server.store.get("Pod", "job-0-0")
     pod["spec"]["nodeName"], pod["status"] = "new", {"phase": "Running"}
@@ -236,7 +238,7 @@ async def test_simultaneous_creations_of_all_jobs_are_limited(c: Case) -> None:
     await asyncio.sleep(7)
     other = replace(await c.job(keys[0]), namespace="other")
     began = asyncio.get_running_loop().time()
-    with contextlib.suppress(Conflict):  # There is no such namespace.
+    with contextlib.suppress(Conflict):  # the namespace does not exist
         await c.cluster.create(other, build_service(other))
     assert asyncio.get_running_loop().time() - began < 2.5, "the next turn is another namespace's"
     await burst
@@ -321,7 +323,7 @@ async def test_a_written_status_is_not_read_again_if_kopf_shows_it_first(c: Case
 async def test_an_existing_name_is_the_jobs_own_or_taken(c: Case) -> None:
     job = await c.job()
     body = c.server.store.create("Pod", owned_by(job))
-    await c.cluster.create(job, owned_by(job))  # its own
+    await c.cluster.create(job, owned_by(job))  # its own pod
     body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     await asyncio.sleep(1)
     with pytest.raises(NameTaken, match="still being removed"):
@@ -342,12 +344,12 @@ async def test_an_existing_name_is_the_jobs_own_or_taken(c: Case) -> None:
 async def test_a_service_that_has_lost_its_labels_is_looked_up_until_it_is_gone(
     c: Case,
 ) -> None:
-    """No watch shows it, and the operator has no right to write it."""
+    """No watch shows the Service, and the operator has no right to write it."""
     await c.reconcile()
     service = c.server.store.get("Service", "job")
     del service["metadata"]["labels"]
     c.server.store.changed("Service", service)
-    c.cluster.caches.forget("Service", "space", "job")  # As the watch shows it.
+    c.cluster.caches.forget("Service", "space", "job")  # the watch shows it as deleted
     c.server.requests.clear()
     for _ in range(100):
         await c.reconcile()
@@ -441,7 +443,7 @@ async def test_deletions_and_labels_never_hit_a_namesake(c: Case) -> None:
 
 
 def test_a_reconcile_does_not_wait_for_a_coordinator() -> None:
-    """Only the first report is waited for, outside of the reconcile and until the first request has
+    """Only the first report is waited for, outside of the reconcile, until the first request has
     failed.
     """
 
@@ -515,7 +517,7 @@ async def test_a_deleted_job_is_forgotten(c: Case) -> None:
 
 @in_case()
 async def test_the_last_state_of_a_pod_is_remembered_for_a_while(c: Case) -> None:
-    """An operator that is late sees only the end of an evicted pod."""
+    """A late operator sees only the end of an evicted pod."""
     await c.reconcile()
     pod = c.server.store.get("Pod", "job-0-0")
     evicted = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
@@ -529,7 +531,9 @@ async def test_the_last_state_of_a_pod_is_remembered_for_a_while(c: Case) -> Non
 
 @in_case()
 async def test_the_tokens_secret_is_created_once_and_never_read(c: Case) -> None:
-    """The operator has no right to read Secrets: one that exists is this job's, by its name."""
+    """The operator has no right to read Secrets. An existing one with the job's Secret name is this
+    job's.
+    """
     await c.reconcile()
     [secret] = c.server.store.all("Secret")
     assert secret["stringData"] == {"token": c.cluster.platform.token(await c.job())}
@@ -542,7 +546,7 @@ async def test_the_tokens_secret_is_created_once_and_never_read(c: Case) -> None
         assert len(list(c.server.store.all("Secret"))) == 1
         asked = [(method, path) for method, path, _ in c.server.requests if "/secrets" in path]
         assert asked == [("POST", "/api/v1/namespaces/space/secrets")] * created
-        c.cluster._tokens.clear()  # Another operator does not know it.
+        c.cluster._tokens.clear()  # a different operator does not know it
 
 
 @pytest.mark.parametrize("restarted", [False, True])

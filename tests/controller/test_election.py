@@ -1,5 +1,5 @@
-"""One replica acts at any time, whatever happens to requests for the Lease, and some replica soon
-acts again.
+"""One replica acts at a time, whatever happens to requests for the Lease, and a replica soon acts
+again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Candidates(ReplicaTasks):
         self.longest_idle = 0.0
 
     async def replica(self, name: str) -> None:
-        """For ever: no fault of the API server ends it."""
+        """Run a replica's election forever. No fault of the API server ends it."""
         async with connected(self.server) as rest:
             await act_while_elected(Lease(rest, "space", "operator", name), lambda: self._act(name))
 
@@ -189,7 +189,8 @@ async def test_a_renewal_that_succeeded_without_a_response_loses_nothing(server:
     replicas = Candidates(server)
     replicas.start("a")
     await asyncio.sleep(0.5)
-    # The HTTP client itself repeats a PUT over a new connection, which then meets its own write as a conflict.
+    # The HTTP client repeats a PUT over a new connection, and the conflict is then with its own
+    # write.
     lost = itertools.cycle([True, False, False])
     server.faults = lambda method, path: Fault("reset-after") if method == "PUT" and next(lost) else None
     await asyncio.sleep(120)

@@ -26,7 +26,7 @@ async def test_a_cluster_that_serves_no_gangs_gets_none_and_few_requests_about_t
 
 @virtual
 async def test_an_api_that_may_not_be_listed_is_not_used() -> None:
-    """This happens after an upgrade of the image without the chart."""
+    """This happens if the image is upgraded but not the chart."""
     async with api_server() as server, connected(server) as rest:
         server.serves_gangs = True
         meta = {"name": "job", "namespace": "space", "uid": "uid"}
@@ -70,7 +70,7 @@ async def test_volcano_gets_groups_of_its_own_kind(c: Case) -> None:
 
 @in_case(serves_gangs=True)
 async def test_the_group_of_an_ended_job_is_deleted_when_its_nodes_have_ended(c: Case) -> None:
-    """Regression: it stayed until the job was deleted, which may never happen."""
+    """Regression: the group stayed until the job was deleted, which may never happen."""
     await c.reconcile()
     c.finish("job")
     for _ in range(4):
@@ -126,7 +126,7 @@ async def test_a_job_in_a_queue_requests_quota_runs_with_its_flavor_and_releases
 @refused_by(Fault(403, reason="Forbidden"), "right")
 @in_case(serves_queues=True)
 async def test_a_failed_notification_of_kueue_delays_nothing_else(c: Case, policy: Fault) -> None:
-    """Kueue's own webhook validates each change of a Workload and is down together with Kueue."""
+    """Kueue's own webhook validates each change to a Workload, and is down together with Kueue."""
     put_into_queue(c)
     await seen()
     await c.reconcile()
@@ -175,7 +175,7 @@ async def test_the_priority_comes_from_its_class(c: Case) -> None:
 
 @in_case(serves_queues=True)
 async def test_a_workload_of_a_different_namespace_grants_nothing(c: Case) -> None:
-    """Its labels may name any job."""
+    """A Workload's labels may contain the name of any job."""
     put_into_queue(c)
     await seen()
     await c.reconcile()

@@ -1,4 +1,6 @@
-"""Jobs that a tenant has made as large as the API server accepts, and their cost for the operator."""
+"""Jobs that a tenant has made as large as the API server accepts, and their cost for the
+operator.
+"""
 
 from __future__ import annotations
 

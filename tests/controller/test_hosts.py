@@ -1,4 +1,6 @@
-"""The watch of Kubernetes nodes matches the cluster, also after gaps, expired versions and errors."""
+"""The watch of Kubernetes nodes matches the cluster, even after gaps, expired versions and
+errors.
+"""
 
 from __future__ import annotations
 

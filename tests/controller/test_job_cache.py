@@ -1,4 +1,4 @@
-"""The operator knows jobs by kopf's watch alone, whatever happens to it."""
+"""The operator knows jobs only through kopf's watch, whatever happens to the watch."""
 
 from __future__ import annotations
 

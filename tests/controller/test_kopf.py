@@ -31,7 +31,7 @@ class RealClock(Clock):
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """With a bound for a busy machine."""
+    """Wait for a condition, with a limit that suits a busy machine."""
     for _ in range(1200):
         if condition():
             return
@@ -52,7 +52,7 @@ def use_kubeconfig(server: ApiServer, folder: Path, monkeypatch: pytest.MonkeyPa
 async def test_kopf_gets_names_and_versions_of_jobs_and_pages_of_bounded_size(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Users choose how large a job and its metadata are, and kopf keeps whole lists."""
+    """Users decide how large a job and its metadata are, and kopf keeps whole lists."""
     async with ApiServer(Store(RealClock())).serve() as server:
         use_kubeconfig(server, tmp_path, monkeypatch)
         seen: list[tuple[str | None, Json]] = []
@@ -84,7 +84,7 @@ async def test_kopf_gets_names_and_versions_of_jobs_and_pages_of_bounded_size(
 async def test_a_watch_that_always_ends_is_restarted_after_a_pause(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """kopf asks again without a pause, which would keep an API server busy with nothing else."""
+    """kopf repeats the request without a pause, which would occupy the whole API server."""
     monkeypatch.setattr(login, "WATCH_PAUSE", 0.4)
     async with ApiServer(Store(RealClock())).serve() as server:
         use_kubeconfig(server, tmp_path, monkeypatch)
@@ -143,7 +143,7 @@ async def test_kopfs_watch_restarts_after_an_error_that_ends_kopf(
 
 
 async def test_a_term_that_ends_while_kopf_starts_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise it would follow the jobs forever without being the leader."""
+    """Otherwise kopf would follow the jobs forever in a replica that is not the leader."""
     begun, ended_term, run = threading.Event(), threading.Event(), asyncio.run
 
     def slow_start(main: Any) -> None:

@@ -1,5 +1,5 @@
-"""A leader's term under faults of the API server: what it reads, requests, and in which order it
-works.
+"""A leader's term under faults of the API server: what it reads and requests, and the order of its
+work.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SETTINGS = {"key": b"0123456789abcdef", "health_port": 0, "metrics_port": 0}
 def add(
     server: ApiServer, name: str, namespace: str = "space", ended: bool = False, nodes: int = 2, note: str = ""
 ) -> None:
-    """Create a job. An ended one has only its object left."""
+    """Create a job. An ended job consists only of its object."""
     moment = server.store.clock.stamp()
     complete = {"type": "Complete", "status": "True", "reason": "Finished", "message": "", "lastTransitionTime": moment}
     status = {
@@ -152,7 +152,7 @@ async def test_nothing_is_listed_or_read_while_nothing_changes(
     for number in range(10):
         add(server, f"job-{number}")
     async with running(server, monkeypatch) as o:
-        await asyncio.sleep(60)  # After 30 s it is said that no scheduler looks at the pods.
+        await asyncio.sleep(60)  # After 30 s, the status reports that no scheduler handles the pods.
         assert o.pods() == 30
         server.requests.clear()
         o.reconciled.clear()
@@ -189,7 +189,7 @@ async def test_many_events_of_a_job_cause_one_reconcile(server: ApiServer, monke
 async def test_deletions_during_an_outage_of_the_api_server_are_known_after_it(
     server: ApiServer, fault: Fault, seconds: int, as_event: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a minute the Lease is lost. After six seconds the term is the same."""
+    """The Lease is lost after a minute. After six seconds the term is still the same."""
     add(server, "job")
     add(server, "deleted")
     async with running(server, monkeypatch) as o:
@@ -215,8 +215,8 @@ async def test_deletions_during_an_outage_of_the_api_server_are_known_after_it(
 async def test_a_store_that_is_restored_from_a_backup_is_read_again(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its versions go back. The API server sends nothing on a watch from a later version until they
-    have caught up.
+    """The store's versions go back. The API server sends nothing on a watch from a later version
+    until the store has caught up.
     """
     add(server, "job")
     async with running(server, monkeypatch) as o:
@@ -327,7 +327,7 @@ async def test_only_watched_namespaces_are_read(server: ApiServer, monkeypatch: 
 async def test_a_watched_namespace_that_may_not_be_read_delays_no_other(
     server: ApiServer, unreadable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its Role is deleted together with the namespace."""
+    """The operator's Role is deleted together with the namespace."""
     for namespace in ("a", "gone"):
         add(server, "job", namespace=namespace)
     denied = True
@@ -416,7 +416,7 @@ def test_metrics_count_jobs_requests_and_an_unavailable_api_server(
 
 
 def without(*fields: str) -> dict[str, Any]:
-    """The status' schema of a CRD that lacks these fields."""
+    """Return the status schema of a CRD that lacks these fields."""
     schema = deepcopy(schema_of("status"))
     for field in fields:
         *above, name = field.split(".")
@@ -499,7 +499,7 @@ async def test_without_the_crd_the_operator_waits_for_it(server: ApiServer, monk
 async def test_a_crd_that_is_served_but_not_listed_stops_nothing(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This includes one that is installed later, because a proxy may hide it from the index
+    """This includes a CRD that is installed later, because a proxy may hide it from the index
     forever.
     """
     server.status_schema, server.is_published = None, False

@@ -1,5 +1,5 @@
-"""The port of the operator's metrics: requests cost the operator a bounded share, whatever their
-number.
+"""The operator's metrics port: however many requests arrive, they cost the operator only a limited
+share of its time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddpjob.controller.operator_metrics import CONNECTIONS, TURNS_SECONDS, Metri
 
 
 class Text:
-    """A text that takes so much of a CPU's time to make."""
+    """A text whose generation takes `seconds` of CPU time."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.made = seconds, 0
@@ -33,7 +33,7 @@ class Text:
 
 @pytest.fixture
 def served() -> Iterator[Callable[[Callable[[], bytes]], int]]:
-    """Serves a text and returns the port."""
+    """Yield a function that serves a text and returns the port."""
     servers: list[MetricsServer] = []
 
     def start(text: Callable[[], bytes]) -> int:
@@ -57,7 +57,7 @@ def test_a_text_is_rendered_once_for_all_requests_within_a_moment(
     served: Callable[[Callable[[], bytes]], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operator_metrics, "SHARE", 0.001)
-    text = Text(seconds=0.1)  # 100 seconds to rest.
+    text = Text(seconds=0.1)  # 100 seconds of pause
     port = served(text)
     for _ in range(30):
         assert ask(port) == (200, "text/plain; version=0.0.4; charset=utf-8", b"text 1\n")
@@ -110,7 +110,7 @@ def test_the_longest_turn_of_a_loop_is_measured_and_forgotten() -> None:
     now += TURNS_SECONDS - 10
     meter.select(0)
     now += TURNS_SECONDS
-    meter._began = None  # It waits for events.
+    meter._began = None  # it waits for events
     assert meter.longest() == TURNS_SECONDS - 10
     now += TURNS_SECONDS
     assert meter.longest() == 0.0

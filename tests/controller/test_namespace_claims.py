@@ -1,4 +1,4 @@
-"""If two releases watch one namespace, one of them acts."""
+"""If two releases watch one namespace, only one of them acts."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ async def test_many_jobs_of_a_namespace_cause_one_request() -> None:
 
 @virtual
 async def test_unused_namespaces_are_forgotten() -> None:
-    """With a namespace for each run of a pipeline, an operator would otherwise accumulate them for
-    months.
+    """If each run of a pipeline has its own namespace, an operator would otherwise remember them
+    for months.
     """
     async with api_server() as server, connected(server) as rest:
         claims = NamespaceClaims(rest, "a/operator")
@@ -85,7 +85,9 @@ async def test_during_an_outage_claims_are_neither_given_up_nor_taken_early() ->
 
 @asynccontextmanager
 async def left_alone() -> AsyncIterator[tuple[ApiServer, Leader]]:
-    """An API server with `job` in the namespace `space`, which another release has claimed, and this one's operator."""
+    """Yield an API server with `job` in the namespace `space`, which another release has claimed,
+    and this release's operator.
+    """
     async with api_server() as server, connected(server) as rest:
         spec = {"image": "image", "script": "train.py", "gpusPerNode": 0}
         server.store.create("DDPJob", {"metadata": {"name": "job", "uid": "uid"}, "status": {}, "spec": spec})
@@ -114,7 +116,7 @@ async def test_the_operator_touches_no_job_in_a_namespace_that_another_has_claim
 
 @virtual
 async def test_a_deleted_job_that_was_left_to_another_operator_is_forgotten() -> None:
-    """Otherwise each job that ever existed in that namespace would be looked at every few seconds,
+    """Otherwise each job that ever existed in that namespace would be checked every few seconds,
     forever.
     """
     async with left_alone() as (server, leader):

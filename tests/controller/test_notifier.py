@@ -24,7 +24,9 @@ BODY = {"event": "Complete", "text": "done"}
 
 
 class Web:
-    """A server of this machine: `handlers` by path; `got`: what came, in its order."""
+    """A server on this machine. `handlers` are by path, and `got` contains the requests in
+    order.
+    """
 
     def __init__(self) -> None:
         self.handlers: dict[str, Handler] = {}
@@ -56,7 +58,7 @@ class Web:
 
 
 class Scene:
-    """A notifier with receivers that are named as the paths of one server."""
+    """A notifier whose receivers are paths of one server."""
 
     def __init__(self, server: Web, folder: Path, *names: str, **namespaces: tuple[str, ...]) -> None:
         for name in names:
@@ -117,7 +119,7 @@ async def test_a_failing_receiver_is_retried_and_then_given_up(server: Web, tmp_
     scene = Scene(server, tmp_path, "team")
     scene.notifier.send(JOB, "id", "team", BODY)
     assert await scene.outcome(JOB, "id") == NotificationOutcome(delivered=False, message="HTTP 500 (10 attempts)")
-    came = server.came("/team")  # On a busy machine a try may be over before it gets there.
+    came = server.came("/team")  # on a busy machine, an attempt may time out before it arrives
     assert set(came) == {'"id"'} and 1 < len(came) <= module.TRIES, "the same id with each try"
     await scene.notifier.close()
 
@@ -151,7 +153,7 @@ async def test_a_receiver_may_ask_for_a_pause_within_bounds(
 
 
 async def test_an_invalid_pause_is_ignored(server: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: each attempt ended with an exception and did not count, so the attempts never
+    """Regression: each attempt raised an exception and was not counted, so the attempts never
     ended.
     """
     monkeypatch.setattr(module, "TRIES", 1)

@@ -1,5 +1,5 @@
-"""Shards: each has one acting replica at any time, replicas get equal shares, and no action is
-repeated.
+"""Each shard has at most one acting replica at any time, replicas get equal shares, and no action
+is repeated.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from .virtual_loop import run
 from .world import ReplicaTasks, api_server, on_server
 
 SURE = 4 * LEASE_SECONDS
-"""Seconds after which every shard is acted for again, and by all replicas alike."""
+"""Seconds after which every shard has an acting replica again, and the shares are equal."""
 
 
 class Dealt(ReplicaTasks):
-    """Replicas that only take part in the election. `acting`: who acts, by (shard, number of shards)."""
+    """Replicas that only take part in the election. `acting` contains the acting replicas by
+    (shard, number of shards).
+    """
 
     def __init__(self, server: ApiServer) -> None:
         super().__init__(server)
@@ -65,13 +67,13 @@ class Dealt(ReplicaTasks):
         await super().stop(name)
 
     def shares(self) -> list[int]:
-        """How many shards each replica acts for, in ascending order."""
+        """Return the number of shards of each replica, in ascending order."""
         return sorted((dict.fromkeys(self.tasks, 0) | Counter(self.acting.values())).values())
 
 
 async def deal(seed: int, minutes: float = 4.0) -> None:
-    """Play two to four replicas and shards, random faults, kills, changes of the number of shards,
-    and a calm end.
+    """Play two to four replicas and shards with random faults, kills and changes to the number of
+    shards, then a calm end.
     """
     chance = random.Random(seed)
     random.seed(seed)
@@ -87,7 +89,7 @@ async def deal(seed: int, minutes: float = 4.0) -> None:
             dealt.check()
             if chance.random() < 0.15:
                 count = chance.choice((1, 2, 3))
-                for name in names:  # A rolling update.
+                for name in names:  # a rolling update
                     await dealt.stop(name)
                     dealt.start(name, count)
                     await asyncio.sleep(chance.uniform(0, 10))
@@ -147,7 +149,7 @@ async def test_a_single_replica_acts_for_all_shards_and_shares_them_with_a_secon
 async def test_with_a_slow_api_server_every_shard_keeps_its_replica(
     server: ApiServer, count: int, seconds: float
 ) -> None:
-    """Each request takes so long, and taking a Lease takes four."""
+    """Each request takes `seconds`, and taking a Lease needs four."""
     server.faults = lambda method, path: Fault("slow", seconds=seconds)
     dealt = Dealt(server)
     dealt.start("a", count)
@@ -225,7 +227,7 @@ def test_without_the_right_to_list_leases_one_shard_is_acted_for_and_several_are
 
 
 def test_three_shards_one_killed_and_nothing_is_done_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole operators. Each job loses a pod while its shard has no replica."""
+    """The operators are complete. Each job loses a pod while its shard has no replica."""
     namespaces = tuple(f"team-{number}" for number in range(12))
     assert {shard_of(name, 3) for name in namespaces} == {0, 1, 2}
 
@@ -273,7 +275,9 @@ def test_wrong_settings_are_refused(given: dict[str, str], message: str) -> None
 
 
 def test_a_key_may_be_any_bytes() -> None:
-    """As `openssl rand 32` makes them; the environment shows what is no UTF-8 as surrogates."""
+    """`openssl rand 32` generates such keys. In the environment, bytes that are not UTF-8 appear as
+    surrogates.
+    """
     shown = {"DDPJOB_OPERATOR_KEY": os.fsdecode(b"\xff" * 32)}
     assert Settings.from_environment(shown).key == b"\xff" * 32
 

@@ -1,6 +1,6 @@
-"""Whole operators against the fake API server: the stories of the simulation, with faults of HTTP.
+"""Complete operators against the fake API server: the simulation's stories, with faults of HTTP.
 
-What a seed of the simulation proves in memory holds through KubernetesCluster, Rest, the caches,
+What a seed of the simulation proves in memory also holds for KubernetesCluster, Rest, the caches,
 ReportWatch, the Lease and the queue.
 """
 
@@ -43,7 +43,7 @@ async def test_random_faults_of_http(seed: int, monkeypatch: pytest.MonkeyPatch)
 def test_metrics_count_each_event_once_whatever_becomes_of_requests_and_watches(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An operator that lives through it all counts what the status counts in the end."""
+    """The metrics of an operator that runs throughout equal the counts in the final status."""
 
     def counted() -> dict[str, float]:
         names = ("ddpjob_jobs_created_total", "ddpjob_jobs_completed_total", "ddpjob_jobs_failed_total")

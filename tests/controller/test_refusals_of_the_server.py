@@ -36,7 +36,7 @@ from .world import api_server, connected, followed, loop_moment
 
 
 async def a_job_with_room_for_four_pods(c: Case) -> JobKey:
-    """It wants 64."""
+    """Add a job that needs 64 pods, and a quota for four."""
     c.add("big", nodes=64)
     await seen()
     quota = Fault(403, reason="Forbidden", message="exceeded quota")
@@ -45,7 +45,7 @@ async def a_job_with_room_for_four_pods(c: Case) -> JobKey:
 
 
 async def the_room_of_a_pod_is_used(c: Case, key: JobKey) -> None:
-    """At once, after one of four has been deleted."""
+    """Delete one of the four pods, and check that its room is used at once."""
     await c.cluster.delete_pod(await c.job(key), "big-0-0", c.uid("big-0-0"), None)
     await seen()
     await reconcile(c.cluster, key, loop_moment)
@@ -77,7 +77,9 @@ async def test_room_is_used_at_once_after_the_first_refusal_too(c: Case) -> None
 
 @in_case()
 async def test_a_refusal_of_one_job_does_not_affect_a_later_job_of_its_name(c: Case) -> None:
-    """Deleted and created between two looks, as by `kubectl replace --force` while a watch is away."""
+    """The job is deleted and created again between two reconciles, as by `kubectl replace --force`
+    while the watch is interrupted.
+    """
     c.fault_once("POST", "/pods", Fault(422, reason="Invalid", message="spec.nodeSelector: Invalid value"))
     await c.reconcile()
     spec = c.server.store.delete("DDPJob", "job")["spec"]
@@ -140,7 +142,9 @@ async def test_a_failed_creation_is_classified(c: Case, fault: Fault, raised: ty
 )
 @in_case()
 async def test_a_500_is_handled_alike_for_all_changes(c: Case, said: str, *, is_refused: bool) -> None:
-    """A webhook may be away for long, and then holds up nothing else; a fault of the server's own is over soon."""
+    """A webhook may be unreachable for long and then blocks nothing else. An error of the server
+    itself is soon over.
+    """
     await c.reconcile()
     c.server.faults = lambda m, path: Fault(500, message=said) if m != "GET" else None
     job, uid = await c.job(), c.uid("job-0-0")
@@ -179,7 +183,9 @@ async def test_throttling_is_waited_for_as_long_as_the_server_requests(c: Case) 
 @pytest.mark.parametrize("restarted", [False, True])
 @in_case()
 async def test_a_used_up_quota_of_secrets_keeps_no_pod_from_a_job_with_its_token(c: Case, *, restarted: bool) -> None:
-    """It is judged before the name: a Secret that exists is refused like one that does not."""
+    """The quota is checked before the name, so creating an existing Secret is refused like a new
+    one.
+    """
     await c.reconcile()
     use_up_the_quota_of_secrets(c)
     c.server.store.remove("Pod", c.server.store.get("Pod", "job-0-0"))
@@ -219,7 +225,9 @@ async def test_a_used_up_quota_of_secrets_is_shown_to_a_job_without_a_token(c: C
 @refused_by(Fault(422, reason="Invalid", message="policy 'nodel' denied request: pods are evidence"))
 @in_case()
 async def test_a_pod_whose_deletion_is_refused_is_shown_and_tried_less_and_less(c: Case, policy: Fault) -> None:
-    """By an admission policy, or by a webhook that is away. The job's other changes are made all the same."""
+    """An admission policy or an unreachable webhook refuses the deletion. The job's other changes
+    are still made.
+    """
     await c.reconcile()
     await c.reconcile()
     c.server.faults = lambda m, path: policy if m == "DELETE" and "/pods/" in path else None
@@ -326,7 +334,7 @@ async def test_a_status_that_a_policy_refuses_is_no_defect_of_the_operator(c: Ca
 @refused_by(Fault(422, reason="Invalid", message="policy 'nolabel' denied request: pods are immutable here"))
 @in_case()
 async def test_a_label_that_is_refused_is_no_error_and_tried_less_and_less(c: Case, policy: Fault) -> None:
-    """A policy that lets nobody change a pod; which of them trains is known without the label."""
+    """A policy lets nobody change a pod. Training pods are known without the label."""
     await c.reconcile()
     c.server.faults = lambda m, path: policy if m == "PATCH" and "/pods/" in path else None
     job, uid = await c.job(), c.uid("job-0-0")
@@ -340,7 +348,7 @@ async def test_a_label_that_is_refused_is_no_error_and_tried_less_and_less(c: Ca
 
 @in_case()
 async def test_a_namespace_that_forbids_root_gets_its_pods_at_once(c: Case) -> None:
-    """The pause after the refusal of a pod is not for the one with runAsNonRoot that follows."""
+    """The pause after a pod is refused does not apply to the pod with runAsNonRoot that follows."""
     act = c.server._act
 
     def restricted(method: str, kind: str, namespace: str, name: str | None, part: str | None, body: Json) -> Json:
@@ -376,7 +384,7 @@ async def test_groups_that_are_served_no_more_are_a_refusal_and_no_loop(c: Case)
 
 @in_case(serves_gangs=True, serves_queues=True)
 async def test_a_refused_deletion_of_a_queued_jobs_group_is_tried_again(c: Case) -> None:
-    """Not only at the next event, which may be hours away."""
+    """It is retried before the next event, which may be hours away."""
     c.server.store.create("ResourceFlavor", {"metadata": {"name": "spot"}, "spec": SPOT}, "")
     put_into_queue(c)
     await seen()
@@ -403,7 +411,9 @@ async def test_a_refused_deletion_of_a_queued_jobs_group_is_tried_again(c: Case)
 
 @in_case(serves_queues=True)
 async def test_quota_is_not_given_back_where_kueue_has_judged_again(c: Case) -> None:
-    """It was evicted when the decision was made, and is admitted when it is carried out."""
+    """The job was evicted when the decision was made, and is admitted again when it is carried
+    out.
+    """
     put_into_queue(c)
     await seen()
     await c.reconcile()

@@ -1,4 +1,6 @@
-"""Coordinators that are followed: what wakes a job, how often one is asked, and that none delays another job."""
+"""Followed coordinators: what wakes a job, how often a coordinator is asked, and why none delays
+another job.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def other(number: int) -> JobKey:
 
 
 class Coordinator:
-    """A coordinator on loopback that counts its requests. It can be made to hang, and to lie."""
+    """A coordinator on loopback that counts its requests. It can hang or send false reports."""
 
     def __init__(self) -> None:
         self.server = Server(CoordinatorSettings(2, 2), TOKEN, store_ready=True)
@@ -59,7 +61,7 @@ class Coordinator:
 
 
 class World:
-    """A watch, and when it has woken which job."""
+    """A watch, and the times at which it woke each job."""
 
     def __init__(self) -> None:
         self.wakes: list[tuple[float, JobKey]] = []
@@ -130,7 +132,7 @@ async def test_however_it_flaps_a_job_wakes_once_a_second(world: World, c: Coord
 
 @in_virtual_time
 async def test_news_of_a_large_job_among_many_is_read_soon(world: World, c: Coordinator) -> None:
-    """A lost member that is back must not look lost until its pod is given up."""
+    """A lost member that has rejoined must not look lost until its pod is given up."""
     for number in range(300):
         world.watch.follow(other(number), c.target)
     await asyncio.sleep(30)
@@ -184,7 +186,9 @@ async def test_an_overdue_step_is_news_once_however_the_clocks_are_compared(worl
 
 @in_virtual_time
 async def test_the_first_step_loss_and_speed_are_news(world: World, c: Coordinator) -> None:
-    """Whether a job has ever made a step decides what a failure means; for the others people wait."""
+    """The first step decides what a later failure means. Users wait for the first loss and
+    speed.
+    """
     world.watch.follow(KEY, c.target)
     for number, first in enumerate(({"step": 1}, {"loss": 0.5}, {"metrics": {"stepsPerSecond": 2.0}})):
         await asyncio.sleep(15)
@@ -251,7 +255,7 @@ async def test_a_report_is_back_soon_after_a_long_silence(world: World, c: Coord
     world.watch.follow(KEY, c.target)
     await asyncio.sleep(1)
     c.hangs = True
-    c.news(5)  # ends the request that is pending
+    c.news(5)  # ends the pending request
     await asyncio.sleep(600)
     assert world.watch.report(KEY) is None
     c.hangs = False

@@ -1,6 +1,6 @@
-"""What becomes of a request.
+"""The result of a request.
 
-The answer, ApiError for what the server refuses, Unavailable for what may be tried again.
+It is the response, ApiError if the server refuses, or Unavailable if the request may be retried.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NODES = "/api/v1/nodes"
 
 
 async def asked(fault: Fault) -> Exception | dict[str, object]:
-    """What a GET gives under a fault."""
+    """Return the result of a GET under a fault."""
     async with api_server() as server, connected(server) as rest:
         server.faults = lambda method, path: fault
         try:
@@ -56,7 +56,7 @@ def test_throttling_and_errors_of_the_server_can_be_tried_again(
 
 
 def test_a_page_in_place_of_an_answer_can_be_tried_again() -> None:
-    """As a proxy's that asks to sign in."""
+    """The page is like that of a proxy that asks users to sign in."""
     error = run(asked(Fault("page")))
     assert isinstance(error, Unavailable)
     assert "<html>Please sign in</html>" in str(error)
@@ -80,7 +80,7 @@ def test_an_answer_that_does_not_come_ends_after_the_limit() -> None:
 
 
 async def events(rest: Rest, version: int, silence: float = 75.0, seconds: int = 300) -> list[str]:
-    """Of a watch, until it ends."""
+    """Return the events of a watch until it ends."""
     query = {"resourceVersion": str(version), "timeoutSeconds": str(seconds), "allowWatchBookmarks": "true"}
     return [event["type"] async for event in rest.watch(NODES, query, silence)]
 
@@ -139,7 +139,9 @@ async def test_a_watch_whose_connection_breaks_is_unavailable() -> None:
 def test_an_object_as_deep_as_the_api_server_takes_hides_no_other(
     depth: int, limited: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A podTemplate's spec may be nested at will. `limited`: in C as from Python 3.12 on."""
+    """The spec of a podTemplate may be nested arbitrarily deep. `limited` simulates the C recursion
+    limit of Python 3.12 and later.
+    """
     loads, before = json.loads, sys.getrecursionlimit()
 
     def limited_loads(text: bytes) -> Any:
@@ -192,7 +194,7 @@ async def test_no_error_ends_an_informer() -> None:
 
 
 def test_the_server_s_audit_names_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A manager in managedFields has the name in front of the slash of the user agent."""
+    """The name of a manager in managedFields is the part of the user agent before the slash."""
     sent: list[str] = []
 
     async def main() -> None:
@@ -204,7 +206,9 @@ def test_the_server_s_audit_names_the_operator(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_environment_is_read_once_and_not_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """aiohttp reads it in a thread for each request, with the user's ~/.netrc, whose passwords are for others."""
+    """aiohttp reads it in a thread for each request, together with the user's ~/.netrc, whose
+    passwords are not meant for this.
+    """
     reads: list[str] = []
     monkeypatch.setattr("aiohttp.client.get_env_proxy_for_url", lambda url: reads.append("proxy"))
     monkeypatch.setattr("aiohttp.ClientSession._get_netrc_auth", lambda session, host: reads.append("netrc"))
@@ -231,7 +235,9 @@ def test_the_environment_is_read_once_and_not_for_each_request(monkeypatch: pyte
 def test_the_api_server_is_reached_by_the_proxy_of_the_environment(
     bypass: str, host: str, proxy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also by networks in NO_PROXY: in a cluster the API server has an address of the Services', and no name."""
+    """Networks in NO_PROXY also count: in a cluster, the API server has a Service address and no
+    name.
+    """
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     monkeypatch.setenv("https_proxy", "http://proxy:3128")
     monkeypatch.setenv("NO_PROXY", bypass)
@@ -246,7 +252,7 @@ def test_the_api_server_is_reached_by_the_proxy_of_the_environment(
 
 
 def test_without_credentials_the_operator_ends_with_a_line_that_says_what_is_missing(tmp_path: Path) -> None:
-    """As in a pod to which a policy of the cluster gives no token."""
+    """A cluster's policy may give a pod no token."""
     service = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
     given = {**os.environ, **service, "KUBECONFIG": str(tmp_path / "none"), "DDPJOB_OPERATOR_KEY": "k" * 16}
     command = [sys.executable, "-m", "ddpjob.controller"]
@@ -258,12 +264,12 @@ def test_without_credentials_the_operator_ends_with_a_line_that_says_what_is_mis
 
 
 def test_events_that_arrive_at_once_hold_up_nothing_else() -> None:
-    """As when a thousand pods die: the Lease must be renewed meanwhile."""
+    """This happens when a thousand pods die. The Lease must be renewed meanwhile."""
     many, read = 400, list[str]()
 
     class Backlog(Rest):
         def __init__(self) -> None:
-            """It needs no client."""
+            """Leave out the client, which is not needed."""
 
         async def request(self, *_: Any, **__: Any) -> Any:
             return {"metadata": {"resourceVersion": "1"}, "items": []}
@@ -295,7 +301,9 @@ def test_events_that_arrive_at_once_hold_up_nothing_else() -> None:
 def test_a_right_that_may_be_withheld_on_purpose_is_no_error(
     optional: bool, level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As the chart's queues.kueue=false does; the log of the other is what a person who is woken reads."""
+    """The chart's queues.kueue=false withholds such a right. Other missing rights are logged as
+    errors, for the person on call.
+    """
 
     async def main() -> None:
         async with api_server() as server, connected(server) as rest:

@@ -56,7 +56,9 @@ async def test_many_jobs_share_their_runtime_by_two_requests(c: Case) -> None:
 
 @in_case()
 async def test_a_job_that_comes_to_share_the_runtime_takes_those_along_that_are_about_to(c: Case) -> None:
-    """But none that has ended, is suspended, or runs with the runtime of another version."""
+    """Jobs that have ended, are suspended, or use the runtime of a different version are not
+    included.
+    """
     await reconcile(c.cluster, KEY, loop_moment)
     for name in ("b", "c", "d"):
         c.add(name)
@@ -75,7 +77,9 @@ async def test_a_job_that_comes_to_share_the_runtime_takes_those_along_that_are_
 
 @in_case()
 async def test_what_an_operator_has_left_half_shared_is_finished_by_the_next(c: Case) -> None:
-    """It died when the job had become an owner, and the runtime did not belong to the jobs yet."""
+    """The operator died when the job was already an owner, but the runtime did not belong to the
+    jobs yet.
+    """
     job = await c.job()
     runtime = build_runtime(job)
     runtime["metadata"]["ownerReferences"][0] |= {"name": "other", "uid": "other-uid"}
@@ -91,7 +95,7 @@ async def test_what_an_operator_has_left_half_shared_is_finished_by_the_next(c: 
 @pytest.mark.parametrize("gone", ["runtime", "jobs"])
 @in_case()
 async def test_a_runtime_that_is_collected_while_a_job_comes_is_made_again(c: Case, gone: str) -> None:
-    """The last of its jobs has ended, and no watch has said so yet."""
+    """The last of its jobs has ended, but no watch has reported it yet."""
     await c.reconcile()
     c.add("b")
     await seen()
@@ -99,7 +103,7 @@ async def test_a_runtime_that_is_collected_while_a_job_comes_is_made_again(c: Ca
     body = c.server.store.get("ConfigMap", runtime_name() if gone == "runtime" else JOBS)
     c.server.store.remove("ConfigMap", body)
     await reconcile(c.cluster, JobKey("space", "b"), loop_moment)
-    if gone == "runtime":  # No request needs it: only a watch can tell.
+    if gone == "runtime":  # no request needs it, so only a watch can report it
         c.server.drop_events = lambda kind, body: False
         c.server.store.changed("ConfigMap", body, "DELETED")
         await seen()

@@ -1,4 +1,6 @@
-"""What the caches keep of objects that a tenant makes with a job's labels: bounded, however large the objects are."""
+"""The caches keep a limited amount of objects that a tenant creates with a job's labels, however
+large the objects are.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ LONG = "x" * 100_000 + "\N{GRINNING FACE}"
 
 
 def a_pod(**labels: str) -> dict[str, Any]:
-    """As large as a pod may be, in every text that is read."""
+    """Return a pod that is as large as allowed in every field that is read."""
     ended = {"terminated": {"reason": LONG, "message": LONG, "exitCode": 1}}
     waiting = {"waiting": {"reason": LONG, "message": LONG}}
     states = [{"name": f"c{n}", "state": waiting if n % 2 else ended} for n in range(2000)]
@@ -71,7 +73,7 @@ def test_of_an_object_with_thousands_of_owners_the_first_are_kept() -> None:
 
 
 def test_how_many_config_maps_of_the_runtime_are_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user may delete them and have them made again at will."""
+    """A user may delete them and have them created again at will."""
     monkeypatch.setattr(kubernetes_cluster, "_MOST_CHECKED", 3)
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""The keyed queue: once, in time, never twice at once, with back-off."""
+"""The keyed queue runs each key once, on time, never twice concurrently, and with back-off."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_a_key_added_for_several_times_runs_once_for_the_first_of_them() -
             queue.add("a", 0.2)
             queue.add("a", 0.1)
             queue.add("a", 0.2)
-            await asyncio.sleep(0.3)  # They are due while it is busy.
+            await asyncio.sleep(0.3)  # they are due while it is busy
 
     queue.add("a", 0.05)
     queue.add("a", 0.01)
@@ -262,7 +262,9 @@ async def test_a_group_that_wants_little_waits_for_one_turn_and_not_for_a_round(
 
 @virtual
 async def test_what_counts_are_turns_and_not_how_long_they_took() -> None:
-    """The first creations of a burst take many times as long as later ones, whoever makes them."""
+    """The first creations of a burst take much longer than later ones, whichever job they belong
+    to.
+    """
     turns, waited, loop = Turns(8), list[float](), asyncio.get_running_loop()
 
     async def take(group: str, seconds: float) -> None:

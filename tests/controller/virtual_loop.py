@@ -1,9 +1,9 @@
-"""An event loop whose clock jumps to the next timer when no socket has anything to say.
+"""An event loop whose clock jumps to the next timer when no socket has data.
 
-Client and server run in the same loop and speak over loopback, so a request takes no time unless a fault makes it; a
-time-out of 30 s, a Lease of 10 s or a watch of 5 minutes passes in a millisecond. The loop counts what its sockets have
-sent and not yet read: while something is on its way, however slowly a loaded machine delivers it, the clock stands
-still.
+Client and server run in the same loop and communicate over loopback, so a request takes no virtual
+time unless a fault delays it. A timeout of 30 s, a Lease of 10 s or a watch of 5 minutes passes in
+a millisecond. The loop counts the bytes that its sockets have sent but not yet received. While any
+are in transit, however slowly a busy machine delivers them, the clock stands still.
 """
 
 from __future__ import annotations
@@ -23,22 +23,28 @@ from typing import Any, ParamSpec, TypeVar
 Result = TypeVar("Result")
 Given = ParamSpec("Given")
 LOST_SECONDS = 2.0
-"""Real seconds after which bytes that nobody reads are forgotten: their reader has stopped reading."""
+"""Real seconds after which unread bytes are forgotten, because their receiver has stopped
+reading.
+"""
 END_SECONDS = 0.004
-"""The same for the end of a connection."""
+"""Real seconds after which the unread end of a connection is forgotten."""
 STUCK_SECONDS = 20.0
 LONGEST = 3600.0
-"""Virtual seconds after which a test has gone wrong: timers alone could keep it going for ever."""
+"""Virtual seconds after which a test has failed. Timers alone could keep it running forever."""
 
 
 class _Traffic:
-    """Bytes on their way, by (sender's address, receiver's address); and connections whose end is on its way."""
+    """Bytes in transit by (sender's address, receiver's address), and connections whose end is in
+    transit.
+    """
 
     def __init__(self) -> None:
         self.bytes: dict[tuple[Any, Any], int] = {}
         self.ends: set[tuple[Any, Any]] = set()
         self._unread: set[tuple[Any, Any]] = set()
-        """Where what was sent has been forgotten: nobody reads there, and nothing is counted until somebody does."""
+        """Ways whose unread bytes have been forgotten. Nothing is counted there until somebody
+        reads again.
+        """
 
     def sent(self, way: tuple[Any, Any], count: int) -> None:
         if way not in self._unread:
@@ -107,7 +113,7 @@ class _Selector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self._never: set[int] = set()
-        """Descriptors that were waited for in vain: they will never be writable, so they stop the clock no more."""
+        """Descriptors that never became writable. They no longer stop the clock."""
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
         key = super().unregister(fileobj)
@@ -115,7 +121,9 @@ class _Selector(selectors.DefaultSelector):
         return key
 
     def _blocked(self) -> set[int]:
-        """Connections that are being made, and those whose peer has not read what was sent."""
+        """Return connections that are being established, and those whose peer has not read the sent
+        bytes.
+        """
         return {key.fd for key in self.get_map().values() if key.events & selectors.EVENT_WRITE} - self._never
 
     def select(self, timeout: float | None = None) -> Any:
@@ -148,7 +156,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """See the module. `now` begins at 0."""
+    """The event loop described in the module's docstring. `now` begins at 0."""
 
     def __init__(self) -> None:
         self.now, self.limit = 0.0, LONGEST
@@ -161,7 +169,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.now
 
     def advance(self, seconds: float) -> None:
-        """Nothing happens for so long. Raises TimeoutError, with where every task waits, if the test takes too long."""
+        """Advance the clock. If the test takes too long, raises TimeoutError with the place where
+        every task waits.
+        """
         self.now += seconds
         if self.now > self.limit:
             self.limit += 600.0  # the tasks are cancelled in this loop
@@ -171,7 +181,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             raise TimeoutError(f"no end after {LONGEST:.0f} virtual seconds:\n{stacks.getvalue()}")
 
     def run_in_executor(self, executor: Any, function: Any, *args: Any) -> Any:
-        """At once: the clock would not wait for a thread (aiohttp reads .netrc in one)."""
+        """Call the function at once, because the clock would not wait for a thread (aiohttp reads
+        .netrc in one).
+        """
         done = self.create_future()
         try:
             done.set_result(function(*args))
@@ -191,13 +203,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """Like asyncio.run, in virtual time."""
+    """Run a coroutine like asyncio.run, but in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
 
 
 def virtual(test: Callable[Given, Coroutine[Any, Any, None]]) -> Callable[Given, None]:
-    """An async test in virtual time."""
+    """Run an async test in virtual time."""
 
     @functools.wraps(test)
     def wrapped(*args: Given.args, **kwargs: Given.kwargs) -> None:
@@ -210,7 +222,9 @@ Test = Callable[..., Any]
 
 
 def virtual_in(world: Callable[[], AbstractAsyncContextManager[Any]]) -> Callable[[Test], Test]:
-    """Like `virtual`, for a test whose first parameter is what the world gives; the others are fixtures."""
+    """Return a decorator like `virtual`, for tests whose first parameter is the value of `world`.
+    The others are fixtures.
+    """
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)

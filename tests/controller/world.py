@@ -1,5 +1,5 @@
-"""What the tests of the controller share: the simulation's clock on the event loop, clients of the fake API server, and
-kopf's watch in virtual time.
+"""Shared parts of the controller's tests: the simulation's clock on the event loop, clients of the
+fake API server, and kopf's watch in virtual time.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ class ReplicaTasks:
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def stop(self, name: str) -> None:
-        """Its process ends in order, and gives the Lease back."""
+        """End the replica's process cleanly, so that it releases the Lease."""
         task = self.tasks.pop(name)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     def check(self) -> None:
-        """No replica has ended by itself."""
+        """Check that no replica has ended by itself."""
         for name, task in self.tasks.items():
             if task.done():
                 raise AssertionError(f"replica {name} has ended: {task.exception()!r}") from task.exception()
 
 
 class LoopClock(Clock):
-    """The simulation's clock, driven by the event loop: HTTP and the simulated world share one time."""
+    """The simulation's clock, driven by the event loop: HTTP and the simulated world share one
+    time.
+    """
 
     @property
     def now(self) -> float:  # type: ignore[override]
@@ -62,28 +64,30 @@ class LoopClock(Clock):
 
 
 def loop_moment() -> datetime:
-    """The time of day in the simulated world."""
+    """Return the time of day in the simulated world."""
     return EPOCH + timedelta(seconds=asyncio.get_running_loop().time())
 
 
 @asynccontextmanager
 async def api_server() -> AsyncIterator[ApiServer]:
-    """With an empty store."""
+    """Serve an empty store."""
     async with ApiServer(Store(LoopClock())).serve() as server:
         yield server
 
 
 on_server = virtual_in(api_server)
-"""A test in virtual time, whose first parameter is such a server."""
+"""Decorator for a test in virtual time whose first parameter is such a server."""
 
 Follow = Callable[[Settings, Seen], Coroutine[Any, Any, None]]
 
 
 def kopf_of(server: ApiServer) -> Follow:
-    """`handlers.follow_jobs` in virtual time: kopf's thread has a loop of its own, whose time is real.
+    """Return `handlers.follow_jobs` in virtual time, because kopf's own thread has a separate loop
+    in real time.
 
-    It shows what kopf shows: the jobs that are there when it lists, never those that were deleted while it did not
-    watch. An error in a watch ends it, and it begins again a while later. Real kopf is in test_kopf.py.
+    It behaves like kopf: it shows the jobs that exist when it lists, but never those that were
+    deleted while it did not watch. An error ends a watch, which starts again a while later.
+    test_kopf.py tests the real kopf.
     """
 
     async def follow_jobs(settings: Settings, seen: Seen) -> None:
@@ -101,12 +105,12 @@ async def _follow(rest: Rest, path: str, seen: Seen) -> None:
             for body in page["items"] or ():
                 seen(None, body)
             await _watch(rest, path, page["metadata"]["resourceVersion"], seen)
-        except (ApiError, Unavailable, KeyError):  # KeyError: a page of another server.
+        except (ApiError, Unavailable, KeyError):  # KeyError: a page of a different server
             await asyncio.sleep(KOPF_RETRY)
 
 
 async def _watch(rest: Rest, path: str, version: str, seen: Seen) -> None:
-    """Until the version has expired."""
+    """Follow the watch until the version has expired."""
     while True:
         query = {"resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": "300"}
         try:
@@ -124,7 +128,7 @@ async def _watch(rest: Rest, path: str, version: str, seen: Seen) -> None:
 
 @asynccontextmanager
 async def connected(server: ApiServer) -> AsyncIterator[Rest]:
-    """A client of its own connections."""
+    """Yield a client with its own connections."""
     rest = Rest.open(client.Configuration(host=server.url), connections=100)
     try:
         yield rest
@@ -134,7 +138,7 @@ async def connected(server: ApiServer) -> AsyncIterator[Rest]:
 
 @asynccontextmanager
 async def followed(server: ApiServer, caches: Caches) -> AsyncIterator[None]:
-    """Caches that follow the server, and have read what there is."""
+    """Run caches that follow the server, once they have read all objects."""
     kopf = kopf_of(server)(Settings(key=b"", namespaces=tuple(filter(None, caches.namespaces))), caches.seen_by_kopf)
     tasks = [asyncio.create_task(caches.run()), asyncio.create_task(kopf)]
     try:

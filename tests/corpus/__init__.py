@@ -1,8 +1,10 @@
 """Manifests with the verdict that both the API server and ddpjob's own reader must give.
 
-- `valid/NAME.yaml`: accepted; what is stored is the same.
-- `invalid/NAME.yaml`: refused. Lines `# says: TEXT`: in both messages; `# locally: TEXT`: only in the reader's.
-- `updates/NAME.yaml`: two documents, the old object and the one that replaces it; `# allowed` or `# refused: TEXT`.
+- `valid/NAME.yaml` is accepted, and the stored object is the same.
+- `invalid/NAME.yaml` is refused. Lines `# says: TEXT` must be in both messages, and
+  `# locally: TEXT` only in the reader's.
+- `updates/NAME.yaml` has two documents, the old object and its replacement, and
+  `# allowed` or `# refused: TEXT`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Case:
-    """One file: the texts that a refusal must hold, by where it is made."""
+    """A file, with the texts that a refusal must contain, by the component that refuses."""
 
     path: Path
     says: tuple[str, ...]
@@ -30,7 +32,7 @@ class Case:
 
 
 def cases(kind: str) -> list[Case]:
-    """All files of `valid`, `invalid` or `updates`."""
+    """Return all files of `valid`, `invalid` or `updates`."""
     return [_read(path, kind) for path in sorted((FOLDER / kind).glob("*.yaml"))]
 
 

@@ -1,5 +1,5 @@
-"""Marks everything here as `gpu`, skips it where no GPU is, and writes what ran, on what, and its figures to
-build/gpu-results.json.
+"""Marks all tests here as `gpu`, skips them without a GPU, and writes the tests, the device and
+their figures to build/gpu-results.json.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _why() -> str:
 
 @pytest.fixture
 def figure(request: pytest.FixtureRequest) -> Callable[[str, Any], None]:
-    """Keep a figure beside the test's outcome."""
+    """Return a function that records a figure with the test's outcome."""
 
     def keep(name: str, value: Any) -> None:
         request.node.user_properties.append((name, value))

@@ -1,7 +1,7 @@
-"""What only a GPU can show (`make test-gpu`): the same trainings as in tests/trainer, as processes of their own.
+"""Checks that need a GPU (`make test-gpu`): the trainings of tests/trainer in separate processes.
 
-The CPU in float32 is the reference. No pytest process initializes CUDA before it starts others, except in the tests of
-single parts, which start none.
+The CPU in float32 is the reference. The pytest process does not initialize CUDA before it starts
+others. Only tests of single parts do, which start none.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ two_devices = pytest.mark.skipif(COUNT < 2, reason=f"needs two CUDA devices, and
 
 
 def trainer(*words: str) -> None:
-    """The trainer's program, to its good end."""
+    """Run the trainer until it succeeds."""
     command = [sys.executable, "-m", "ddpjob_trainer", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def trained(folder: Path, *keys: str, ranks: int = 1) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl of a training; more than one rank by --spawn."""
+    """Train and return the lines of metrics.jsonl. Several ranks are started by --spawn."""
     spawn = ["--spawn", str(ranks)] if ranks > 1 else []
     trainer(*KEYS, *keys, f"checkpoint.dir={folder}", *spawn)
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -51,7 +51,7 @@ def losses(lines: list[dict[str, Any]]) -> list[float]:
 
 
 def check_same_curve(folder: Path, figure: Figure, *keys: str) -> None:
-    """On the GPU as on the CPU."""
+    """Check that the curve on the GPU is that of the CPU."""
     on_cpu = losses(trained(folder / "cpu", "train.backend=gloo", *keys, *WHOLE))
     on_gpu = losses(trained(folder / "gpu", *keys, *WHOLE))
     figure("largest difference of a loss", float(np.max(np.abs(np.array(on_gpu) / on_cpu - 1))))
@@ -60,12 +60,14 @@ def check_same_curve(folder: Path, figure: Figure, *keys: str) -> None:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Of one process on the CPU."""
+    """Return the losses of one process on the CPU."""
     return losses(trained(tmp_path_factory.mktemp("cpu"), "train.backend=gloo", *WHOLE))
 
 
 def groups() -> list[int]:
-    """1, 2, 4, ... and all devices; one case that is skipped where there is none."""
+    """Return 1, 2, 4, ... and the number of devices. Without devices, there is one case, which is
+    skipped.
+    """
     return sorted({1, *(2**k for k in range(1, 10) if 2**k <= COUNT), max(COUNT, 1)})
 
 
@@ -109,7 +111,7 @@ FEATURES = {
     "checked machines": ["preflight.run=true"],
     "torchvision": ["data.name=synthetic", "data.size=400", "data.shape=[3,64,64]", "model.name=torchvision:resnet18"],
 }
-"""Keys of trainings whose curve on a GPU is that on the CPU."""
+"""Settings whose curve on a GPU equals that on the CPU."""
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -118,7 +120,7 @@ def test_a_feature_has_the_curve_of_the_cpu(feature: str, tmp_path: Path, figure
 
 
 def test_stochastic_depth_draws_the_same_in_each_run(tmp_path: Path, figure: Figure) -> None:
-    """By the GPU's generator, whose numbers are not the CPU's."""
+    """The GPU's generator draws different numbers from the CPU's."""
     keys = ["model.name=resnet18_cifar", "model.drop_path=0.2", "data.name=synthetic", "data.size=400", *WHOLE]
     first, second = (losses(trained(tmp_path / run, *keys)) for run in ("first", "second"))
     figure("largest difference of a loss", float(np.max(np.abs(np.array(first) / second - 1))))
@@ -178,7 +180,9 @@ def test_the_model_on_two_devices_has_the_curve_of_one(reference: list[float], t
 
 @two_devices
 def test_data_parallel_learns_on_all_devices(tmp_path: Path) -> None:
-    """Its statistics are those of each device's part, so the curve is near the reference's and not on it."""
+    """Statistics are those of each device's part, so the curve is close to the reference but not
+    equal.
+    """
     found = losses(trained(tmp_path, "strategy=dp", *WHOLE))
     assert found[-1] < 0.9 * found[0]
 
@@ -195,7 +199,7 @@ def test_bfloat16_is_the_default_and_learns_as_float32_does(
 
 
 def test_a_run_resumes_on_the_other_kind_of_device(tmp_path: Path) -> None:
-    """bfloat16 on the GPU, float32 on the CPU, and back."""
+    """The run uses bfloat16 on the GPU, float32 on the CPU, and bfloat16 again."""
     for epochs, backend in ((1, "nccl"), (2, "gloo"), (3, "nccl")):
         lines = trained(tmp_path, f"train.backend={backend}", f"train.epochs={epochs}", "optim.schedule=constant")
     assert lines[-1]["event"] == "end" and losses(lines)[-1] < losses(lines)[0]
@@ -224,7 +228,7 @@ def test_a_snapshot_is_in_pinned_memory_and_does_not_follow_the_weights() -> Non
 
 
 def test_a_step_that_is_not_finite_is_skipped_on_the_device() -> None:
-    """By the fused optimizer's found_inf: the host reads nothing."""
+    """The fused optimizer uses found_inf, so the host reads nothing."""
     from ddpjob_trainer.config.sections import OptimConfig
     from ddpjob_trainer.optim.optimizers import build_optimizer
     from ddpjob_trainer.optim.precision import Precision
@@ -266,7 +270,9 @@ def test_dali_decodes_what_the_workers_do(tmp_path: Path) -> None:
 
 
 def test_workers_of_the_fork_server_have_the_gpu(tmp_path: Path, figure: Figure) -> None:
-    """recovery.mode Fast: forked from a process that has imported torch, and has not touched CUDA."""
+    """Workers in recovery.mode Fast are forked from a process that has imported torch but not
+    touched CUDA.
+    """
     (tmp_path / "job.yaml").write_text(
         f"""
 apiVersion: ddpjob.io/v1alpha1
@@ -291,7 +297,9 @@ spec:
 
 
 def test_the_times_of_a_step_are_those_of_the_device(tmp_path: Path, figure: Figure) -> None:
-    """ResNet-18 on made CIFAR images: the phases, by events, add up to the time of a step; figures for people."""
+    """ResNet-18 trains on generated CIFAR images. The phases, measured by events, add up to the
+    time of a step. The figures are for information.
+    """
     keys = [
         "data.name=synthetic", "data.size=12800", "data.batch=256", "data.micro_batches=0", "train.log_every=10",
         "model.name=resnet18_cifar", "model.channels_last=true", "train.eval_every=9",
@@ -310,7 +318,7 @@ def test_the_times_of_a_step_are_those_of_the_device(tmp_path: Path, figure: Fig
 
 @two_devices
 def test_a_late_rank_is_told_from_those_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1's model is slow on the host; rank 0 waits for it on the device."""
+    """Rank 1's model is slow on the host, and rank 0 waits for it on the device."""
     (tmp_path / "late.py").write_text(
         "import os, time\n"
         "from ddpjob_trainer.config.sections import ModelConfig\n"

@@ -1,4 +1,4 @@
-"""A machine for the tests of the process backend."""
+"""The fixture `machine` for tests of the process backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from process_harness import Machine
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
-    """A folder of runs of its own; what a failed test left running is killed."""
+    """Yield a machine with a run folder of its own. Processes that a failed test left running are
+    killed.
+    """
     made = Machine(tmp_path)
     yield made
     made.close()

@@ -1,4 +1,4 @@
-"""`ddpjob run` as a user starts it, and a look at all that it leaves behind."""
+"""`ddpjob run` as a user starts it, and access to everything that it leaves behind."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = str(SCRIPTS / "process_train.py")
 Json = dict[str, Any]
 FAST = {"mode": "Fast"}
-"""`recovery` of jobs whose mode does not matter: torch is imported twice and not four times for two pods."""
+"""The `recovery` of jobs whose mode does not matter. Two pods then import torch twice instead of
+four times.
+"""
 
 
 ENDLESS = ["--steps=1000000"]
-"""`args` of a script that trains until `Run.finish`: a fixed number of steps would end too early on a slow machine."""
+"""The `args` of a script that trains until `Run.finish`. A fixed number of steps would end too
+early on a slow machine.
+"""
 
 
 def manifest(name: str = "job", **spec: Any) -> Json:
-    """A DDPJob of two nodes on the CPU."""
+    """Return a DDPJob of two nodes on the CPU."""
     if not {"script", "module", "command"} & set(spec):
         spec["script"] = TRAIN
     return {
@@ -42,7 +46,7 @@ def manifest(name: str = "job", **spec: Any) -> Json:
 
 
 class Machine:
-    """A folder of runs, and the commands."""
+    """A folder of runs, and the commands to use it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.runs = folder, folder / "runs"
@@ -52,7 +56,7 @@ class Machine:
         return {**os.environ, "DDPJOB_RUNS": str(self.runs), "DDPJOB_PLACE": "local"}
 
     def command(self, *words: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
-        """`ddpjob WORDS` to its end."""
+        """Run `ddpjob WORDS` to its end."""
         return subprocess.run(
             [sys.executable, "-m", "ddpjob.cli", *words],
             env=self.environment(), cwd=self.folder, capture_output=True, text=True, check=False,
@@ -65,7 +69,9 @@ class Machine:
         return path
 
     def start(self, job: Json, *options: str, stdout: int | None = None, wrapper: Sequence[str] = ()) -> Run:
-        """`ddpjob run` in the background. `stdout`: a pipe or a terminal, in place of the file of `Run.output`."""
+        """Start `ddpjob run` in the background. `stdout` may be a pipe or a terminal, instead of
+        the file of `Run.output`.
+        """
         path = self.write(job, f"{job['metadata']['name']}.yaml")
         output = (self.folder / f"{job['metadata']['name']}.out").open("w+")
         process = subprocess.Popen(
@@ -77,13 +83,13 @@ class Machine:
         return Run(self, job["metadata"]["name"], process, Path(output.name))
 
     def run(self, job: Json, *options: str, seconds: float = 90) -> Run:
-        """`ddpjob run` to its end."""
+        """Run `ddpjob run` to its end."""
         run = self.start(job, *options)
         run.wait(seconds)
         return run
 
     def close(self) -> None:
-        """Kills what a failed test left running; the guard then ends the rest."""
+        """Kill the processes that a failed test left running. The guard then ends the rest."""
         for process in self._runners:
             if process.poll() is None:
                 process.kill()
@@ -112,11 +118,11 @@ class Run:
         return status
 
     def condition(self, kind: str) -> Json:
-        """A condition; empty when there is none."""
+        """Return a condition, or an empty one if there is none."""
         return next((c for c in self.status.get("conditions", ()) if c["type"] == kind), {})
 
     def until(self, what: Callable[[Run], object], seconds: float = 90) -> None:
-        """Waits until it holds while the run continues."""
+        """Wait until the condition holds while the run continues."""
         began = time.monotonic()
         while time.monotonic() - began < seconds * slowness():
             assert self.process.poll() is None, f"the run has ended\n{self.everything()}"
@@ -126,38 +132,38 @@ class Run:
         raise AssertionError(f"not within {seconds} s\n{self.everything()}")
 
     def steps(self) -> int:
-        """Steps that were saved."""
+        """Return the number of saved steps."""
         try:
             return int((self.folder / "checkpoints" / "step").read_text())
         except FileNotFoundError:
             return 0
 
     def finish(self) -> None:
-        """Lets process_train.py end well, and checks that all of the job did."""
+        """Let process_train.py complete, and check that all parts of the job did so."""
         (self.folder / "checkpoints" / "enough").touch()
         assert self.wait() == 0, self.everything()
         self.assert_ledger(self.steps())
 
     def wait(self, seconds: float = 180) -> int:
-        """The exit code."""
+        """Wait for the end, and return the exit code."""
         try:
             return self.process.wait(seconds * slowness())
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still runs after {seconds} s\n{self.everything()}") from None
 
     def pods(self) -> list[str]:
-        """Names of the pods that are there."""
+        """Return the names of the existing pods."""
         return [pod["name"] for pod in self.record["local"]["pods"]]
 
     def log(self, pod: str) -> str:
         return (Path(self.record["local"]["folder"]) / "pods" / f"{pod}.log").read_text()
 
     def processes(self) -> list[int]:
-        """Processes that belong to the job."""
+        """Return the processes that belong to the job."""
         return processes.find({"DDPJOB_UID": self.record["metadata"]["uid"]})
 
     def assert_nothing_left(self, seconds: float = 5) -> None:
-        """No process of the job, within the time that a guard may need."""
+        """Check that no process of the job is left, after the time that a guard may need."""
         began = time.monotonic()
         while left := self.processes():
             names = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left if Path(f"/proc/{pid}").exists()]
@@ -165,7 +171,9 @@ class Run:
             time.sleep(0.05)
 
     def assert_ledger(self, steps: int, ranks: int = 2) -> None:
-        """Each rank has made each step; one is repeated only if its life was cut before the step was saved."""
+        """Check that each rank has taken each step. A step is repeated only if a process was killed
+        before it was saved.
+        """
         for rank in range(ranks):
             made = [int(line) for line in (self.folder / "checkpoints" / f"ledger-{rank}").read_text().split()]
             assert sorted(set(made)) == list(range(steps)), f"rank {rank}: {made}"
@@ -173,7 +181,7 @@ class Run:
                 assert after in (before + 1, before), f"rank {rank} went from step {before} to {after}"
 
     def everything(self) -> str:
-        """For a failing test."""
+        """Return the output and the pods' logs, for the message of a failing test."""
         logs = [
             f"--- {path}\n{path.read_text(errors='replace')[-3000:]}"
             for path in sorted(self.folder.glob("*/pods/*.log"))
@@ -185,7 +193,7 @@ class Run:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """No process of the job runs meanwhile: it cannot end before what the test does to it."""
+        """Stop all processes of the job, so that it cannot end before the test acts on it."""
         stopped = self.processes()
         for process in stopped:
             os.kill(process, signal.SIGSTOP)

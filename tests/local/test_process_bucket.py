@@ -41,7 +41,7 @@ def storage(port: int) -> Json:
 
 
 def copies(server: Server) -> Bucket:
-    """The one folder that the job has made for itself."""
+    """Return the one folder that the job has created for itself."""
     [folder] = (server.folder / "runs").glob("local.*/*")
     return Bucket.open(f"s3://{BUCKET}/{folder.relative_to(server.folder)}")
 
@@ -56,7 +56,7 @@ def lose_the_disk(run: Run) -> None:
 
 
 def value(steps: int, ranks: int = 2) -> int:
-    """What report_bucket.py computes in so many steps."""
+    """Return the result of report_bucket.py after so many steps."""
     found = 1
     for _ in range(steps):
         found = sum(found * (rank + 3) % 1009 for rank in range(ranks)) % 1009
@@ -81,7 +81,7 @@ def test_a_script_continues_from_the_bucket_after_its_pod_and_disk_are_lost(serv
     line.cut = True
     (checkpoints / "go-30").touch()
     made = checkpoints / "ledger-1"
-    run.until(lambda r: made.read_text().split()[-1] == "45", seconds=180)  # It waits in this step.
+    run.until(lambda r: made.read_text().split()[-1] == "45", seconds=180)  # it waits in this step
     run.until(lambda r: any("training continues" in r.log(pod) for pod in r.pods()), seconds=180)
     line.cut = False
     (checkpoints / "go-45").touch()
@@ -135,7 +135,7 @@ def test_without_credentials_no_job_starts(machine: Machine, monkeypatch: pytest
 def test_a_job_survives_the_loss_of_a_node_with_its_ranks_parts(
     server: Server, machine: Machine, tmp_path: Path
 ) -> None:
-    """Each pod has a disk of its own: no node ever has a whole checkpoint."""
+    """Each pod has a disk of its own, so no node ever has a whole checkpoint."""
     small = ["data.name=digits", "data.batch=200", "data.micro_batches=4", "ddp.ordered=true", "model.width=16",
              "train.epochs=6", "train.log_every=1", "train.threads=1", "checkpoint.every_steps=4",
              "checkpoint.every_seconds=0", "checkpoint.keep=2", "eval.pictures=false"]  # fmt: skip
@@ -144,7 +144,7 @@ def test_a_job_survives_the_loss_of_a_node_with_its_ranks_parts(
     script = str(SCRIPTS / "node_disks.py")
     job = manifest(script=script, args=[*small, "checkpoint.format=dcp"], storage=storage(server.port))
     run = machine.start(job)
-    run.until(lambda r: copied(r) >= 4, seconds=240)  # Which is known although no step is made any more.
+    run.until(lambda r: copied(r) >= 4, seconds=240)  # known although no further steps are taken
     with run.frozen():
         assert machine.command("kill", "job-1-0").returncode == 0
     assert run.wait(seconds=300) == 0, run.everything()

@@ -1,4 +1,6 @@
-"""Code in a bucket: a large folder is uploaded once to a real S3 server, and its job runs from there."""
+"""Code in a bucket: a large folder is uploaded once to a real S3 server, and its job runs from the
+uploaded copy.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def submit(machine: Machine, project: Path, *options: str) -> tuple[list[Json], str]:
-    """The objects that `submit` would create on a cluster, and what it says; the upload is real."""
+    """Return the objects that `submit` would create on a cluster, and its output. The upload is
+    real.
+    """
     program = (
         "import json, sys\n"
         "from ddpjob.client.manifests.build_manifest import JobRequest, build\n"
@@ -61,7 +65,7 @@ def test_a_large_folder_is_uploaded_once_and_trains_from_the_bucket(server: Serv
     }.items():  # fmt: skip
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text(content)
-    (project / "big.bin").write_bytes(os.urandom(20_000_000))  # Of several parts.
+    (project / "big.bin").write_bytes(os.urandom(20_000_000))  # uploaded in several parts
     [job], said = submit(machine, project)
     stored = list((server.folder / "team" / "code").iterdir())
     code = job["spec"]["code"]
@@ -71,7 +75,8 @@ def test_a_large_folder_is_uploaded_once_and_trains_from_the_bucket(server: Serv
     [again], said = submit(machine, project)
     assert again == job and "is already in" in said and stored[0].stat().st_mtime_ns == before
 
-    # The project is gone from this machine: the job has what is in the bucket. Checkpoints are not the subject.
+    # The project is removed from this machine, so the job has only the copy in the bucket.
+    # Checkpoints are not tested here.
     project.rename(machine.folder / "elsewhere")
     job["spec"] |= {"storage": {}, "recovery": {"mode": "Fast"}}
     run = machine.run(job)
@@ -82,7 +87,7 @@ def test_a_large_folder_is_uploaded_once_and_trains_from_the_bucket(server: Serv
     assert logs.count("fetched in") == 1, "one of the two pods"
     assert (run.folder / "fetched-code" / folder / "written").exists()
 
-    # Somebody has replaced the archive. Nothing of it is unpacked, and the job ends with the reason.
+    # The archive was replaced. Nothing of it may be unpacked, and the job ends with the reason.
     stored[0].write_bytes(stored[0].read_bytes()[:-1] + b"?")
     job["metadata"]["name"], job["spec"]["nodes"] = "replaced", 1
     run = machine.run(job)

@@ -1,4 +1,6 @@
-"""The commands on jobs of this machine, from another terminal, and `Client`: the job's program is a shell's loop."""
+"""Commands for local jobs from another terminal, and `Client`. The job's program is a shell
+loop.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ def test_the_commands_work_from_another_terminal(machine: Machine) -> None:
     run = machine.start(manifest(command=LOOP))
     run.until(lambda r: r.status.get("phase") == "Running")
 
-    # The job's name instead of a pod's: all its pods.
+    # a job's name instead of a pod's selects all its pods
     logs = machine.command("logs", "job", "--tail", "2")
     assert logs.returncode == 0 and "[0-0] at work" in logs.stdout and "[1-0] at work" in logs.stdout, logs.stderr
     assert machine.command("logs", "job-0-0", "--tail", "1").stdout == "at work\n"
@@ -33,7 +35,7 @@ def test_the_commands_work_from_another_terminal(machine: Machine) -> None:
     assert machine.command("wait", "job", "--timeout", "1s").returncode == 124
     described = machine.command("describe", "job").stdout
     assert "GroupRuns" in described or "NodesRun" in described
-    # What is printed can be checked again, and given to a cluster.
+    # The printed manifest can be validated again and applied to a cluster.
     printed = yaml.safe_load(machine.command("get", "job", "-o", "yaml").stdout)
     assert "local" not in printed and machine.write(printed, "printed.yaml")
     assert machine.command("validate", "printed.yaml").returncode == 0
@@ -104,7 +106,9 @@ def test_the_python_client_works_on_local_jobs(machine: Machine, monkeypatch: py
 
 
 def test_an_ended_job_starts_again_in_one_command(machine: Machine) -> None:
-    """Its program fails until a file exists; a submission over it says what becomes of its checkpoints."""
+    """Its program fails until a file exists. Submitting it again reports what happens to its
+    checkpoints.
+    """
     script = (
         f"mkdir -p {machine.runs}/job/checkpoints; touch {machine.runs}/job/checkpoints/a; test -e {machine.folder}/go"
     )

@@ -1,5 +1,5 @@
-"""storage.data.url on this machine: a real S3 server that is slow, unreachable, or has different
-content than listed.
+"""storage.data.url on this machine, with a real S3 server that is slow or unreachable, or whose
+content has changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 class Line(SlowLine):
-    """A slow line that also counts and slows what comes from the server."""
+    """A slow line that also counts the bytes from the server and delays them."""
 
     def __init__(self, port: int, answers_per_second: float | None = None) -> None:
         self.answers_per_second, self.received = answers_per_second, 0
@@ -50,7 +50,7 @@ class Line(SlowLine):
 
 
 def fill(server: Server, sizes: dict[str, int]) -> str:
-    """Objects below datasets/a by the S3 protocol itself; returns what process_data.py says of them."""
+    """Upload objects below datasets/a, and return what process_data.py prints about them."""
     from obstore import put
     from obstore.store import S3Store
 
@@ -96,7 +96,7 @@ def test_two_nodes_of_one_machine_fetch_once_and_later_only_changes(server: Serv
     assert run.process.returncode == 0 and logs(run).count("all were there") == 2, run.everything()
     assert line.received < 1.3 * sum(SIZES.values())
 
-    # One object is another one, one is gone, one was touched here, and a file is nobody's.
+    # One object was replaced, one deleted, one changed on this machine, and one file is unknown.
     target = files(run)
     (target / "mine").write_text("mine")
     (target / "deep" / "er" / "x.bin").write_text("broken")

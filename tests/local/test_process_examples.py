@@ -1,4 +1,6 @@
-"""The examples with a loop of their own, by `ddpjob run`: each loses a pod and ends with the weights of one process."""
+"""The examples with their own loop, under `ddpjob run`. Each loses a pod and ends with the weights
+of one process.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from process_harness import ENDLESS, SCRIPTS, Machine, Run, manifest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HELD = str(SCRIPTS / "held_script.py")
 TOLERANCE = 1e-4
-"""Of every weight: sums of float32 in another order. 1e-5 is seen."""
+"""Tolerance of every weight for float32 sums in a different order, of which 1e-5 was seen."""
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 
 
 def alone(folder: Path, example: str, *arguments: str) -> Path:
-    """The checkpoints of one undisturbed process, without `ddpjob`."""
+    """Return the checkpoints of one process without interruption and without `ddpjob`."""
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env = {**os.environ, **ranks, "DDPJOB_CHECKPOINT_DIR": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / example), *arguments]
@@ -42,21 +44,21 @@ def alone(folder: Path, example: str, *arguments: str) -> Path:
 
 
 def begin(machine: Machine, name: str, held: str, *args: str, **spec: Any) -> Run:
-    """The example as a job in mode Fast, whose steps of `held` wait (held_script.py)."""
+    """Start the example as a job in Fast mode. Its steps in `held` wait (see held_script.py)."""
     env = [{"name": "HELD", "value": held}, {"name": "OMP_NUM_THREADS", "value": "1"}]
     words = [str(EXAMPLES / args[0]), *args[1:]]
     return machine.start(manifest(name, script=HELD, args=words, env=env, recovery={"mode": "Fast"}, **spec))
 
 
 def lose_a_pod(run: Run, step: int) -> None:
-    """While `step` waits; then it may continue."""
+    """Lose a pod while `step` waits, then let it continue."""
     run.until(lambda r: has_begun(r, step), seconds=300)
     ProcessBackend().kill(f"{run.job}-1-0")
     go(run, step)
 
 
 def has_begun(run: Run, step: int) -> bool:
-    """By the ledgers of all ranks."""
+    """Return whether all ranks' ledgers contain the step."""
     return any(
         f'"step": {step},' in path.read_text() for path in run.folder.glob("checkpoints/run/ledger/rank-*.jsonl")
     )
@@ -72,7 +74,7 @@ def weights(checkpoints: Path) -> dict[str, torch.Tensor]:
 
 
 def distance(one: Path, other: Path) -> float:
-    """The greatest difference between the final weights of two runs."""
+    """Return the greatest difference between the final weights of two runs."""
     a, b = weights(one), weights(other)
     assert a.keys() == b.keys()
     worst = max(float((a[name] - b[name]).abs().max()) for name in a)
@@ -89,7 +91,9 @@ def test_an_own_loop_is_exact_through_a_loss_and_on_another_number_of_nodes(mach
     assert machine.command("scale", "own", "1").returncode == 0
 
     def scaled(run: Run) -> bool:
-        """The group has heard of it, or the one node trains alone since the loss."""
+        """Return whether the group has been notified, or the only node has trained alone since the
+        loss.
+        """
         heard = run.everything().count("SIGTERM: rank") > asked or read([run.folder / "checkpoints"])[-1].world == 1
         return heard and bool(run.record["spec"]["nodes"] == 1)
 
@@ -143,7 +147,9 @@ def from_memory(run: Run) -> list[dict[str, Any]]:
 
 
 def test_the_tutorials_script_trains_on_two_nodes(machine: Machine) -> None:
-    """As a reader does it: the page's second script, and the manifest that `ddpjob init` writes."""
+    """The test does what a reader does: it runs the page's second script with the manifest that
+    `ddpjob init` writes.
+    """
     page = (EXAMPLES.parent / "docs" / "one-gpu-to-two-nodes.md").read_text()
     _, script = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     (machine.folder / "train.py").write_text(script)

@@ -1,4 +1,4 @@
-"""Bad input: a clear message, exit code 2, and nothing created."""
+"""Bad input causes a clear message and exit code 2, and nothing is created."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from process_harness import Machine, manifest
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command printed and returned."""
+    """The output and exit code of a command."""
 
     returncode: int
     stdout: str
@@ -23,7 +23,9 @@ class Answer:
 
 
 class SameProcess(Machine):
-    """Commands within this process: bad input starts nothing, and Python's start would be most of the time."""
+    """Runs commands in this process. Bad input starts nothing, and starting Python would take most
+    of the time.
+    """
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         super().__init__(folder)
@@ -69,7 +71,9 @@ WRONG: list[tuple[str, dict[str, Any] | str, list[str]]] = [
 
 
 def test_a_script_is_not_a_manifest(machine: SameProcess) -> None:
-    """Who knows torchrun names the script; its colons were faults of YAML."""
+    """Users of torchrun pass the script itself. Regression: colons in the script were reported as
+    YAML errors.
+    """
     machine.write("for i in range(3):\n    print(i)\n", "my train.py")
     refused = machine.command("run", "my train.py")
     assert refused.returncode == 2 and "`ddpjob submit 'my train.py'` needs none" in refused.stderr, refused.stderr
@@ -125,7 +129,9 @@ def test_validate_reports_the_faults_of_a_manifest(machine: SameProcess) -> None
 
 
 def test_a_full_disk_is_reported_with_its_file(machine: SameProcess) -> None:
-    """Played by a limit on the size of files: as with a full disk, the fault of writing names no file."""
+    """A file size limit simulates the full disk: in both cases the error of the write contains no
+    file name.
+    """
     file, limits = str(machine.write(manifest(command=["true"]))), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
@@ -138,7 +144,7 @@ def test_a_full_disk_is_reported_with_its_file(machine: SameProcess) -> None:
 
 
 def test_missing_free_ports_are_reported(machine: SameProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They ended in a traceback."""
+    """Regression: missing ports ended in a traceback."""
     monkeypatch.setattr("ddpjob.local.local_platform._is_free", lambda port: False)
     answer = machine.command("run", str(machine.write(manifest(command=["true"]))))
     assert answer.returncode == 2, answer
@@ -155,7 +161,7 @@ def test_without_ports_no_checkpoints_are_set_aside(machine: SameProcess, monkey
 
 
 def test_an_unmounted_checkpoint_disk_is_reported(machine: SameProcess) -> None:
-    """`File exists` was said of a link that leads nowhere."""
+    """Regression: a broken link was reported as `File exists`."""
     (machine.runs / "job").mkdir(parents=True)
     (machine.runs / "job" / "checkpoints").symlink_to("/no/such/disk")
     answer = machine.command("run", str(machine.write(manifest(command=["true"]))))
@@ -167,7 +173,9 @@ def test_an_unmounted_checkpoint_disk_is_reported(machine: SameProcess) -> None:
 def test_a_folder_of_any_name_and_modules_can_be_run(
     machine: SameProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A name of Latin-1 is no UTF-8; what lies in the folder is the script's own, not the command's."""
+    """A Latin-1 name is not valid UTF-8. Modules in the folder are the script's, and do not affect
+    the command.
+    """
     folder = machine.folder / os.fsdecode(b'K\xfcnstler "x"')
     folder.mkdir()
     monkeypatch.chdir(folder)

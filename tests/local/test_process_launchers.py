@@ -1,6 +1,6 @@
-"""`command`: other launchers than the job's own, and what the status says of their failures.
+"""`command` with launchers other than the job's own, and how the status reports their failures.
 
-Accelerate's starts ranks on real pods: tests/cluster/test_launchers.py.
+Accelerate's launcher starts ranks on real pods in tests/cluster/test_launchers.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def job(*command: str, nodes: int = 2, **spec: Any) -> Json:
 
 
 def said(run: Run) -> list[str]:
-    """What the ranks have printed of their group, in order."""
+    """Return what the ranks have printed about their group, in order."""
     logs = (run.log(pod) for pod in run.pods() if "coordinator" not in pod)
     return sorted(line for log in logs for line in log.splitlines() if line.startswith("rank "))
 
@@ -43,9 +43,10 @@ def test_launchers_that_need_an_address_find_index_0(machine: Machine, command: 
 
 
 def test_a_rank_that_fails_under_torchrun_counts_although_its_process_stays(machine: Machine) -> None:
-    """Rank 0 waits for it in a collective, and torchrun for the end of the process.
+    """Rank 0 waits for the failed rank in a collective, and torchrun waits for the end of the
+    process.
 
-    The script knows nothing of @record, and the status has its rank and its traceback all the same.
+    The script does not use @record, but the status still has its rank and traceback.
     """
     run = machine.run(job("torchrun", LAUNCHED, "--fail", "--stay", recovery={"maxRestarts": 0}), seconds=120)
     assert run.process.returncode == 1, run.everything()
@@ -56,7 +57,9 @@ def test_a_rank_that_fails_under_torchrun_counts_although_its_process_stays(mach
 
 
 def test_a_converted_job_of_kubeflow_runs(machine: Machine) -> None:
-    """Of the shape of Kubeflow Trainer's first example: the script is in the manifest, under torchrun --no-python."""
+    """The job has the form of Kubeflow Trainer's first example: the script is in the manifest,
+    under torchrun --no-python.
+    """
     inline = "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
     trainer: Json = {"numNodes": 1, "numProcPerNode": 2, "args": [inline]}
     trainer["command"] = ["torchrun", "--no-python", sys.executable, "-c"]

@@ -1,4 +1,4 @@
-"""The notebook in examples/: each cell runs as in IPython, and its saved outputs are those of its cells.
+"""The notebook in examples/ runs cell by cell as in IPython, and its saved outputs match its cells.
 
 There is no Jupyter kernel, which would need five more packages for one test. A cell only needs the
 source of its functions, which is an entry in linecache, as in IPython. The kernel runs in
@@ -25,7 +25,7 @@ def cells() -> list[dict[str, Any]]:
 
 
 def printed(output: dict[str, Any]) -> str:
-    """What a reader sees of an output."""
+    """Return the part of an output that a reader sees."""
     data = output.get("data", {})
     return "".join((*output.get("text", ""), *data.get("text/html", ""), *data.get("text/plain", "")))
 
@@ -40,7 +40,7 @@ def test_jupyter_can_open_the_notebook() -> None:
 
 
 def test_the_notebook_has_its_outputs_and_nothing_of_the_machine_that_made_them() -> None:
-    """Made by scripts/execute_notebook.py."""
+    """scripts/execute_notebook.py wrote the outputs."""
     made = [cell for cell in cells() if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in made] == list(range(1, len(made) + 1))
     seen = {cell["id"]: "".join(map(printed, cell["outputs"])) for cell in made}

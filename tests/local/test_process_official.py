@@ -1,7 +1,7 @@
 """PyTorch's own examples as DDPJobs, with the manifests and diffs of `examples/`.
 
-Each loses a pod without notice in the middle of an epoch, continues from its snapshot and ends Complete. GPUs are
-played by the CPU (on_cpu.py).
+Each loses a pod without notice in the middle of an epoch, resumes from its snapshot and ends
+Complete. The CPU simulates GPUs (on_cpu.py).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ OFFICIAL = SCRIPTS / "official"
 
 @dataclass(frozen=True)
 class Example:
-    """A small run of one of them."""
+    """A small run of one of the examples."""
 
     name: str
-    """Of its manifest and diff."""
+    """Name of its manifest and its diff."""
     args: tuple[str, ...]
-    """After the manifest's own: the last one of a kind counts."""
+    """Arguments after the manifest's own. The last value of an option counts."""
     held: int
-    """The step that waits; one of an epoch that follows a snapshot."""
+    """The step that waits. It is in an epoch after a snapshot."""
     saved: tuple[str, ...]
     resumed: str
-    """What it prints as it continues."""
+    """Text that the script prints when it resumes."""
     epochs: int
 
 
@@ -71,7 +71,9 @@ IMAGENET = Example(
 
 
 def job(example: Example, repository: Path) -> Json:
-    """The example's manifest for two nodes of one process each, with the scripts where they are here."""
+    """Return the example's manifest for two nodes with one process each, with the scripts' paths on
+    this machine.
+    """
     made: Json = yaml.safe_load((EXAMPLES / f"{example.name}.yaml").read_text())
     spec = made["spec"]
     script = str(repository / Path(spec["script"]).relative_to("/examples"))
@@ -83,7 +85,7 @@ def job(example: Example, repository: Path) -> Json:
 
 
 def patched(example: Example, folder: Path) -> Path:
-    """The official sources with the lines of the diff."""
+    """Copy the official sources and apply the diff."""
     shutil.copytree(OFFICIAL, folder)
     diff = (EXAMPLES / f"{example.name}.diff").read_text()
     subprocess.run(["patch", "-p1", "--fuzz=0"], cwd=folder, input=diff, text=True, check=True)
@@ -105,7 +107,9 @@ def test_an_official_example_continues_after_the_loss_of_a_pod(
     run.until(lambda r: r.status.get("progress", {}).get("lossDisplay"))
 
     def is_in_the_list(run: Run) -> bool:
-        """At last: what was reported before the training was held may still be on its way."""
+        """Return whether the list shows the latest progress. Reports from before the step was held
+        may still arrive.
+        """
         row = machine.command("get", example.name, seconds=60 * slowness()).stdout
         return run.status["progress"]["lossDisplay"] in row and "epoch " in row
 
@@ -116,7 +120,7 @@ def test_an_official_example_continues_after_the_loss_of_a_pod(
     assert run.wait(300) == 0, run.everything()
     status = run.status
     assert status["phase"] == "Complete"
-    # On a machine that is very busy, a node that stands still may be fenced as well.
+    # On a very busy machine, a stalled node may be fenced as well.
     assert status["restarts"]["counted"] == 0 and status["restarts"]["uncounted"] >= 1, status["restarts"]
     progress = status["progress"]
     assert (progress["epoch"], progress["epochs"]) == (example.epochs, example.epochs), progress

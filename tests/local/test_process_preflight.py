@@ -1,4 +1,6 @@
-"""`ddpjob run` with spec.preflight: a pod whose node computes wrong is replaced, and the links are checked for real."""
+"""`ddpjob run` with spec.preflight: a pod whose node computes incorrectly is replaced, and the
+links are really checked.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`ddpjob run` with elastic sizes, by real processes; spares and mode Fast: tests/runtime and tests/cluster."""
+"""`ddpjob run` with elastic sizes, with real processes. tests/runtime and tests/cluster cover
+spares and mode Fast.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ def reasons(run: Run) -> list[str]:
 
 
 def further(run: Run, steps: int) -> None:
-    """Waits until so many more steps are saved."""
+    """Wait until `steps` more steps are saved."""
     begin = run.steps()
     run.until(lambda r: r.steps() >= begin + steps)
 
 
 def test_scaling_up_and_down_keeps_the_pods(machine: Machine) -> None:
-    """In mode Fast, which differs in how a round forms: tests/runtime/test_runtime_fast.py."""
+    """A round forms differently in mode Fast, which tests/runtime/test_runtime_fast.py tests."""
     job = manifest(args=ENDLESS, elastic={"minNodes": 1, "maxNodes": 3})
     run = machine.start(job)
     run.until(lambda r: r.steps() >= 3)

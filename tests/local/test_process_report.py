@@ -1,4 +1,6 @@
-"""`ddpjob_report` in jobs that lose pods: a script of its own, and the callbacks of three frameworks."""
+"""`ddpjob_report` in jobs that lose pods: a script with its own loop, and the callbacks of three
+frameworks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ def job(script: str, *args: str) -> Json:
 
 
 def made(run: Run, rank: int) -> list[int]:
-    """The steps that a rank has begun, in their order."""
+    """Return the steps that a rank has begun, in order."""
     path = run.folder / "checkpoints" / f"ledger-{rank}"
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
@@ -34,7 +36,7 @@ def pod(run: Run, index: int) -> str:
 
 
 def ask_to_end(run: Run, name: str) -> None:
-    """As the kubelet does: SIGTERM to the pod's main process, the launcher."""
+    """Send SIGTERM to the pod's main process, the launcher, as the kubelet does."""
     [launcher] = [p for p in run.processes() if is_launcher(p, name)]
     os.kill(launcher, signal.SIGTERM)
 
@@ -56,13 +58,15 @@ def reasons(run: Run) -> list[str]:
 
 
 def go(run: Run, step: int) -> None:
-    """Rank 1 waits in this step no longer."""
+    """Let rank 1 leave this step."""
     (run.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     (run.folder / "checkpoints" / f"go-{step}").touch()
 
 
 def lose_by_sigterm(run: Run, step: int) -> None:
-    """Asks the second pod to end while its rank is in the step, and the others are in a collective."""
+    """End the second pod with SIGTERM while its rank is in the step and the other ranks are in a
+    collective.
+    """
     run.until(lambda r: made(r, 1)[-1:] == [step])
     name = pod(run, 1)
     ask_to_end(run, name)
@@ -71,7 +75,7 @@ def lose_by_sigterm(run: Run, step: int) -> None:
 
 
 def test_a_script_reports_saves_in_time_and_continues(machine: Machine) -> None:
-    """With loaders' processes, which must outlive the SIGTERM until the step is done."""
+    """Loader processes must survive SIGTERM until the step is done."""
     run = machine.start(job("report_plain.py", f"--steps={STEPS}", "--loaders=1"))
     go(run, 30)
     run.until(lambda r: shown(r).get("step") == 45)
@@ -87,8 +91,9 @@ def test_a_script_reports_saves_in_time_and_continues(machine: Machine) -> None:
 
 @pytest.mark.parametrize("name", ["huggingface", "lightning", "accelerate"])
 def test_a_frameworks_callback_resumes_after_the_loss_of_a_pod(machine: Machine, name: str) -> None:
-    """Asked to end, all ranks save and none repeats a step. Accelerate also loses a pod without notice before that:
-    the others take seconds to import, at every start of a worker.
+    """All ranks save when a pod must end, and none repeats a step. Only Accelerate also loses a pod
+    without notice before that, because the other frameworks take seconds to import at every start
+    of a worker.
     """
     package = {"huggingface": "transformers"}.get(name, name)
     if importlib.util.find_spec(package) is None:
@@ -98,7 +103,7 @@ def test_a_frameworks_callback_resumes_after_the_loss_of_a_pod(machine: Machine,
     if name == "accelerate":
         run.until(lambda r: made(r, 1)[-1:] == [30], seconds=180)
         run.until(lambda r: machine.command("kill", pod(r, 1)).returncode == 0)
-        begins = [*range(31), 30]  # The steps since its checkpoint of step 20 are in the other pod's memory.
+        begins = [*range(31), 30]  # the other pod's memory has the steps since its checkpoint of step 20
         run.until(lambda r: reasons(r) == ["Deleted"])
     go(run, 30)
     run.until(lambda r: made(r, 1)[-1:] == [45] and shown(r).get("lossDisplay"), seconds=180)

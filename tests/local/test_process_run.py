@@ -22,7 +22,7 @@ from process_harness import ENDLESS, FAST, Json, Machine, manifest
 from strategy_jobs import held, let_go
 
 HANG = ["bash", "-c", "trap '' TERM; setsid sleep 1000 & (sleep 1000 &) ; sleep 1000"]
-"""A job that ignores SIGTERM and has children in sessions of their own."""
+"""A command that ignores SIGTERM and has children in their own sessions."""
 
 
 def test_a_job_completes(machine: Machine) -> None:
@@ -127,7 +127,7 @@ def test_a_wrong_argument_of_the_trainer_fails_at_once_with_its_message(machine:
 
 
 def test_the_only_machine_is_not_avoided(machine: Machine) -> None:
-    """Failures that pile up on a host speak against it where there is another one."""
+    """Repeated failures on a host count against it only if there is another host."""
     (machine.folder / "fails.py").write_text(
         "import time, ddpjob_report\nddpjob_report.report(step=1, steps=9)\ntime.sleep(1)\nraise SystemExit(3)\n"
     )
@@ -180,10 +180,12 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(machine: Machine) -> None:
 def test_a_closed_output_saves_and_leaves_nothing_behind(
     machine: Machine, output: str, sent: signal.Signals | None, code: int
 ) -> None:
-    """Else what was written to it kept the signal from the job, which trained on, or died unsaved."""
+    """Otherwise writing to the output would keep the signal from the job, which would train on or
+    die without saving.
+    """
     reader, writer = os.openpty() if output == "terminal" else os.pipe()
     fcntl.fcntl(reader, fcntl.F_SETFL, os.O_NONBLOCK)
-    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # It is ignored where the tests run under nohup.
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, the tests inherit that it is ignored
     run = machine.start(manifest(args=ENDLESS, recovery=FAST), stdout=writer)
     signal.signal(signal.SIGHUP, inherited)
     os.close(writer)
@@ -205,7 +207,9 @@ def test_a_closed_output_saves_and_leaves_nothing_behind(
     ids=["without umlauts", "closed"],
 )
 def test_an_output_that_cannot_show_a_message_ends_no_job(machine: Machine, wrapper: list[str], shown: str) -> None:
-    """Neither a message with a character that the terminal's encoding lacks, nor an output closed by `>&-`."""
+    """Neither a character that the terminal's encoding lacks nor an output closed by `>&-` may end
+    it.
+    """
     job = manifest(nodes=1, command=["bash", "-c", "echo schön; exit 3"], recovery={"maxRestarts": 0})
     run = machine.start(job, wrapper=wrapper)
     assert run.wait(30) == 1, run.everything()
@@ -214,7 +218,7 @@ def test_an_output_that_cannot_show_a_message_ends_no_job(machine: Machine, wrap
 
 
 def test_a_message_cannot_control_the_terminal(machine: Machine) -> None:
-    """Colours and cleared screens in what a script prints before it fails."""
+    """The script prints colors and cleared screens before it fails."""
     clears = ["bash", "-c", r"printf 'before\n\033[2J\033[31mred\a'; exit 3"]
     run = machine.run(manifest(nodes=1, command=clears, recovery={"maxRestarts": 0}), seconds=30)
     assert run.process.returncode == 1 and "\033" in run.condition("Failed")["message"], run.everything()
@@ -232,7 +236,7 @@ def test_a_run_under_nohup_survives_its_terminal(machine: Machine) -> None:
 
 
 def test_files_that_cannot_be_written_end_no_training(machine: Machine) -> None:
-    """A full disk, played by folders that are in the files' place for a while."""
+    """Folders temporarily take the place of the files, which simulates a full disk."""
     run = machine.start(manifest(args=ENDLESS, recovery=FAST))
     run.until(lambda r: r.steps() >= 3)
     folder = Path(run.record["local"]["folder"])
@@ -263,7 +267,9 @@ def test_a_folder_that_is_removed_during_the_run_ends_no_job(machine: Machine, c
 
 
 def test_a_run_whose_folder_was_removed_is_not_run_twice(machine: Machine) -> None:
-    """Its lock went with the folder: two groups wrote the same checkpoints, and the record changed between theirs."""
+    """The lock was removed with the folder. Regression: two groups wrote the same checkpoints, and
+    the record changed between theirs.
+    """
     first = machine.start(manifest(command=["sleep", "600"], nodes=1))
     first.until(lambda r: r.status.get("phase") == "Running")
     shutil.rmtree(machine.runs)
@@ -287,17 +293,19 @@ def test_a_second_ctrl_c_ends_at_once(machine: Machine) -> None:
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_the_record_of_a_stopped_run_shows_no_pod_that_is_ending(machine: Machine, signals: int) -> None:
-    """Nobody corrects it later: it said that a pod was still terminating, or that the job was running."""
+    """Nothing corrects the record later. Regression: it said that a pod was still terminating, or
+    that the job was running.
+    """
     run = machine.start(manifest(command=["sleep", "600"], nodes=1))
     run.until(lambda r: r.status.get("phase") == "Running")
-    for number in (signal.SIGINT, signal.SIGTERM)[:signals]:  # two of one kind at once are one
+    for number in (signal.SIGINT, signal.SIGTERM)[:signals]:  # two pending signals of one kind count as one
         run.signal(number)
     assert run.wait(10) in (130, 143), run.everything()
     assert run.condition("Suspended")["message"].startswith("no pods are running"), run.status
 
 
 def test_a_terminal_that_closes_behind_another_signal_leaves_the_time_to_save(machine: Machine) -> None:
-    """As at a logout and a shutdown: systemd sends SIGHUP right behind SIGTERM."""
+    """This happens at a logout and a shutdown: systemd sends SIGHUP right after SIGTERM."""
     saves = ["bash", "-c", "trap 'sleep 1; touch saved; exit 143' TERM; touch up; while :; do sleep 0.1; done"]
     inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     run = machine.start(manifest(command=saves, nodes=1))
@@ -311,7 +319,9 @@ def test_a_terminal_that_closes_behind_another_signal_leaves_the_time_to_save(ma
 
 
 def test_a_request_that_is_not_done_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the commands said `scaled to 3 nodes` of a machine with one GPU, and `resumed` of a job that was ending."""
+    """Regression: the commands printed `scaled to 3 nodes` on a machine with one GPU, and `resumed`
+    for a job that was ending.
+    """
     tool = machine.write("#!/bin/sh\necho 0\n", "nvidia-smi")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{machine.folder}:{os.environ['PATH']}")
@@ -340,7 +350,9 @@ def test_kill_9_of_the_runner_leaves_nothing_behind(machine: Machine, victim: st
 
 
 def test_an_unmarked_process_of_the_job_is_ended_too(machine: Machine) -> None:
-    """Its environment is another one, as with sudo, or was overwritten, as programs do that set their title."""
+    """The environment was replaced, as by sudo, or overwritten, as by programs that set their
+    title.
+    """
     stray = 'env -i "$(which setsid)" "$(which sleep)" 1000 & echo $! > $DDPJOB_POD'
     run = machine.start(manifest(command=["bash", "-c", f"{stray}; until [ -e looked ]; do sleep 0.1; done"], nodes=1))
 

@@ -1,5 +1,5 @@
-"""The TCP sockets on which the processes of `ddpjob run` listen, and which of them a network can
-reach.
+"""The TCP sockets on which the processes of `ddpjob run` listen, and which of them are reachable
+from a network.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ LIMIT_SECONDS = 240
 
 
 def watch(machine: Machine, run: Run) -> set[Where]:
-    """Every socket that was seen until the job ended. The script's ranks wait until they were looked at."""
+    """Return every socket that was seen until the job ended. The script's ranks wait until it has
+    been seen.
+    """
     seen = set[Where]()
     formed = [machine.folder / f"formed-{rank}" for rank in range(2)]
     until = time.monotonic() + LIMIT_SECONDS * slowness()
@@ -47,8 +49,8 @@ def test_all_processes_of_a_job_listen_only_on_the_loopback(machine: Machine, mo
     seen = watch(machine, machine.start(job))
     own = int((machine.folder / "formed-0").read_text())
     assert not beyond_loopback(seen)
-    # The coordinator, the store of the workers and two of gloo's last as long as training. Those of the preflight are
-    # brief, so a busy machine may not see them.
+    # The coordinator, the workers' store and two sockets of gloo exist throughout the training.
+    # Those of the preflight are brief, so a busy machine may miss them.
     assert ("127.0.0.1", own) in seen
     assert len(seen) > 3, seen
 

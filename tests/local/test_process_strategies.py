@@ -1,6 +1,7 @@
-"""`ddpjob run` with strategies of the trainer: each loses a pod by force, and its losses are those of one process.
+"""`ddpjob run` with strategies of the trainer. Each loses a pod by force, and its losses equal
+those of one process.
 
-fsdp and deepspeed do so on real pods: tests/cluster/test_strategies.py.
+fsdp and deepspeed are tested on real pods in tests/cluster/test_strategies.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ STRATEGIES = {
     "parameter-server": ("Fast", []),
     "horovod": ("Fast", []),
 }
-"""Mode of recovery and keys of each."""
+"""Recovery mode and settings of each strategy."""
 
 
 @pytest.fixture(scope="module")

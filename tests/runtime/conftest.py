@@ -1,7 +1,7 @@
-"""Tests of the runtime alone. They need pytest, tests with real workers also torch, and run on
-Python 3.9 or later.
+"""Tests of the runtime alone. They need only pytest, or torch for real workers, and run on Python
+3.9 or later.
 
-make matrix MATRIX="--python 3.9 --torch none"
+`make matrix MATRIX="--python 3.9 --torch none"` runs them without torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A group of the coordinator with a manual clock. The lines for each member are collected in lists."""
+"""A group of the coordinator with a manual clock. The lines for each member are collected in
+lists.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class World:
         )
 
     def restart_coordinator(self, settings: CoordinatorSettings) -> None:
-        """Replace the group by one that knows nothing, and drop the earlier group's planned calls."""
+        """Replace the group by an empty one, and drop the earlier group's planned calls."""
         pending: list[tuple[float, Any]] = []
         self.pending = pending
         self.coordinator = Coordinator(

@@ -23,8 +23,8 @@ RUNTIME = Path(__file__).resolve().parents[2] / "runtime" / "ddpjob_runtime"
 SCRIPTS = Path(__file__).parent / "scripts"
 TOKEN = f"a-token-for-tests-{os.getpid()}"
 PYTHON = os.environ.get("DDPJOB_TEST_PYTHON", sys.executable)
-"""Programs that start the job's pods. Names one with another torch, to see whether that torch is
-supported.
+"""Programs that start the job's pods. Set it to a Python with a different torch, to see whether
+that torch is supported.
 """
 
 
@@ -96,8 +96,8 @@ class Job:
         prefix: tuple[str, ...] = (),
         **env: str,
     ) -> subprocess.Popen[bytes]:
-        """Start the launcher of one node. `what`: script and arguments. `prefix`: a program that
-        starts the launcher.
+        """Start the launcher of one node. `what` is the script with its arguments, `prefix` a
+        program that starts the launcher.
         """
         pod = f"job-{index}-{attempt}"
         command = [
@@ -185,8 +185,8 @@ class Job:
             raise AssertionError(f"{name} still runs after {seconds} s\n{self.all_logs()}\n{self.stacks()}") from None
 
     def stacks(self) -> str:
-        """Describe where the workers are, for a failing test. Each writes its stacks at a signal,
-        or ends by it.
+        """Describe where the workers are, for a failing test. On the signal, each writes its stacks
+        or ends.
         """
         began = time.time()
         for pid in self.workers():

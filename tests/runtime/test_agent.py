@@ -46,10 +46,10 @@ class Exits:
 def closed(*workers: SlowlyDying) -> Any:
     """Close a context with these workers as torch does, which gives up after the grace period."""
     handlers = {rank: SimpleNamespace(proc=worker, close=lambda death_sig: None) for rank, worker in enumerate(workers)}
-    pids = {rank: 2**22 + worker.pid for rank, worker in enumerate(workers)}  # higher than any pid
+    pids = {rank: 2**22 + worker.pid for rank, worker in enumerate(workers)}  # higher than any process id
 
     def close(death_sig: object, timeout: float) -> None:
-        """Stand for torch's own close, which in some versions waits without a limit."""
+        """Stand in for torch's own close, which waits without a limit in some versions."""
         assert all(worker.poll() is not None for worker in workers), (
             "torch's close runs only after all workers have ended"
         )
@@ -174,8 +174,8 @@ time.sleep(30)
 
 
 def test_a_shell_that_handles_sigterm_gets_it_with_its_children(tmp_path: Path) -> None:
-    """With --no-python, the shell runs its trap only after the training has ended, so the training
-    must be asked to save.
+    """The shell runs its trap only after the training has ended, so with --no-python the training
+    itself must be asked to save.
     """
     (tmp_path / "child.py").write_text(CHILD)
     wrapper = ["bash", "-c", 'trap "echo asked" TERM; "$@"; echo ends', "wrapper"]
@@ -258,9 +258,9 @@ def test_a_data_loader_process_killed_by_the_memory_limit_is_reported_as_such(
 
 
 def test_only_ranks_that_have_ended_or_are_about_to_end_are_reported(tmp_path: Path) -> None:
-    """Of ranks 10 to 14, the first lost its peers, the second raised before that and waits for one
-    of its threads, the
-    third exited with 0, the fourth has caught its error, and the fifth trains.
+    """The ranks are 10 to 14. The first lost its peers. The second raised an exception before that
+    and waits for one of its threads. The third exited with 0, the fourth has caught its error, and
+    the fifth trains.
     """
     sent, lost, raised, caught = list[dict[str, Any]](), *(tmp_path / f"{name}.json" for name in ("0", "1", "3"))
     lost.write_text('{"message": {"message": "gloo", "extraInfo": {"ddpjob_exit": 1}}}')

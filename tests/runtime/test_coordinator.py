@@ -184,7 +184,7 @@ def test_a_planned_restart_leaves_the_members_grace() -> None:
 
 
 def growing(grace: float) -> tuple[World, list[Member]]:
-    """Two members of a round that were just asked to make room for a third member."""
+    """Return two members of a round that were just asked to make room for a third one."""
     world = World(3, 1)
     members = [world.hello(i, grace=grace) for i in range(2)]
     world.ready(*members)
@@ -253,8 +253,8 @@ def test_a_script_that_fails_when_asked_to_end_leaves_others_time_to_save(error:
 
 
 def test_a_loss_during_a_planned_restart_takes_the_time_to_save() -> None:
-    """This includes a member that cannot end its workers. The others used to wait for its grace
-    period.
+    """This includes a member that cannot end its workers. Regression: the others waited for its
+    grace period.
     """
     world, members = growing(grace=600.0)
     world.lose(members[1])
@@ -349,8 +349,8 @@ def test_peers_that_have_agreed_to_save_finish_after_the_leaving_node() -> None:
 
 
 def test_a_leaving_member_still_leaves_over_a_new_connection() -> None:
-    """Regression: it was considered gone, and its peers' workers were killed in the step before
-    their save.
+    """Regression: the leaving member was considered gone, and its peers' workers were killed in the
+    step before their save.
     """
     world, first, second = formed()
     world.coordinator.leaving(second, "ended by SIGTERM")
@@ -452,7 +452,9 @@ def test_the_operator_knows_of_a_lost_pod_before_its_connection_ends() -> None:
 
 
 def test_a_deleted_pod_that_does_not_train_is_sent_away() -> None:
-    """Its launcher has not been notified of the deletion. A training member has, and may be saving."""
+    """Its launcher has not been notified of the deletion. A training member has, and may be
+    saving.
+    """
     world, *members = formed(2)
     spare = world.hello(2)
     for pod in ("job-0-0", "job-2-0", "job-3-0"):
@@ -463,8 +465,8 @@ def test_a_deleted_pod_that_does_not_train_is_sent_away() -> None:
 
 
 def test_an_empty_note_withdraws_the_previous_one() -> None:
-    """At most a hundred notes are reported, and notes of pods that had fetched their data used to
-    hide others.
+    """The report contains at most a hundred notes. Regression: notes of pods that had fetched their
+    data hid others.
     """
     world, first, second = formed(2)
     world.coordinator.note(first, "Data", "1 of 2 files")
@@ -623,8 +625,8 @@ def test_a_new_connection_does_not_extend_the_time_to_end_the_workers() -> None:
 
 @pytest.mark.parametrize("peer_first", [True, False], ids=["its peer has reported", "nobody has reported"])
 def test_a_failure_whose_report_was_lost_with_a_link_is_still_the_cause(peer_first: bool) -> None:
-    """Regression: the peer whose connection to it was reset got the blame, or only a loss was
-    known.
+    """Regression: the peer whose connection to the failed member was reset was blamed, or only a
+    loss was known.
     """
     world, first, second = formed()
     world.silent.add(second.pod)

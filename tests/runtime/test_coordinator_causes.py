@@ -182,7 +182,7 @@ def test_a_member_that_finished_first_is_the_cause_of_connection_errors() -> Non
 
 
 def test_a_rank_that_ended_with_0_is_the_cause_on_its_own_node_too() -> None:
-    """For example, one of eight ranks calls sys.exit() because a loss is not finite."""
+    """One of eight ranks may call sys.exit(), for example because a loss is not finite."""
     world, only = formed(1)
     world.fail(only, RESET)
     world.fail(only, "ended with exit code 0", code=0)

@@ -58,7 +58,7 @@ class Disorder:
             self.check_shortcuts()
 
     def check_shortcuts(self) -> None:
-        """Check that cached values, which save a look at every member for each line, equal a full
+        """Check that cached values, which avoid a check of every member for each line, equal a full
         computation.
         """
         members, current = self.world.coordinator.members, self.world.coordinator.rounds.current

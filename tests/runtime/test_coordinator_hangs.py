@@ -56,7 +56,7 @@ def test_a_hang_is_dumped_reported_and_ended_by_a_restart() -> None:
 
 
 def test_ranks_that_have_ended_or_failed_are_named_first_in_a_hang() -> None:
-    """The others wait for these ranks, and only eight are named."""
+    """The others wait for these ranks, and only eight are listed."""
     world, only = formed(1, hang_after=60.0)
     world.pass_time(60.1)
     texts = {10: f"{RANK_FAILED}ValueError: bug\n{DUMP}", 11: RANK_ENDED}
@@ -107,8 +107,8 @@ def test_a_pause_of_the_coordinator_is_not_a_hang() -> None:
 
 
 def looked_at(world: World, members: list[Any], *idle: bool | None) -> str:
-    """Return the state after the limit, when the coordinator has looked whether the ranks did
-    anything since.
+    """Return the state after the limit, when the coordinator has checked whether the ranks were
+    active.
     """
     dumps = world.verbs(members[0]).count("dump")
     world.pass_time(60.1)

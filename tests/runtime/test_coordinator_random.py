@@ -1,9 +1,8 @@
-"""Random histories of a group: members join, fail, die and lose connections that hold lines, and
-coordinators restart.
+"""Random histories of a group: members join, fail, die and lose connections with undelivered lines,
+and coordinators restart.
 
-In each of them there is one round at a time, with the announced members and ranks, and one incident
-per break. The
-group trains again when the faults end.
+In each history there is one round at a time, with the announced members and ranks, and one incident
+per break. The group trains again when the faults end.
 """
 
 from __future__ import annotations
@@ -131,8 +130,8 @@ class Node:
             self.notified = True
 
     def end_with_0(self) -> None:
-        """Let one of its workers leave. That is reported next to the errors of others, and is not
-        an error itself.
+        """Let one of its workers exit with 0. The exit is reported next to the errors of others,
+        and is not an error itself.
         """
         if self.working and self.member is not None:
             member, number, world = self.member, self.place["round"], self.life.world
@@ -317,7 +316,9 @@ class Life:
                 node.deliver()
 
     def calm(self) -> None:
-        """Play on without faults, and replace pods as the operator would. The whole group must run."""
+        """Play on without faults, and replace pods as the operator would. The whole group must
+        run.
+        """
         self.world.coordinator.resize(3, 2)
         for seconds in range(400):
             for node in list(self.nodes):

@@ -867,11 +867,9 @@ def test_a_member_whose_host_is_gone_is_lost_within_seconds(tmp_path: Path) -> N
 
 
 def test_members_that_fall_silent_together_are_waited_for(tmp_path: Path) -> None:
-    """A coordinator that hears nobody judges nobody, because its own host may be partitioned. In
-    the end it loses all of
-    them in the same moment. The operator replaces the pods whose loss is reported, and must not
-    take the first for the
-    only one.
+    """A coordinator that hears from no member judges none, because its own host may be partitioned.
+    In the end it loses all members at the same moment. The operator replaces the pods whose loss is
+    reported, and must not mistake the first for the only one.
     """
     with contextlib.closing(started_job(tmp_path, 3)) as job:
         wires = running(job, 3)
@@ -890,8 +888,8 @@ def test_members_that_fall_silent_together_are_waited_for(tmp_path: Path) -> Non
 def test_a_silent_member_that_was_lost_with_others_and_speaks_again_is_disconnected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Regression: its connection was still open and answered, so it never learned that it had to
-    send hello again.
+    """Regression: the member's connection was still open and answered, so it never learned that it
+    had to send hello again.
     """
     monkeypatch.setattr(protocol, "SILENCE_SECONDS", 30.0)
     hear, cut_off = Server._hear, threading.Event()

@@ -1,4 +1,6 @@
-"""The fetch of code.archive: what is verified first, hostile archives, limits, a second start, an absent bucket."""
+"""The fetch of code.archive: what is verified first, hostile archives, limits, a second start,
+an absent bucket.
+"""
 
 from __future__ import annotations
 

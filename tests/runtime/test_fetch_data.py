@@ -40,8 +40,8 @@ Answer = tuple[int, dict[str, str], bytes]
 
 
 class Server:
-    """A server that answers as S3 does, unless `answer` is set. `content`: name below the prefix p/
-    -> bytes.
+    """A server that answers as S3 does, unless `answer` is set. `content` maps names below the
+    prefix p/ to bytes.
     """
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ def test_the_buckets_content_is_fetched_and_a_second_fetch_only_lists(server: Se
 
 
 def test_a_connection_is_reused_for_one_object_after_the_other(server: Server) -> None:
-    """Regression: each second object waited a second for another connection, whatever the server
+    """Regression: every second object waited a second for a new connection, whatever the server
     answered.
     """
     server.content = {f"{n}": b"x" * n for n in (0, 1, 5, 3_000_000)}
@@ -427,7 +427,7 @@ def test_a_full_disk_is_reported_before_anything_is_fetched(server: Server, tmp_
 
 
 def test_a_disk_without_file_locks_is_reported(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example Lustre, unless it is mounted with -o flock."""
+    """Lustre, for example, has no locks unless it is mounted with -o flock."""
 
     def without_locks(file: object, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -540,8 +540,8 @@ def test_weak_etags_are_refused_with_their_name(server: Server) -> None:
     [("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")],
 )
 def test_half_of_a_key_pair_is_reported(there: str, missing: str) -> None:
-    """With an empty value in the Secret, requests used to be unsigned, like those to a public
-    bucket.
+    """Regression: if one value in the Secret was empty, requests were unsigned, like those to a
+    public bucket.
     """
     with pytest.raises(BucketRefusal, match=f"{missing} is missing or empty, although {there}: set both"):
         Credentials({there: "x"}, "r").keys()
@@ -601,7 +601,7 @@ def test_a_temporary_failure_to_get_keys_is_retried(
 
 
 def test_keys_that_a_server_calls_expired_are_renewed_early(server: Server, tmp_path: Path) -> None:
-    """The clock of this node is slow, and by it the keys were valid for another hour."""
+    """This node's clock is slow, so it considered the keys valid for another hour."""
     server.content = {"a": b"1"}
     asked, expired = list[str](), [1]
 

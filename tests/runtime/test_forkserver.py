@@ -1,5 +1,5 @@
-"""Workers forked from a process that has imported torch. A program must not notice, except that it
-starts sooner.
+"""Workers are forked from a process that has imported torch. A program must not notice this, except
+that it starts sooner.
 """
 
 from __future__ import annotations

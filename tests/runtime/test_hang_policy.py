@@ -1,4 +1,4 @@
-"""When a round without steps is looked at, reported and ended, with simulated ranks in virtual
+"""When a round without steps is examined, reported and ended, with simulated ranks in virtual
 time.
 """
 
@@ -13,7 +13,7 @@ from coordinator_world import World
 from ddpjob_runtime.protocol import RANK_ENDED, Hangs, RankLook, WaitKind
 
 Played = Callable[[float], "dict[str, Any]"]
-"""The behaviour of a rank: fields of its look, by the seconds since the last step."""
+"""Function that returns the fields of a rank's look, given the seconds since the last step."""
 
 
 def stack(place: str, file: str = "/app/train.py") -> str:

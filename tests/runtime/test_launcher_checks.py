@@ -1,4 +1,4 @@
-"""The launcher's checks before anything starts, and what it leaves behind at its end."""
+"""The launcher's checks before anything starts, and its leftovers at the end."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_log_without_a_reader_loses_lines_and_blocks_nobody() -> None:
 
 
 def test_a_signal_that_pid_1_has_no_handler_for_does_not_end_the_node() -> None:
-    """The kernel ignores the signal for PID 1 only, so the launcher, its child, would be ended."""
+    """The kernel ignores the signal only for PID 1, so the launcher, its child, would be ended."""
     unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
     if subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("this user cannot create a PID namespace")
@@ -316,8 +316,8 @@ def test_lines_that_a_connection_did_not_take_wait_for_the_next_one(monkeypatch:
 def test_a_failure_is_sent_again_to_a_coordinator_that_may_have_missed_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A cut link accepts lines that never arrive. A new coordinator might count the break a second
-    time.
+    """A broken link accepts lines that never arrive. A new coordinator might count the break a
+    second time.
     """
     client = MemberClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
     written: list[dict[str, Any]] = []
@@ -446,8 +446,8 @@ def test_a_new_coordinator_learns_whether_workers_are_saving(number: int, planne
 
 
 def test_every_coordinator_receives_the_last_note_of_each_kind() -> None:
-    """A later coordinator did not know of a pod's cold workers, and a cut link accepts lines that
-    never arrive.
+    """Regression: a later coordinator did not know of a pod's cold workers, because a broken link
+    accepts lines that never arrive.
     """
     heard: list[dict[str, Any]] = []
     with coordinator(OURS, heard=heard) as address:

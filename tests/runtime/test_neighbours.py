@@ -43,7 +43,7 @@ watched.run()
 
 
 class Ring:
-    """Watchers in this process, ticked by hand, except for the time that packets need."""
+    """Watchers in this process, ticked by hand. Only packets take real time."""
 
     def __init__(self, world: int, token: Callable[[int], str] = lambda rank: TOKEN) -> None:
         self.reports: list[Reports] = [[] for _ in range(world)]

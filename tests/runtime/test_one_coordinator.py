@@ -28,7 +28,9 @@ NAME = "coordinator.test"
 
 
 class Town:
-    """Coordinators at several loopback addresses, and the addresses to which their name resolves."""
+    """Coordinators at several loopback addresses, and the addresses to which their name
+    resolves.
+    """
 
     def __init__(self, folder: Path, nodes: int) -> None:
         self.job = Job(folder, nodes, mode="Fast")

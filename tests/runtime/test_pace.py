@@ -17,8 +17,8 @@ def speeds(reports: list[tuple[float, float]]) -> list[float | None]:
 
 
 def test_a_steady_script_has_a_steady_speed_at_every_look() -> None:
-    """Regression: steps of 0.3 s appeared as 2 and 4 steps/s in turn, because a look each half
-    second sees whole steps.
+    """Regression: steps of 0.3 s appeared as 2 and 4 steps/s in turn, because the speed was
+    computed every 0.5 s from whole steps.
     """
     looks = [(int(moment / 0.3), moment) for moment in (0.5 * n for n in range(1, 120))]
     settled = [speed for speed, (_, moment) in zip(speeds(looks), looks) if moment > 6]

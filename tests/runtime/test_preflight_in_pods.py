@@ -1,4 +1,4 @@
-"""spec.preflight in the pods: first the verdict alone, then real launchers with a defective node or
+"""spec.preflight in the pods: first only the verdict, then real launchers with a defective node or
 link.
 """
 
@@ -39,9 +39,7 @@ def result(rank: int, problem: str = "", rate: float = 900.0) -> NodeResult:
 def check(
     world: int, bad: set[int] = frozenset(), links: set[frozenset[int]] = frozenset(), procs: int = 1
 ) -> LinkVerdict:  # type: ignore[assignment]
-    """Return the verdict if the nodes `bad` fail with every partner, and `links` fail between two
-    nodes.
-    """
+    """Return the verdict if the nodes `bad` fail with every partner, and the links `links` fail."""
     results: dict[str, dict[int, NodeResult]] = {}
     for stage, groups in stages(world, procs):
         results[stage] = {}

@@ -189,7 +189,7 @@ def test_the_worker_signs_as_the_protocol_requires() -> None:
 
 
 def test_a_request_that_changes_something_is_accepted_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relay at the coordinator's former address cannot send a message again."""
+    """A relay at the coordinator's former address cannot replay a message."""
     relay, post = Relay(job.port), by_worker(monkeypatch)
     assert post(relay.address, 3)
     first = relay.requests[-1]
@@ -239,9 +239,7 @@ def test_a_scripts_figures_arrive_with_the_speed_and_the_time_left(
 
 
 def test_the_speed_of_counted_steps_covers_only_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first steps are posted a hundredth of a second after the thread has begun, which gives no
-    valid speed.
-    """
+    """The first steps are posted 10 ms after the thread has begun, which gives no valid speed."""
     monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
     monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
     counter = worker.StepCounter(SimpleNamespace(register_optimizer_step_post_hook=lambda hook: None))
@@ -283,7 +281,7 @@ def test_steps_that_can_no_longer_be_counted_are_reported(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", SimpleNamespace(counters={"frames": frames}))  # type: ignore[arg-type]
 
     def looks() -> bool:
-        """Whether a look at the counter, half a second later, reports it."""
+        """Return whether the counter's next check, 0.5 s later, reports it."""
         posted.clear()
         waits = [None, EOFError]
 
@@ -322,7 +320,7 @@ def test_steps_that_can_no_longer_be_counted_are_reported(monkeypatch: pytest.Mo
 def test_an_optimizer_with_an_early_state_shows_that_the_script_resumed(
     monkeypatch: pytest.MonkeyPatch, before: Any, after: Any, known: list[str]
 ) -> None:
-    """DCP makes an empty step before it loads. An optimizer without state proves nothing."""
+    """DCP takes an empty step before it loads. An optimizer without state proves nothing."""
     monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
     monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
     monkeypatch.setitem(sys.modules, "torch", torch_without_gpu())
@@ -354,7 +352,7 @@ def test_an_optimizer_with_an_early_state_shows_that_the_script_resumed(
 def test_ranks_exchange_if_each_of_the_first_steps_has_collectives(
     monkeypatch: pytest.MonkeyPatch, collectives: list[int], exchanging: bool
 ) -> None:
-    """Collectives in later steps may be those of an evaluation."""
+    """Collectives in later steps may belong to an evaluation."""
     monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
     monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
     made, hooks, posted = [0], list[Any](), list[dict[str, Any]]()
@@ -484,7 +482,9 @@ def test_a_copy_is_reported_as_soon_as_it_exists(
 
 
 def test_rank_0_says_what_it_trains_with(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replaced coordinator is told again, and a script that counts its own steps does not hide it."""
+    """A replaced coordinator is notified again. A script that counts its own steps does not hide
+    it.
+    """
     gpu = SimpleNamespace(is_initialized=lambda: True, get_device_name=lambda: "NVIDIA H200")
     torch = SimpleNamespace(__version__="2.9.1", version=SimpleNamespace(cuda="12.8"), cuda=gpu, _dynamo=None)
     post = by_worker(monkeypatch)

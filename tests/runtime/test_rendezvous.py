@@ -35,7 +35,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Client:
-    """A coordinator as a handler sees it: one call to begin, then whether the round is over."""
+    """A coordinator as a handler sees it: one call to begin a round, and whether the round is
+    over.
+    """
 
     why = "a node was lost"
 
@@ -87,7 +89,9 @@ def test_a_group_has_the_coordinators_ranks_and_the_address_of_its_rank_0(world:
 
 
 def test_no_launcher_unpickles_content_of_the_store(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """c10d's own rendezvous does: a client that can write its state runs code on every node."""
+    """c10d's own rendezvous unpickles it, so a client that can write its state runs code on every
+    node.
+    """
     monkeypatch.setattr(Bomb, "exploded", [])
     store.set("torch.rendezvous.job", b64encode(pickle.dumps((Bomb(), 1))).decode())
     handlers = [handler(rank, 2, store) for rank in range(2)]
@@ -95,7 +99,7 @@ def test_no_launcher_unpickles_content_of_the_store(store: Any, monkeypatch: pyt
         assert [info.rank for info in threads.map(lambda h: h.next_rendezvous(), handlers)] == [0, 1]
     assert not Bomb.exploded
     state, _ = c10d_rendezvous_backend.create_backend(handlers[0]._parameters)[0].get_state() or (b"", None)
-    pickle.loads(state)  # As torchrun's DynamicRendezvousHandler does.
+    pickle.loads(state)  # torchrun's DynamicRendezvousHandler does this
     assert Bomb.exploded == [1]
 
 

@@ -1,5 +1,5 @@
-"""The log that outlives the pods: a line for each round, break and end in the checkpoint folder,
-without any delay.
+"""The log that outlives the pods: a line in the checkpoint folder for each round, break and end.
+Writing it never delays the group.
 """
 
 from __future__ import annotations

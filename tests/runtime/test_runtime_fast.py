@@ -37,7 +37,7 @@ def states(report: Report) -> list[str]:
 
 
 def made(job: Job, rank: int) -> list[tuple[float, int, int]]:
-    """(time, pid, step) of every step that a rank has made."""
+    """(time, pid, step) of every step that a rank has taken."""
     path = job.folder / f"steps-{rank}"
     if not path.exists():
         return []
@@ -46,7 +46,7 @@ def made(job: Job, rank: int) -> list[tuple[float, int, int]]:
 
 
 def recovery_seconds(job: Job, since: float, ranks: int = 2) -> float:
-    """Seconds from `since` until each rank has made a step in a new process."""
+    """Return the seconds from `since` until each rank has taken a step in a new process."""
     before = {pid for rank in range(ranks) for when, pid, _ in made(job, rank) if when < since}
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -71,7 +71,7 @@ def kinds(report: Report) -> list[tuple[str, str]]:
 
 
 def with_a_spare(job: Job, steps: int) -> tuple[str, ...]:
-    """Wait until two of three nodes have made more than `steps` steps. Returns their script with
+    """Wait until two of three nodes have taken more than `steps` steps. Return their script with
     its arguments.
     """
     script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02")
@@ -191,7 +191,7 @@ def test_steps_without_an_optimizer_are_no_hang_until_every_rank_stands_still(jo
 
 
 def test_a_frozen_node_is_fenced(job: Job) -> None:
-    """Its peers continue with another node. When the frozen node wakes up, it ends."""
+    """Its peers continue with a different node. When the frozen node wakes up, it ends."""
     with_a_spare(job, steps=3)
     victim = next(m["pod"] for m in job.status()["members"] if m["state"] == "Running")
     frozen = [
@@ -300,8 +300,8 @@ class Unlogged(Job):
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 @pytest.mark.parametrize("why", NO_LOGS)
 def test_a_log_that_cannot_be_written_only_loses_its_lines(tmp_path: Path, why: str, mode: str) -> None:
-    """This happens on a laptop whose disk is full of checkpoints, or while a host's container
-    runtime hangs.
+    """This happens if the disk is full of checkpoints, or while a host's container runtime
+    hangs.
     """
     job = Unlogged(tmp_path, mode=mode)
     job.start = NO_LOGS[why]

@@ -1,4 +1,6 @@
-"""Coordinator and launchers with real torchrun and gloo: two nodes are two launchers on 127.0.0.1."""
+"""Coordinator and launchers with real torchrun and gloo: two nodes are two launchers on
+127.0.0.1.
+"""
 
 from __future__ import annotations
 
@@ -321,8 +323,8 @@ def test_wrong_tokens_are_retried_newer_attempts_take_over_and_stop_ends_nodes(f
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a PID namespace")
 def test_a_launcher_works_as_the_first_process_of_a_container(folder: Path) -> None:
-    """As PID 1 it passes SIGTERM on and ends with the launcher's code. The namespace ends all other
-    processes.
+    """The first process passes SIGTERM on and ends with the launcher's code. The namespace ends all
+    other processes.
     """
     with contextlib.closing(Job(folder, nodes=1)) as job:
         job.start_coordinator()

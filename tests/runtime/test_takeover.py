@@ -117,8 +117,8 @@ def test_a_communication_error_is_a_consequence_of_a_member_that_does_not_return
 
 
 def test_a_rank_that_left_is_a_consequence_of_a_member_that_does_not_return() -> None:
-    """Regression: it left with a node that was asked to end, and had saved. That counted as a
-    failure of the job.
+    """Regression: the rank left with a node that was asked to end and had saved, but its exit
+    counted as a failure of the job.
     """
     world = second(2)
     first = world.resume(0, 7, 0, 2, "Ready")
@@ -172,7 +172,7 @@ def test_a_late_member_leaves_others_time_to_save_for_a_planned_restart() -> Non
 
 
 def test_a_member_that_is_gone_ends_a_planned_restart_of_an_earlier_coordinator() -> None:
-    """Saving members may be waiting for it."""
+    """Saving members may be waiting for the missing member."""
     world = second(2)
     resume = {"round": 7, "rank": 0, "world": 2, "state": "Running", "planned": True}
     first = world.hello(0, resume=resume, grace=100.0)

@@ -1,4 +1,4 @@
-"""When two witnesses, a neighbour and the coordinator, prove an early loss, in virtual time."""
+"""When a neighbour and the coordinator are enough witnesses for an early loss, in virtual time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ddpjob_runtime.coordinator.members import Member
 
 
 def cut(world: World, *members: Member) -> None:
-    """Cut the network of their hosts."""
+    """Cut the network of the members' hosts."""
     for member in members:
         world.silent.add(member.pod)
         world.cut.add(member.pod)
@@ -29,7 +29,7 @@ def report(world: World, by: Member, of: Member, silent: bool = True) -> None:
 
 
 def lost(world: World) -> list[str]:
-    """The report that the operator reads."""
+    """Return the lost members in the report that the operator reads."""
     return [entry["pod"] for entry in world.report()["lost"]]
 
 

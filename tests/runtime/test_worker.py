@@ -1,5 +1,5 @@
-"""A program run through worker.py must not be able to tell. Every test compares it with Python's
-own way to run it.
+"""A program run through worker.py must not notice the difference. Every test compares it with
+Python's own way to run it.
 """
 
 from __future__ import annotations
@@ -330,7 +330,9 @@ def mounted(folder: Path) -> Path:
 
 
 def test_job_pods_find_ddpjob_report_next_to_the_runtime(tmp_path: Path) -> None:
-    """The image has nothing of DDPJob. Processes spawned by multiprocessing find the package too."""
+    """The image has nothing of DDPJob. Processes spawned by multiprocessing find the package
+    too.
+    """
     folder = mounted(tmp_path)
     script = tmp_path / "train.py"
     script.write_text(IMPORTS)
@@ -444,8 +446,8 @@ def test_a_process_that_stays_after_its_program_has_finished_is_left_alone(tmp_p
 
 
 def of_torchrun(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """The program that torchrun in a `command` starts as PYTHON_EXEC, and the reason of its
-    container's end.
+    """Run worker.py as torchrun in a `command` starts it, through PYTHON_EXEC. The file `end` has
+    the reason for the container's end.
     """
     given = {
         "TORCHELASTIC_ERROR_FILE": str(folder / f"error-{env.get('RANK')}.json"),

@@ -22,7 +22,9 @@ class Clock:
         self._planned = 0
 
     def later(self, seconds: float, function: Callable[[], None]) -> None:
-        """Call `function` after `seconds`. There is no way to cancel: the function checks whether it still applies."""
+        """Call `function` after `seconds`. There is no way to cancel: the function checks
+        whether it still applies.
+        """
         self._planned += 1
         heapq.heappush(self._due, (self.now + seconds, self._planned, function))
 

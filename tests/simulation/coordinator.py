@@ -1,4 +1,6 @@
-"""A coordinator's container: the production coordinator, with the simulated network for its sockets."""
+"""A coordinator's container: the production coordinator, with the simulated network for its
+sockets.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class CoordinatorProcess:
-    """One start of the coordinator. `ended(exit_code, message)` is called when it ends by itself."""
+    """One start of the coordinator. `ended(exit_code, message)` is called when it ends by
+    itself.
+    """
 
     def __init__(
         self, network: Network, pod: Pod, container: dict[str, Any], ended: Callable[[int, str], None], skew: float
@@ -54,20 +58,20 @@ class CoordinatorProcess:
         self.network.say(f"{self.pod.name}: {text}")
 
     def encode(self, verb: str, fields: dict[str, Any]) -> bytes:
-        """Send a line to a launcher."""
+        """Encode a line for a launcher."""
         if verb != "hb":
             self._log(f"-> {verb} {fields if verb != 'go' else (fields['round'], fields['rank'], fields['world'])}")
         line: bytes = production.encode(verb, **fields)
         return line
 
     def _hear(self) -> None:
-        """Heartbeats that have arrived so far on each working connection."""
+        """Note the heartbeats that have arrived so far on each working connection."""
         for connection in self.connections:
             if connection.member is not None and connection.frozen_since is None and connection.down_open:
                 self.real.hear(connection.member)
 
     def _acknowledges(self, member: Any) -> bool:
-        """Whether the member's host is reached."""
+        """Return whether the member's host can be reached."""
         return all(c.frozen_since is None for c in self.connections if c.member is member and c.send is member.send)
 
     def silence(self, connection: Connection) -> float:

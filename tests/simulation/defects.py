@@ -1,4 +1,4 @@
-"""Defects that are planted on purpose, to show that the seeds find them."""
+"""Defects that are planted on purpose, to prove that the seeds find them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from .story import KINDS
 
 @dataclass(frozen=True)
 class Defect:
-    """Put `wrong` in the place of `owner.attribute`. `seed` is the first seed that finds the
-    defect.
-    """
+    """Replaces `owner.attribute` by `wrong`. `seed` is the first seed that finds the defect."""
 
     part: str
     faults: tuple[str, ...]
@@ -44,7 +42,7 @@ class Defect:
 
 
 class _Blind(View):
-    """Never see the pods of its slots."""
+    """A view that never sees the pods of its slots."""
 
     pods = property(lambda self: (None,) * len(self.status.slots))  # type: ignore[assignment]
     coordinator = property(lambda self: None)  # type: ignore[assignment]
@@ -90,7 +88,7 @@ DEFECTS: dict[str, Defect] = {
 
 
 def finds(seed: int, faults: tuple[str, ...] = ()) -> str:
-    """Return what a seed finds, or an empty string."""
+    """Play a seed, and return the violation that it finds, or an empty string."""
     story = KINDS["agents" if "agent" in faults else ""](seed)
     story.only = faults
     try:

@@ -1,4 +1,4 @@
-"""What must hold at every step of every story, whatever happens."""
+"""Invariants that must hold at every step of every story, whatever happens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Violation(AssertionError):
 
 
 class Invariants:
-    """Watch the store and the training."""
+    """Watches the store and the training."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.s = simulation
@@ -100,7 +100,7 @@ class Invariants:
     # ---- training
 
     def _step(self, current: WorkerRound) -> None:
-        """Check a step of a round: no older round may make a step after a newer one, as long as the
+        """Check a step of a round: no older round may take a step after a newer one, as long as the
         coordinator reaches one of its members.
 
         Storage refuses writes of members that the coordinator does not reach, and of pods without
@@ -138,8 +138,8 @@ class Invariants:
             self._fail(f"nobody will wake a job that is {self.s.phase}")
 
     def running_is_true(self, stale: float, hang: bool) -> None:
-        """Check that Running holds only while the group makes steps. `stale`: how long the operator
-        may be unaware of a change.
+        """Check that Running holds only while the group takes steps. The operator may be unaware of
+        a change for `stale` seconds.
         """
         running: Any = next((c for c in self.s.status.get("conditions", ()) if c["type"] == "Running"), {})
         done = self.s.training.made >= self.s.training.steps

@@ -23,7 +23,9 @@ GARBAGE_SECONDS = 40.0
 
 @dataclass(eq=False)
 class Host:
-    """A machine. `cut`: partitioned from everything else, while its containers continue to run."""
+    """A machine. If `cut` is true, it is partitioned from everything else while its containers
+    continue to run.
+    """
 
     name: str
     body: Json
@@ -43,7 +45,7 @@ class Host:
 
 @dataclass(eq=False)
 class Container:
-    """What the kubelet knows of one container."""
+    """The kubelet's record of one container."""
 
     manifest: Json
     process: Launcher | CoordinatorProcess | None = None
@@ -174,7 +176,7 @@ class Machines:
         self.clock: Clock = store.clock
         self.store, self.network, self.training, self.random = store, network, training, chance
         self.capacity = 10**6
-        """Number of pods of slots that find a host. The others stay Pending."""
+        """Number of pods of slots that can get a host. The others stay Pending."""
         self.favourite: dict[int, str] = {}
         """Hosts that the scheduler prefers for pods of an index."""
         self.address: Callable[[int], str] = lambda number: f"10.1.{number}.1"
@@ -196,13 +198,13 @@ class Machines:
         store.watchers.append(self._observe)
 
     def add_host(self, name: str) -> None:
-        """A machine joins the cluster."""
+        """Add a machine to the cluster."""
         body = self.store.create("Node", {"metadata": {"name": name}, "spec": {}, "status": {}}, namespace="")
         host = self.hosts[name] = Host(name, body)
         self._say_ready(host, True)
 
     def diagnose(self, host: Host, ill: bool) -> None:
-        """Set what the health agent says from now on."""
+        """Set the health agent's verdict from now on."""
         host.ill = ill
         self._say_ready(host, self._is_ready(host))
 
@@ -288,8 +290,7 @@ class Machines:
         return any(labels.get(k) not in [h.body["metadata"].get("labels", {}).get(k) for h in placed] for k in keys)
 
     def _lacking(self, pod: Pod, taken: int) -> str:
-        """Return why a pod finds no host, in kube-scheduler's words, or an empty string if it finds
-        one.
+        """Return the reason why a pod finds no host, in kube-scheduler's words, or an empty string.
 
         The pods of a PodGroup are placed together, as soon as its minimum number exists and they
         all fit.
@@ -494,7 +495,7 @@ class Machines:
         self.clock.later(noticed_after, tell)
 
     def heal(self, host: Host) -> None:
-        """Let packets pass again, or start its kubelet again, which catches up."""
+        """Repair the host's network, or start its kubelet again, which then catches up."""
         if not host.silent or self.store.find("Node", host.name, "") is None:
             return
         host.cut = host.mute = False

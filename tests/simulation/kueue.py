@@ -16,7 +16,7 @@ REPLACES = "kueue.x-k8s.io/workload-slice-replacement-for"
 
 
 class Kueue:
-    """The queue `team` with quota for `pods` pods of slots, of which other jobs use `taken`."""
+    """The queue `team`, with quota for `pods` pods of slots. Other jobs use `taken` of it."""
 
     def __init__(self, simulation: Simulation, pods: int) -> None:
         self.s, self.pods, self.taken = simulation, pods, 0
@@ -52,7 +52,7 @@ class Kueue:
     # --- actions
 
     def act(self) -> None:
-        """One round of its scheduler."""
+        """Run one round of the scheduler."""
         for name, workload in self.workloads().items():
             workload.setdefault("status", {})
             if self.holds(workload, "Finished") or self.holds(workload, "QuotaReserved"):
@@ -80,7 +80,7 @@ class Kueue:
         self._set(workload, {"QuotaReserved": met, "Admitted": met, **evicted})
 
     def evict(self) -> None:
-        """Take the quota back, for a job of a higher priority that uses it at once."""
+        """Revoke the quota for a job of a higher priority, which uses it at once."""
         for workload in self.workloads().values():
             if self.holds(workload, "QuotaReserved") and not self.holds(workload, "Finished"):
                 self._set(workload, {"Evicted": ("True", "Preempted", "preempted by a job of a higher priority")})

@@ -82,7 +82,7 @@ class Launcher:
         self.network.clock.later(seconds, lambda: function() if self.alive else None)
 
     def _then(self, seconds: float, function: Callable[[], None]) -> None:
-        """Call `function` later, unless the state of the workers has changed by then."""
+        """Call `function` later, unless the state of the workers has changed in the meantime."""
         self._acts += 1
         act = self._acts
         self._later(seconds, lambda: function() if self._acts == act else None)
@@ -133,7 +133,7 @@ class Launcher:
         return self._idle_since is not None and now >= max(self._missed_since, self._idle_since) + JOIN_SECONDS
 
     def _look(self) -> None:
-        """Whether the coordinator's name resolves to a later coordinator by now."""
+        """Return whether the coordinator's name now resolves to a later coordinator."""
         self._later(production.LOOKUP_SECONDS, self._look)
         process, connection = self.network.resolve(self), self._connection
         if not self._welcomed or connection is None or process is None or process is connection.coordinator:
@@ -299,8 +299,8 @@ class Launcher:
         self._then(RENDEZVOUS_SECONDS, lambda: self._came_apart(number))
 
     def watch_neighbours(self) -> None:
-        """Report, some time after a link was cut or healed, which members are silent and which are
-        heard again.
+        """Report the members that are silent, or heard again, some time after a link was cut or
+        healed.
         """
         current = self.round
         if current is None or not self.working or not self.place or self.stuck:
@@ -318,7 +318,7 @@ class Launcher:
             self._wait_go()
 
     def met(self) -> None:
-        """Start workers, since every member of the round has arrived."""
+        """Start the workers, because every member of the round has arrived."""
         self.workers = "starting"
         self._then(self.network.draw("join"), self._started)
 
@@ -346,7 +346,9 @@ class Launcher:
             self._end_workers()
 
     def _end_workers(self) -> None:
-        """End the workers: SIGTERM, then SIGKILL after the grace period. Then this node is ready."""
+        """End the workers: SIGTERM, then SIGKILL after the grace period. Then this node is
+        ready.
+        """
         grace = self.grace if self.planned else DRAIN_GRACE[self.mode]
         seconds = 0.05 if self.workers == "finished" else min(grace, self.network.draw("drain"))
         self.workers = "ending"

@@ -23,7 +23,7 @@ class Pace:
     """Ranges of durations: (least, most) seconds."""
 
     message: tuple[float, float] = (0.005, 0.005)
-    """One line or one request on its way."""
+    """Delay of one line or one request."""
     schedule: tuple[float, float] = (0.0, 0.0)
     start: tuple[float, float] = (1.0, 1.0)
     """The time from the scheduler's choice to running containers."""
@@ -38,11 +38,11 @@ class Pace:
     notice: tuple[float, float] = (0.05, 0.05)
     """The time until workers see that a peer is gone."""
     update: tuple[float, float] = (0.0, 0.0)
-    """The time until the API server knows of a change on a host."""
+    """The time until the API server learns of a change on a host."""
 
 
 class Network:
-    """Who reaches whom. Hosts, single pods and the operator can be cut off."""
+    """Connectivity between hosts, pods and the operator. Each of them can be cut off."""
 
     def __init__(self, clock: Clock, chance: random.Random, pace: Pace) -> None:
         self.clock, self.random, self.pace = clock, chance, pace
@@ -227,7 +227,7 @@ class Connection:
             self.network.clock.later(self.launcher.silence, lambda: self._silent(since, up=False))
 
     def _heard_again(self) -> None:
-        """Deliver the next heartbeat of a member that was given up meanwhile."""
+        """Deliver the next heartbeat of a member that has been given up in the meantime."""
         if self.frozen_since is None and self.member is not None and self.member.given_up:
             self.close_up("it is heard again and has to reconnect")
 

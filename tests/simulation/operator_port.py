@@ -62,8 +62,8 @@ SIGNALS = HealthSignals(conditions=(("GpuUnhealthy", "True"),))
 
 
 class MemoryCluster:
-    """See `ddpjob.engine.ports.Cluster`. Every write passes through `_call`, where a test can kill
-    the operator.
+    """Implements `ddpjob.engine.ports.Cluster`. Every write passes through `_call`, where a test
+    can kill the operator.
     """
 
     def __init__(self, clock: Clock, store: Store, machines: Machines, network: Network, chance: random.Random) -> None:
@@ -78,7 +78,7 @@ class MemoryCluster:
         self.die_at: Container[int] = ()
         self.dead = False
         self.conflicts = 0
-        """How many of the next status writes meet a conflicting writer."""
+        """Number of the next status writes that conflict with a different writer."""
         self.knows_hosts = True
         self.serves_gangs = False
         self.serves_queues: bool | None = None
@@ -111,7 +111,7 @@ class MemoryCluster:
         self._files: dict[str, str] = {}
 
     def changed(self) -> None:
-        """Report a change by a watch: pods are listed again."""
+        """Report a change through a watch, so that pods are listed again."""
         self._pods = None
 
     def restart(self) -> None:
@@ -175,7 +175,9 @@ class MemoryCluster:
         return read_claim(found) if found is not None else ClaimView(name=name, exists=False)
 
     def _read(self, body: Json) -> DDPJob:
-        """The job. Its spec is read once per generation and class, which saves a fifth of the time."""
+        """Return the job. Its spec is parsed once per generation and class, which saves a fifth of
+        the time.
+        """
         meta = body["metadata"]
         status = JobStatus.read(body.get("status") or {})
         known = self._job

@@ -44,9 +44,8 @@ class RealCoordinator:
     """The coordinator's program without its sockets: lines and requests in, lines and responses
     out.
 
-    `clock()` gives Unix seconds, `later` plans a call, `log` receives the log lines, and
-    `changed()` is called when the
-    report changes. `acknowledges` stands for a member's kernel.
+    `clock()` returns Unix seconds, `later` schedules a call, `log` receives the log lines, and
+    `changed()` is called when the report changes. `acknowledges` stands in for a member's kernel.
     """
 
     def __init__(
@@ -90,13 +89,15 @@ class RealCoordinator:
         return self.coordinator.exit_why is not None
 
     def prove(self, line: bytes, send: Send) -> tuple[str, str] | None:
-        """Answer the first line of a connection: the nonces of both sides. None means: close it."""
+        """Answer the first line of a connection, and return the nonces of both sides. None means
+        that the connection must be closed.
+        """
         self._enter()
         nonces: tuple[str, str] | None = self._server._prove(line, send)
         return nonces
 
     def admit(self, line: bytes, nonces: tuple[str, str], send: Send) -> Member | None:
-        """Handle the second line. None means: close the connection."""
+        """Handle the second line. None means that the connection must be closed."""
         self._enter()
         member: Member | None = self._server._admit(line, nonces, send)
         return member
@@ -111,7 +112,7 @@ class RealCoordinator:
             send("error", {"why": str(error)})
 
     def hear(self, member: Member) -> None:
-        """Note that a heartbeat has arrived by now."""
+        """Note that a heartbeat has arrived."""
         member.hear(self._clock())
 
     def lost(self, member: Member, send: Send, why: str) -> None:

@@ -31,7 +31,7 @@ def play(seed: int, *, trace: bool = False) -> Story:
 
 
 def replay(seed: int, *, trace: bool, kind: str = "") -> int:
-    """Play and print the story, or only how it ended. `kind`: with the faults of this kind."""
+    """Play a story and print it, or only its end. `kind` selects the kind of story."""
     story = KINDS[kind](seed, trace=trace)
     failed = ""
     try:
@@ -49,7 +49,7 @@ def replay(seed: int, *, trace: bool, kind: str = "") -> int:
 
 
 def run(seeds: Iterable[int], until: float = float("inf"), kind: str = "") -> int:
-    """Play many stories, and print the replay command of each that fails."""
+    """Play many stories, and print the replay command of each failure."""
     began, count, failed, faults = time.monotonic(), 0, 0, Counter[str]()
     reconciles, seconds = 0, 0.0
     for seed in seeds:
@@ -77,7 +77,7 @@ def run(seeds: Iterable[int], until: float = float("inf"), kind: str = "") -> in
 
 
 def defects(limit: int = 300) -> int:
-    """Find, for each deliberate defect, the first seed that finds it, and print its message."""
+    """Find the first seed that detects each deliberate defect, and print its message."""
     missed = 0
     for name, defect in DEFECTS.items():
         seed, found = first_that_finds(defect, limit)
@@ -89,7 +89,7 @@ def defects(limit: int = 300) -> int:
 
 
 def main() -> int:
-    """Run the command line that the module describes."""
+    """Run the command line in the module's docstring."""
     parser = argparse.ArgumentParser(description="Stories of the simulation by their seeds.")
     parser.add_argument("what", nargs="?", choices=["replay", "run", "soak", "defects"], default="replay")
     parser.add_argument("--seed", type=int)

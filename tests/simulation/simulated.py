@@ -1,4 +1,4 @@
-"""The whole world: one job, its operator, its coordinators and its pods, on one clock."""
+"""The whole world: one job with its operator, coordinators and pods, on one clock."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ CALM = Pace()
 
 
 class Simulation:
-    """A world as the module describes it. The job needs `steps`; `pace` and `chance` set the
-    durations.
+    """A world as the module describes it. The job ends after `steps`; `pace` and `chance` determine
+    the durations.
     """
 
     cluster_class: type[MemoryCluster] = MemoryCluster
@@ -72,8 +72,8 @@ class Simulation:
             pass
 
     async def one_pass(self, *, fresh: bool = True) -> bool:
-        """Reconcile once. Return False if the operator died in it. Unless `fresh`, use its earlier
-        lists.
+        """Reconcile once. Return False if the operator died during it. Unless `fresh` is true,
+        earlier lists are used.
         """
         if fresh:
             self.cluster.changed()

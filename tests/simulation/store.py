@@ -28,7 +28,9 @@ class Refusal(Exception):
 
 
 class Store:
-    """Objects by kind, namespace and name. Watchers are called after every change, in the order of the versions."""
+    """Objects by kind, namespace and name. Watchers are called after every change, in the order
+    of the versions.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -86,7 +88,9 @@ class Store:
             watcher(kind, what, body)
 
     def replace_status(self, kind: str, name: str, body: Json, namespace: str = NAMESPACE) -> Json:
-        """Write the status, if the version in the metadata is current. Raises Refusal 404 and 409."""
+        """Write the status, if the version in the metadata is current. Raises Refusal 404 and
+        409.
+        """
         known = self.get(kind, name, namespace)
         self._check_version(known, body)
         known["status"] = body["status"]
@@ -94,8 +98,8 @@ class Store:
         return known
 
     def replace(self, kind: str, name: str, body: Json, namespace: str = NAMESPACE) -> Json:
-        """Write everything except the metadata, of which only annotations, if the version in it is
-        current.
+        """Write everything except metadata other than annotations, if the version in the metadata
+        is current.
 
         Raises Refusal 404 and 409.
         """

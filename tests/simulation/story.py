@@ -25,7 +25,7 @@ from .simulated import Simulation, conditions
 from .store import Json
 
 APART = 14.0
-"""Seconds without another fault before and after a failure of a running job. Such a failure
+"""Seconds without other faults before and after a failure of a running job. Such a failure
 certainly counts.
 """
 CALM_SECONDS = 900.0
@@ -58,7 +58,7 @@ TAKES: dict[str, Pace] = {
 
 @dataclass
 class Looks:
-    """How often the operator looks."""
+    """How often the operator reconciles."""
 
     poll: tuple[float, float]
     watch: tuple[float, float]
@@ -68,9 +68,9 @@ class Story:
     """The story of one seed."""
 
     left_out: frozenset[str] = frozenset({"kubelet", "agent"})
-    """Names of faults. Faults of kubelets have separate seeds, because pods without a kubelet
-    receive no signals. So do
-    faults of health agents, for which the operator waits less long than in production.
+    """Kinds of faults that are not played. Faults of kubelets have separate seeds, because pods
+    without a kubelet receive no signals. So do faults of health agents, for which the operator
+    waits less long than in production.
     """
     only: tuple[str, ...] = ()
     """The only faults to play. Empty means all."""
@@ -102,7 +102,7 @@ class Story:
         self.hung_until = -1.0
         self.healthy_since = 0.0
         self.own = 0
-        """Number of failures of the job itself that were caused."""
+        """Number of failures caused that are the job's own."""
         self.certain = 0
         self.replaced: set[str] = set()
         """Pods that were replaced for their failures. The last failure of each may not have
@@ -165,7 +165,7 @@ class Story:
             await self._idempotent()
 
     async def _idempotent(self) -> None:
-        """Check that a second reconcile of the same world does nothing more, apart from
+        """Check that a second reconcile of the same world has no further effect, apart from
         messages to the coordinator.
         """
         s = self.s
@@ -228,12 +228,12 @@ class Story:
         return [p for p in self.s.running() if p.name in names and not p.deleting]
 
     def some(self) -> Pod | None:
-        """Draw one of them."""
+        """Draw one of the current pods."""
         current = self.current()
         return self.random.choice(current) if current else None
 
     def heal_later(self, seconds: float, heal: Callable[[], None]) -> None:
-        """Plan the end of a fault, at the latest when the calm begins."""
+        """Schedule the end of a fault."""
         self.s.clock.later(seconds, heal)
 
     # ---- the end
@@ -255,7 +255,7 @@ class Story:
         for pod in list(s.machines.pods.values()):
             pod.isolated = False
             if pod.launcher is not None and pod.launcher.stuck and not pod.removed:
-                s.force_delete(pod.name)  # by somebody: a group that has finished may wait for it without a limit
+                s.force_delete(pod.name)  # somebody must: a finished group may wait for it without a limit
         s.network.changed()
         s.cluster.changed()
         if s.spec.get("runPolicy", {}).get("suspend"):
@@ -602,7 +602,9 @@ def _capacity(t: Story) -> bool:
 
 
 def _init_failure(t: Story) -> bool:
-    """Keep the next launcher from starting. Before any step that fails the job, by design."""
+    """Keep the next launcher from starting. By design, the job fails if this happens before its
+    first step.
+    """
     pod = t.some()
     if pod is None or t.s.training.made < 3 or not t.s.status.get("progress", {}).get("step"):
         return False
@@ -653,14 +655,14 @@ OWN = {"worker", "two-workers", "worker-oom", "exit", "exit-pair", "hang", "init
 
 
 class KubeletStory(Story):
-    """The story with the faults in which kubelets die."""
+    """A story with faults in which kubelets die."""
 
     left_out = frozenset({"agent"})
 
 
 class AgentStory(Story):
-    """The story with health agents, which are believed after 3 s, because a story is shorter than
-    the production delay.
+    """A story with health agents. The operator believes them after 3 s, because stories are shorter
+    than the delay in production.
     """
 
     left_out = frozenset({"kubelet"})

@@ -1,4 +1,6 @@
-"""Classes of jobs in simulated time: missing, appearing later, changed under a running job, refused, and crashes."""
+"""Classes of jobs in simulated time: missing, appearing later, changed under a running job,
+refused, and crashes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ H100: Json = {
 
 
 def classed(spec: Json | None = None, steps: int = 20, **classes: Json) -> Simulation:
-    """A job that names class h100, and no image."""
+    """Create a job in class h100 without an image."""
     s = Simulation({"className": "h100", **(spec or {})}, steps=steps)
     if "image" not in (spec or {}):
         del s.spec["image"]

@@ -1,4 +1,4 @@
-"""What counts against the budget, and regressions that seeds have found."""
+"""Which failures count against the budget, and regressions found by seeds."""
 
 from __future__ import annotations
 
@@ -117,7 +117,9 @@ async def test_each_incident_is_reported_with_its_cause() -> None:
 
 
 async def paused(seconds: float) -> Simulation:
-    """A job without a step limit that makes 30 steps and then pauses: an evaluation, or a hang."""
+    """Start a job without a step limit that takes 30 steps and then pauses, for an evaluation or
+    because it hangs.
+    """
     s = Simulation({**FAST, "recovery": {"mode": "Fast", "maxRestarts": 0}}, steps=100)
     await s.until(lambda: s.training.made >= 30)
     current = s.pods["job-1-0"].launcher.round  # type: ignore[union-attr]
@@ -349,7 +351,7 @@ async def test_a_reboot_of_a_host_is_not_counted() -> None:
 
 @pytest.mark.parametrize(("placement", "state"), [("Dedicated", "Planned"), ("Master", "Running")])
 async def test_pods_are_replaced_if_the_status_is_ahead_of_them(placement: str, state: str) -> None:
-    """The status was changed by hand: it names a coordinator that the pods do not use, so the
+    """The status was changed by hand. It refers to a coordinator that the pods do not use, so the
     operator never asks theirs.
     """
     s = await Simulation({"rendezvous": {"placement": placement}}, steps=100).begun()

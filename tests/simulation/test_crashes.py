@@ -80,7 +80,9 @@ async def key_changed(s: Simulation) -> None:
 
 
 async def runtime_changed(s: Simulation) -> None:
-    """A job that was begun by an operator with a different protocol, whose runtime had other files."""
+    """Start a job with an operator of a different protocol version, whose runtime had other
+    files.
+    """
     await s.until_phase("Running")
     old, status = "job-podfiles-12345678", s.status
     template, key, _ = status["templateHash"].split("-")
@@ -257,7 +259,7 @@ class Forks:
     """
 
     def __init__(self, simulation: Simulation, *, half: bool = False) -> None:
-        """`half`: the points before every second call, and after the others."""
+        """Fork only before every second call and after the others if `half` is true."""
         self.simulation, self._half = simulation, half
         self.outcomes: dict[int, object] = {}
         self._answer: int | None = None
@@ -328,19 +330,19 @@ async def test_the_operator_dies_before_and_after_every_call(scenario: Scenario,
 
 
 async def _status_last(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
-    """A defect: acts first and records the reason afterwards."""
+    """Deliberate defect: acts first and records the reason afterwards."""
     await right_apply(cluster, replace(job, status=decision.status), replace(decision, events=()))
     return await right_apply(cluster, job, replace(decision, actions=()))
 
 
 async def _calls_it_delivered_before(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
-    """A defect: records the delivery of a notification, and then sends it."""
+    """Deliberate defect: records the delivery of a notification before it is sent."""
     done = tuple(replace(n, state=NotificationState.DELIVERED) for n in decision.status.notifications)
     return await right_apply(cluster, job, replace(decision, status=replace(decision.status, notifications=done)))
 
 
 async def _forgets_incidents(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
-    """A defect: does not record which of the coordinator's incidents it has counted."""
+    """Deliberate defect: does not record which of the coordinator's incidents it has counted."""
     counts = replace(decision.status.restarts, seen_incident=0)
     return await right_apply(cluster, job, replace(decision, status=replace(decision.status, restarts=counts)))
 
@@ -371,8 +373,8 @@ async def test_the_operator_dies_at_every_second_point(scenario: Scenario) -> No
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 async def test_a_job_is_complete_although_its_finished_pods_were_removed_unseen(mode: str) -> None:
-    """The pods are removed by the garbage collector of ended pods, or by a cleaner. The coordinator
-    still runs, and knows.
+    """The garbage collector of ended pods, or a cleaner, removes the pods. The coordinator still
+    runs and knows the result.
     """
     s = await Simulation({"recovery": {"mode": mode}}, steps=20).begun()
     s.advance(120)

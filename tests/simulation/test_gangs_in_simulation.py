@@ -1,4 +1,6 @@
-"""Gangs in simulated time: all or nothing at every start, and through losses, changes of size, faults and crashes."""
+"""Gangs in simulated time: all or nothing at every start, and through losses, resizing, faults and
+crashes.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ async def test_a_gang_holds_no_node_until_all_of_it_fits(placement: str) -> None
 
 
 async def test_without_a_gang_the_same_job_holds_every_free_node() -> None:
-    """Shows that the check above can fail."""
+    """The check above can fail."""
     s = WithGangs({"nodes": 4, "scheduling": {"gang": False}})
     s.machines.capacity = 3
     await s.passes(60)
@@ -218,8 +220,8 @@ async def test_a_group_that_cannot_train_releases_its_nodes_and_waits_as_a_gang(
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 async def test_a_need_for_room_that_nobody_has_destroys_no_only_copy(mode: str) -> None:
-    """Regression: 30 s after a cordon, the only copy of a job's progress was deleted although
-    nobody wanted its node.
+    """Regression: 30 s after a cordon, the only copy of a job's progress was deleted although no
+    pod needed its node.
     """
     s = await WithGangs({"nodes": 2, "recovery": {"mode": mode}}, steps=10**6).begun()
     await s.until(lambda: s.status.get("trained"))
@@ -255,7 +257,9 @@ async def test_a_job_yields_if_there_is_a_second_copy_or_a_rival(waits: bool, sp
 
 
 async def test_a_scale_down_keeps_the_pod_with_the_only_copy() -> None:
-    """The last slots are dropped, and one of them may hold the only copy of the job's progress."""
+    """The highest slots are removed, and one of them may hold the only copy of the job's
+    progress.
+    """
     s = await WithGangs({"nodes": 2, "scheduling": {"gang": False}}, steps=10**6).begun()
     await s.until(lambda: s.status.get("trained"))
     s.machines.capacity = 1
@@ -431,7 +435,7 @@ async def test_a_preempted_job_ends_well_at_whatever_point_the_operator_dies() -
 
 
 class RefusesGroups(MemoryCluster):
-    """The API server refuses every PodGroup."""
+    """A cluster whose API server refuses every PodGroup."""
 
     refusal = Refused(422, 'PodGroup "job-gang-0" is invalid: spec.priorityClassName: no such class')
 

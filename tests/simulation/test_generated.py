@@ -1,8 +1,8 @@
 """Jobs with any spec that the API server accepts and any status that somebody may have written. No
 reconcile raises.
 
-DDPJOB_GENERATED=20 tries 20 times as many. A failure names the number of its job; `Maker(NUMBER)`
-makes it again.
+DDPJOB_GENERATED=20 tries 20 times as many jobs. A failure reports the number of its job, and
+`Maker(NUMBER)` generates it again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TIMES = int(os.environ.get("DDPJOB_GENERATED", "1"))
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 STATUS = Draft202012Validator(to_json_schema(schema_of("status")))
 LARGEST = 200_000
-"""Most bytes of a status. The API server refuses 1.5 MB."""
+"""Maximum size of a status in bytes. The API server refuses 1.5 MB."""
 
 
 class Offline:
@@ -57,7 +57,9 @@ def small(manifest: Json) -> Json:
 
 @contextmanager
 def tried(number: int) -> Iterator[tuple[Json, Maker]]:
-    """Yield a generated manifest. The block may raise only if the API server refuses the manifest."""
+    """Yield a generated manifest. The block may raise only if the API server refuses the
+    manifest.
+    """
     maker = Maker(number)
     manifest = small(maker.manifest())
     try:
@@ -105,7 +107,7 @@ def test_no_spec_and_no_status_makes_a_decision_raise(part: int) -> None:
 
 
 class AnyPods(MemoryCluster):
-    """Play pods of which only the operator's own containers and variables matter."""
+    """A cluster with any pods. Only the operator's own containers and variables are kept."""
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
         if manifest["kind"] == "Pod":
@@ -121,7 +123,7 @@ def _own(variable: Json) -> bool:
 
 
 class Generated(Simulation):
-    """Skip the invariants, since a forged status may claim anything."""
+    """A simulation without invariants, because a forged status may claim anything."""
 
     cluster_class = AnyPods
 
@@ -133,7 +135,7 @@ class Generated(Simulation):
         self.job_body["spec"] = with_defaults(manifest)["spec"]
 
     def forge(self, status: Json) -> None:
-        """Write these fields of the status, as somebody else."""
+        """Write these fields of the status, like a different writer."""
         self.training.rounds.clear()
         self.job_body["status"] = {**self.status, **status}
         self.store.changed("DDPJob", self.job_body)

@@ -1,4 +1,6 @@
-"""GPU seconds of whole jobs, compared with the time for which the simulated Kubernetes reserved the GPUs."""
+"""GPU seconds of whole jobs, compared with the time for which the simulated Kubernetes reserved
+the GPUs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ FAST: Json = {"gpusPerNode": GPUS, "recovery": {"mode": "Fast"}}
 
 
 class Reserved:
-    """Watches the store: GPU seconds of pods that have a node and have not ended, and how often that changed."""
+    """Watches the store, and counts the GPU seconds of pods that have a node and have not ended,
+    and the changes to them.
+    """
 
     def __init__(self, s: Simulation) -> None:
         self.s, self.seconds, self.changes, self.since = s, 0.0, 0, s.now
@@ -35,7 +39,9 @@ class Reserved:
         self.since = self.s.now
 
     def agree(self, away: float = 0.0) -> None:
-        """The operator looks each second and writes whole seconds. `away`: without an operator."""
+        """Check that the status agrees. The operator reconciles each second and writes whole
+        seconds, except for `away` seconds.
+        """
         self.pass_time()
         counted = self.s.status.get("gpuSeconds", 0)
         allowed = (2.0 * self.changes + away) * GPUS
@@ -44,7 +50,7 @@ class Reserved:
 
 
 async def settled(s: Simulation) -> None:
-    """No pod holds a GPU, and the status says so."""
+    """Wait until no pod holds a GPU and the status reports this."""
     await s.until(lambda: "gpuUse" not in s.status)
 
 

@@ -1,4 +1,6 @@
-"""Partitions of every kind: members follow one coordinator, and two groups of a job never train at once."""
+"""Partitions of every kind: members follow one coordinator, and two groups of a job never train
+at once.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ SIZES = pytest.mark.parametrize("spec", [ELASTIC, FIXED], ids=["elastic", "fixed
 
 
 class OneGroup(Simulation):
-    """Also fail if a round makes a step after a later round has, whichever coordinator still
-    reaches its members.
+    """A simulation that also fails if a round takes a step after a later round has, whichever
+    coordinator reaches its members.
     """
 
     def __init__(self, spec: Json, steps: int = 10**9, **more: Any) -> None:
@@ -39,7 +41,7 @@ class OneGroup(Simulation):
         return self.coordinator().pod
 
     async def live(self, seconds: float) -> None:
-        """Let the operator look once a second."""
+        """Let the operator reconcile once a second."""
         end = self.now + seconds
         while self.now < end:
             await self.one_pass()
@@ -153,7 +155,9 @@ async def test_members_that_lose_the_coordinator_train_on_and_follow_its_success
 @pytest.mark.parametrize("with_coordinator", [True, False])
 @pytest.mark.parametrize("seconds", [10, 100])
 async def test_half_of_the_members_are_partitioned(spec: Json, with_coordinator: bool, seconds: float) -> None:
-    """They are cut off from the other half, and from the control plane, the coordinator, or both."""
+    """They are partitioned from the other half, and from the control plane, the coordinator, or
+    both.
+    """
     s = await begun(spec)
     hosts = [s.pods[name].host for name in ("job-0-0", "job-1-0")]
     if with_coordinator:
@@ -182,8 +186,8 @@ async def test_training_continues_without_a_coordinator_until_a_round_is_needed(
 
 @pytest.mark.parametrize("reachable", [True, False])
 async def test_a_generation_that_was_given_up_ends_although_its_kubelet_is_dead(reachable: bool) -> None:
-    """All pods are replaced. The pods of the old generation on a dead host would train on by
-    themselves.
+    """All pods are replaced. The pods of the old generation on a dead host would otherwise train on
+    alone.
     """
     s = await begun({"recovery": {"mode": "Fast"}, "nodes": 2, "elastic": {"minNodes": 1, "maxNodes": 2}})
     zombies = [s.pods["job-0-0"], s.coordinator_pod]

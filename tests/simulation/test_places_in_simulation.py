@@ -1,4 +1,4 @@
-"""Kubernetes nodes and places: lost, unhealthy, failing, avoided."""
+"""Kubernetes nodes and topology domains that are lost, unhealthy, failing or avoided."""
 
 from __future__ import annotations
 
@@ -190,7 +190,9 @@ async def test_the_node_of_a_lost_coordinator_is_avoided_in_both_modes() -> None
 
 
 async def test_a_member_lost_together_with_the_coordinators_node_delays_nothing() -> None:
-    """The others are in a collective with it, and the new coordinator has never heard of it."""
+    """The other members are in a collective with it, and the new coordinator has never heard of
+    it.
+    """
     s = await Simulation({"nodes": 3, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=10**6).begun()
     for pod in ("job-coordinator-0", "job-1-0"):
         s.cut(s.pods[pod].node)
@@ -307,7 +309,9 @@ async def test_a_hang_that_names_the_same_pod_twice_replaces_it() -> None:
 
 
 async def test_a_daemon_reload_that_takes_all_devices_costs_one_failure_per_node() -> None:
-    """Every container has lost its devices at the same time. New containers have them, on any host."""
+    """Every container has lost its devices at the same time. New containers have them, on any
+    host.
+    """
     s = Simulation({**FAST, "nodes": 5, "gpusPerNode": 1}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     await fails_wherever(s, {p.name for p in running(s)}, "RuntimeError: No CUDA GPUs are available", 200)

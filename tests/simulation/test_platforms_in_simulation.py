@@ -1,5 +1,5 @@
-"""Clusters with unequal machines: two architectures, a mirror that lacks a layer, and a host that
-starts no coordinator.
+"""Clusters with different machines: two architectures, a mirror that lacks a layer, and a host that
+cannot start a coordinator.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ MODES = pytest.mark.parametrize("mode", ["Standard", "Fast"])
 
 
 def mixed(mode: str, arm: int = 6, **spec: Any) -> Simulation:
-    """Two machines of amd64 on which the job's nodes run, and empty ones of arm64."""
+    """Return a cluster with two amd64 machines on which the job's nodes run, and empty arm64
+    machines.
+    """
     s = Simulation({"nodes": 2, "recovery": {"mode": mode, "maxRestarts": 0}, **spec}, steps=50)
     for number, host in enumerate(s.machines.hosts.values()):
         is_arm = number < arm

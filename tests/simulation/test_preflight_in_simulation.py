@@ -1,6 +1,4 @@
-"""spec.preflight over time: pods that do not pass on defective hosts, and how the status reports
-them.
-"""
+"""spec.preflight over time: pods on defective hosts fail it, and the status reports them."""
 
 from __future__ import annotations
 

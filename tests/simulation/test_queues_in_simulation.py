@@ -1,4 +1,4 @@
-"""Queues in simulated time: a job waits, runs with quota, is evicted, resumed and resized, also
+"""Queues in simulated time: a job waits, runs with quota, is evicted, resumed and resized, even
 through crashes.
 """
 
@@ -20,7 +20,7 @@ def queued(spec: Json | None = None, pods: int = 2, steps: int = 20) -> tuple[Si
 
 
 async def with_quota(spec: Json | None = None, pods: int = 2, steps: int = 20) -> tuple[Simulation, Kueue]:
-    """A job that runs."""
+    """Start a job that runs."""
     s, kueue = queued(spec, pods, steps)
     return await s.begun(), kueue
 

@@ -1,5 +1,5 @@
-"""Ranks by spec.rankOrder over a job's life: when the order arrives, and how the job behaves until
-then.
+"""Ranks by spec.rankOrder over the life of a job: when the order arrives, and how the job behaves
+until then.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Racks(Simulation):
         return [m["index"] for m in sorted(members, key=lambda m: m["rank"])]
 
     async def restart_workers(self) -> None:
-        """Fail a worker, each time of a different pod, and wait until the next round runs."""
+        """Fail a worker of a different pod each time, and wait until the next round runs."""
         before = self.status["round"]
         assert self.worker_fails(f"job-{before % 2}-0")
         await self.until(lambda: self.status["round"] > before and self.phase == "Running")
@@ -137,7 +137,7 @@ async def test_a_new_coordinator_keeps_the_round_and_receives_the_order_again() 
 
 
 class Deaf(MemoryCluster):
-    """Drop the first orders on their way to the coordinator."""
+    """Drops the first rank orders on their way to the coordinator."""
 
     deaf = 3
 

@@ -28,7 +28,7 @@ def reasons(s: Simulation) -> list[tuple[str, bool]]:
 
 
 async def passes(s: Simulation, seconds: float, step: float = 0.5) -> None:
-    """Let the operator look every `step` seconds."""
+    """Let the operator reconcile every `step` seconds."""
     end = s.now + seconds
     while s.now < end:
         await s.one_pass()
@@ -182,7 +182,9 @@ async def test_an_evicted_spare_does_not_excuse_a_workers_failure(mode: str) -> 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 @pytest.mark.parametrize("distance", [0.0, 0.2])
 async def test_a_spare_evicted_during_a_restart_does_not_excuse_the_failure(mode: str, distance: float) -> None:
-    """Its end is seen when the group is already down, before the coordinator has named the cause."""
+    """The spare's end is seen when the group is already down, before the coordinator has reported
+    the cause.
+    """
     s = Simulation({"recovery": {"mode": mode}, "spares": 1}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
     s.advance(0.5)
@@ -195,7 +197,7 @@ async def test_a_spare_evicted_during_a_restart_does_not_excuse_the_failure(mode
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 async def test_the_end_of_a_spare_that_has_taken_over_breaks_the_group(mode: str) -> None:
-    """This holds although the operator has not looked since: the pod keeps the label of a spare
+    """This holds although the operator has not reconciled since: the pod keeps the label of a spare
     until then.
     """
     s = Simulation({"recovery": {"mode": mode}, "spares": 2}, steps=10**6)
@@ -211,8 +213,8 @@ async def test_the_end_of_a_spare_that_has_taken_over_breaks_the_group(mode: str
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 async def test_a_spare_that_ends_before_the_recovery_is_seen_did_not_break_the_group(mode: str) -> None:
-    """Regression: the event named the spare, and the restart lasted until the look instead of until
-    the next step.
+    """Regression: the event named the spare, and the restart lasted until the reconcile instead of
+    until the next step.
     """
     s = Simulation({"recovery": {"mode": mode}, "spares": 1}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
@@ -309,7 +311,7 @@ async def test_making_a_job_smaller_while_it_waits_for_room_restarts_nothing(com
 
 
 class DeafCluster(MemoryCluster):
-    """Drop the first messages on their way to the coordinator."""
+    """Drops the first messages on their way to the coordinator."""
 
     deaf = 3
 
@@ -341,8 +343,8 @@ async def test_the_patience_changes_in_place() -> None:
 
 
 async def test_a_group_that_is_about_to_grow_restarts_instead_of_starting() -> None:
-    """Its workers may save first. The operator sees that the coordinator has ended the round before
-    it sees the reason.
+    """The group's workers may save first. The operator sees that the coordinator has ended the
+    round before it sees the reason.
     """
     s = await Simulation({"nodes": 2}, steps=1000).begun()
     s.change_spec({"nodes": 3})

@@ -1,6 +1,5 @@
-"""Requests that the API server refuses: reported once and truthfully, retried without a storm, and
-cleared when the
-reason is gone.
+"""Requests that the API server refuses are reported once and correctly, retried without a storm,
+and cleared when the reason is gone.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class RefusingCluster(MemoryCluster):
 
 
 class Refusing(Simulation):
-    """Reconcile as often as its own writes wake it."""
+    """A simulation that reconciles as often as its own writes wake it."""
 
     cluster_class = RefusingCluster
     cluster: RefusingCluster
@@ -175,8 +174,8 @@ async def test_a_job_that_finished_before_its_deadline_is_complete_although_unse
 
 
 async def finished(*, seen: bool) -> Simulation:
-    """A job that has made its last step. The operator has not looked since, or its last pod takes a
-    while to end.
+    """Start a job that has taken its last step. The operator has not reconciled since (`seen` is
+    false), or its last pod ends slowly.
     """
     s = await Simulation({"runPolicy": {"activeDeadlineSeconds": 600}}, steps=5).begun()
     last = s.pods["job-1-0"].launcher

@@ -1,4 +1,6 @@
-"""A slow rank moves to a spare, uncounted. Without a spare it is only reported."""
+"""A slow rank moves to a spare, which is not counted as a restart. Without a spare it is only
+reported.
+"""
 
 from __future__ import annotations
 

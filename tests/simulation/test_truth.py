@@ -13,7 +13,7 @@ from .truth import UNKNOWABLE, Truth
 
 
 def sampled(seed: int) -> Truth:
-    """Sample the status of a story, in a world where changes are known soon."""
+    """Sample the status of a story in a world where changes are reported soon."""
     story = Story(seed)
     story.looks = Looks((0.5, 0.8), (0.02, 0.1))
     story.s.network.pace = TAKES[random.Random(seed).choice(("calm", "quick"))]

@@ -1,4 +1,6 @@
-"""The training script: rounds of workers that meet, make steps together, and fail when a peer is gone."""
+"""The training script: rounds of workers that meet, take steps together, and fail when a peer is
+gone.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,16 @@ class WorkerRound:
         self.working: dict[int, Launcher] = {}
         self.broken = self.hung = self.whole = False
         self.silent_peer = False
-        """Whether a member has gone without a sign, so that the others wait in a collective."""
+        """Whether a member vanished without notice, so that the others wait in a collective."""
 
     def __repr__(self) -> str:
         return f"round {self.generation}.{self.number}"
 
 
 class Training:
-    """The script needs `steps`. A step takes a second, and all ranks of a round.
+    """The script takes `steps` steps. A step takes a second and needs all ranks of a round.
 
-    `check(round)` is called at each step; `progress` says whether rank 0 reports to the
+    `check(round)` is called at each step. `progress` says whether rank 0 reports to the
     coordinator.
     """
 
@@ -43,7 +45,7 @@ class Training:
         self.check: Callable[[WorkerRound], None] = lambda current: None
         self.progress = True
         self.slow_pods: dict[str, dict[str, Any]] = {}
-        """Reports about pods with a slow rank, by pod, for as long as they train."""
+        """Reports about pods with a slow rank, by pod, while these pods train."""
         self.last_step = self.last_start = -1e9
         """Times of the last step of a group, and of the last start of a launcher's workers."""
 
@@ -79,7 +81,7 @@ class Training:
             self._tick(current)
 
     def runs(self, current: WorkerRound) -> bool:
-        """Whether the round can make a step now."""
+        """Return whether the round can take a step now."""
         if current.broken or current.hung or len(current.working) < current.world:
             return False
         pods = [launcher.pod for launcher in current.working.values()]

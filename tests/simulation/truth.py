@@ -1,4 +1,6 @@
-"""Samples the status against the world: it must not be untrue for long while the operator runs."""
+"""Samples the status and compares it with the world. It must not be untrue for long while the
+operator runs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ UNKNOWABLE = frozenset(
 
 
 class Truth:
-    """Sample a story of faults that can be known at once. Raises Violation if a statement stays
+    """Samples a story of faults that can be known at once. Raises Violation if a statement stays
     untrue.
     """
 
@@ -48,7 +50,7 @@ class Truth:
                 raise Violation(self.failed)
 
     def _untrue(self) -> list[str]:
-        """Statements of the status that are untrue now."""
+        """Return the statements of the status that are untrue now."""
         s, phase, nodes = self.s, self.s.phase, self.s.status["nodes"]
         rounds = [r for r in s.training.rounds.values() if r.whole and not r.broken and not self._silent(r)]
         finished = s.training.made >= s.training.steps

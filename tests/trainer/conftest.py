@@ -1,4 +1,4 @@
-"""The trainer's tests must not see a job's environment."""
+"""Hides a job's environment from the tests of the trainer."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """The run's folder of a training whose checkpoint folder is tmp_path."""
+    """Return the run folder of a training whose checkpoint folder is tmp_path."""
     return tmp_path / "run"

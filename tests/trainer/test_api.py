@@ -1,4 +1,6 @@
-"""What a loop of one's own imports: the page is its golden list of names, signatures and docstrings."""
+"""The functions that a custom training loop imports. A documentation page is the reference for
+their names, signatures and docstrings.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ API = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate_api.py")
 
 
 def test_the_page_shows_every_name_and_signature() -> None:
-    """A change of the public surface is one of this page, which a review sees."""
+    """A change to the public interface also changes this page, so reviewers see it."""
     assert API["file"]("own-scripts.md").read_text() == API["made"]("own-scripts.md"), (
         "run: python docs/generate_api.py"
     )
@@ -39,7 +41,7 @@ def test_every_name_and_method_is_described() -> None:
 
 
 def test_the_loop_of_the_trainer_is_no_part_of_it() -> None:
-    """A script of one's own does not pay for strategies and reports."""
+    """A custom script does not import strategies and reports."""
     code = "import sys, ddpjob_trainer.api; print(*(name for name in sys.modules if name.startswith('ddpjob_trainer')))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"ddpjob_trainer.train", "ddpjob_trainer.strategies", "ddpjob_trainer.model"} & set(loaded)
@@ -91,7 +93,9 @@ Pair = namedtuple("Pair", "a b")
 def test_what_a_resume_could_not_read_is_not_saved(
     more: dict[str, Any], where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else each checkpoint of a training would be written, and refused by torch.load when it is needed."""
+    """Otherwise, each checkpoint of a training would be written, but torch.load would reject it
+    when it is needed.
+    """
     monkeypatch.chdir(tmp_path)
     checkpoints = api.CheckpointFolder.open(Group())
     with pytest.raises(CheckpointError, match=rf"the state to save has a .*{where}, which a resume could not read"):
@@ -123,7 +127,7 @@ def test_what_can_be_read_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_numbers_with_which_a_rank_would_train_on_nothing_are_refused() -> None:
-    for numbers in ((2, 0), (2, 1), (-1, 2), (0, 0)):  # The first two: rank and world the other way round.
+    for numbers in ((2, 0), (2, 1), (-1, 2), (0, 0)):  # in the first two, rank and world are swapped
         with pytest.raises(ConfigError, match=r"Dealing: rank .* pass Dealing\(group.rank, group.world\)"):
             api.Dealing(*numbers)
     for settings in ({"micro_batches": -1}, {"accumulate": 0}):
@@ -137,7 +141,7 @@ def test_numbers_with_which_a_rank_would_train_on_nothing_are_refused() -> None:
 
 
 def test_an_evaluation_whose_count_is_wrong_is_no_result() -> None:
-    """With 3 for 4 samples top-5 would be 133 %."""
+    """Three samples would give a top-5 accuracy of 133 % if four are counted."""
     accumulator = api.Accumulator(classes=3)
     accumulator.add(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
     with pytest.raises(TrainingError, match=r"counted=3 on rank 0, but 4 samples were added"):

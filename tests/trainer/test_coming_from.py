@@ -1,4 +1,6 @@
-"""docs/coming-from.md: every command of ours is understood, flags of theirs are answered, and the launchers work."""
+"""docs/coming-from.md: each of its DDPJob commands is valid, flags of other tools get an answer,
+and their launchers work.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ ROWS = [line.strip("| ").split(" | ") for line in OF_TRAINERS.splitlines() if li
 OURS = [text for row in ROWS for text in re.findall(r"`([^`]*-m ddpjob_trainer [^`]*)`", row[1])]
 FLAGS = sorted({flag for row in ROWS for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", row[0])})
 OF_LAUNCHERS = {"-m", "-np", "--multi_gpu", "--main_process_ip", "--local_rank"}
-"""Of horovodrun and accelerate, not of the script; and what torch.distributed.launch appends."""
+"""Flags of horovodrun and accelerate, not of the script, and one that torch.distributed.launch
+appends.
+"""
 
 
 def test_the_page_has_rows() -> None:
@@ -43,7 +47,9 @@ def test_a_command_of_ours_is_understood(command: str) -> None:
 
 
 def test_torchvisions_average_moves_as_far_in_a_step() -> None:
-    """Its reference (references/classification/train.py) adjusts the decay by ranks, batch, steps and epochs."""
+    """torchvision's reference script (references/classification/train.py) adjusts the decay by
+    ranks, batch, steps and epochs.
+    """
     (ours,) = (command for command in OURS if "optim.ema_decay=0.9997" in command)
     read = config.load("imagenet", ours.split("imagenet ")[1].split())
     moved = (1 - 0.9999) * read.data.batch * 1 / read.train.epochs
@@ -51,7 +57,9 @@ def test_torchvisions_average_moves_as_far_in_a_step() -> None:
 
 
 def test_randaugment_is_as_strong_as_timms() -> None:
-    """Whose level is from 0 to 10, and torchvision's from 0 to 30; timm's table gives the angle in degrees."""
+    """timm's levels range from 0 to 10, torchvision's from 0 to 30. timm's table gives the angle in
+    degrees.
+    """
     from torchvision.transforms import v2
 
     angle = pytest.importorskip("timm.data.auto_augment")._rotate_level_to_arg
@@ -65,7 +73,7 @@ def test_randaugment_is_as_strong_as_timms() -> None:
 
 @pytest.mark.parametrize("flag", sorted(set(FLAGS) - OF_LAUNCHERS))
 def test_a_flag_of_theirs_is_answered(flag: str) -> None:
-    """By its own entry, or since it is the last part of a key's name."""
+    """A flag has an entry of its own, or is the last part of a key's name."""
     name = flag.lstrip("-").replace("-", "_")
     if not other_names.remark(flag):
         with pytest.raises(ConfigError, match=rf"did you mean '\w+.{name}'"):

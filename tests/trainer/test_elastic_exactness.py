@@ -1,5 +1,5 @@
-"""What a micro-batch computes does not depend on which rank has it: batch statistics, dropout, and
-sums in order, to the bit.
+"""The result of a micro-batch does not depend on the rank that computes it: batch statistics,
+dropout and ordered sums are bit-identical.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from ddpjob_trainer.model.models import build_model
 from ddpjob_trainer.strategies.registry import open_strategy
 from ranks import TINY, final_losses, good, run, stop_at
 
-# Batch statistics, dropout and a number of micro-batches that neither 2 nor 3 ranks share evenly.
+# Batch statistics, dropout and a number of micro-batches that neither 2 nor 3 ranks can share
+# evenly.
 TIED = [*TINY, "model.norm=batch", "model.dropout=0.2", "data.micro_batches=5"]
 ORDERED = [*TIED, "ddp.ordered=true"]
 WALK = ((1, 3), (2, 7), (3, 11), (1, None))
-"""Ranks, and the step after which they stop."""
+"""(number of ranks, step after which they stop)."""
 
-# float32 sums in another order: one step differs by 1e-6 relative, 16 steps of momentum SGD amplify that less
-# than a hundred times.
+# Covers float32 sums in a different order: one step differs by a relative 1e-6, and 16 steps of
+# momentum SGD amplify this less than a hundredfold.
 TOLERANCE = 1e-4
 Prepare = Callable[[int], None]
 
 
 def walk(folder: Path, arguments: list[str], prepare: Prepare | None = None) -> None:
-    """A run that changes its number of ranks; `prepare` breaks something in every rank's process."""
+    """Train with changing numbers of ranks. `prepare` breaks something in every rank's process."""
     for world, stop in WALK:
 
         def both(rank: int, stop: int | None = stop) -> None:
@@ -58,9 +59,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def distance(one: Path, other: Path) -> float:
-    """The greatest difference between two runs' losses, weights and statistics.
+    """Return the greatest difference between two runs' losses, weights and statistics.
 
-    Of losses, what another order of a float64 sum explains does not count.
+    Differences of losses that are due to the order of a float64 sum do not count.
     """
     losses = float(np.abs(np.array(final_losses(one / "run")) - np.array(final_losses(other / "run"))).max())
     a, b = weights(one), weights(other)
@@ -72,14 +73,18 @@ def distance(one: Path, other: Path) -> float:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One process, undisturbed. Autograd adds its micro-batches' gradients up in their order."""
+    """Train one process without interruption. Autograd adds the micro-batches' gradients in
+    order.
+    """
     folder = tmp_path_factory.mktemp("alone")
     good(1, [*TIED, f"checkpoint.dir={folder}"])
     return folder
 
 
 def test_the_running_statistics_are_those_of_one_update_with_the_mean(alone: Path, tmp_path: Path) -> None:
-    """By hand: one step of one epoch, five micro-batches, momentum 0.1."""
+    """The reference is computed by hand: one step of one epoch, five micro-batches, momentum
+    0.1.
+    """
     from ddpjob_trainer.data.catalog import open_data
 
     arguments = [*TIED, "data.batch=1438", "train.epochs=1", "model.dropout=0", f"checkpoint.dir={tmp_path}"]
@@ -113,18 +118,22 @@ def test_in_order_the_same_walk_is_equal_to_the_bit(alone: Path, tmp_path: Path)
 
 
 def test_in_order_the_threads_of_a_rank_change_nothing(tmp_path: Path) -> None:
-    """A rank alone would have all cores; wide enough that torch uses them, and fast enough that it would be seen."""
+    """A single rank would use all cores. The layers are wide enough that torch uses several
+    threads, which would change the sums.
+    """
     arguments = ["model.width=16", "data.batch=128", "data.micro_batches=2", "ddp.ordered=true", "optim.lr=0.1"]
     arguments += ["data.workers=0", "train.epochs=2", "optim.schedule=constant", "train.log_every=1"]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    for ranks in ("1", "2"):  # Not by run(), whose ranks have one thread each.
+    for ranks in ("1", "2"):  # run() gives each rank only one thread
         command = [sys.executable, "-m", "ddpjob_trainer", "--spawn", ranks, *arguments]
         subprocess.run([*command, f"checkpoint.dir={tmp_path / ranks}"], env=environment, check=True)
     assert distance(tmp_path / "1", tmp_path / "2") == 0
 
 
 def test_in_order_needs_no_statistics(tmp_path: Path) -> None:
-    """A model without any, fewer micro-batches than ranks in the last step, and a rank that has none at all."""
+    """The model has no batch normalization. The last step has fewer micro-batches than ranks, so
+    one rank has none.
+    """
     arguments = [*TINY, "data.batch=359", "data.micro_batches=3", "ddp.ordered=true", "train.epochs=1"]
     good(1, [*arguments, f"checkpoint.dir={tmp_path / '1'}"])
     assert [end.code for end in run(1, [*arguments, f"checkpoint.dir={tmp_path / '4'}"], prepare=stop_at(2))] == [75]
@@ -135,7 +144,9 @@ def test_in_order_needs_no_statistics(tmp_path: Path) -> None:
 def test_micro_batches_depend_on_accumulations_and_not_on_ranks(
     tmp_path: Path,
 ) -> None:
-    """It is what helps where a device's memory ran out, and was ignored: the next try ended in the same way."""
+    """Accumulation helps when a device's memory is exhausted. Regression: it was ignored, so the
+    next attempt failed in the same way.
+    """
     arguments = [*TINY, "model.norm=batch", "checkpoint.keep=9", f"checkpoint.dir={tmp_path}"]
     found = []
     for epochs, (world, accumulate) in enumerate(((1, 1), (1, 4), (2, 4), (1, 2)), 1):
@@ -190,14 +201,14 @@ def a_sample_left_out(rank: int) -> None:
 
 
 def statistics_of_the_part(rank: int) -> None:
-    """Not those of all ranks that hold a part of the micro-batch."""
+    """Deliberate defect: statistics cover only the rank's part of a micro-batch."""
     Group.swap = lambda self, own: [  # type: ignore[method-assign]
         [values * len(holders)] for values, holders in own
     ]
 
 
 def dropout_of_the_part(rank: int) -> None:
-    """The first rows of the micro-batch's random numbers, whatever the part."""
+    """Deliberate defect: every part uses the first rows of the micro-batch's random numbers."""
     of_micro = shared_parts.SharedParts.of_micro
 
     def from_the_start(self: shared_parts.SharedParts, micro: sampler.Micro) -> AbstractContextManager[None]:
@@ -208,7 +219,9 @@ def dropout_of_the_part(rank: int) -> None:
 
 
 def gradients_of_the_part(rank: int) -> None:
-    """The backward pass of a batch normalization knows its own samples only."""
+    """Deliberate defect: the backward pass of batch normalization uses only the rank's own
+    samples.
+    """
     backward, swap = shared_parts._NormalizeParts.backward, Group.swap
 
     def alone(context: Any, *gradients: torch.Tensor) -> Any:
@@ -222,7 +235,7 @@ def gradients_of_the_part(rank: int) -> None:
 
 
 def test_the_walk_shares_micro_batches_on_2_and_3_ranks() -> None:
-    """What the tests here compare is not whole micro-batches alone; with ddp.ordered it is."""
+    """Ranks really share micro-batches in these tests, unless ddp.ordered is set."""
     dealings = [sampler.Dealing(0, world, 5, dividing=sampler.Dividing.EXACT) for world in (1, 2, 3)]
     assert [dealing.passes(200) for dealing in dealings] == [0, 3, 2]
 
@@ -247,7 +260,9 @@ MIXED = [*TINY, "data.micro_batches=5", "data.mixup=0.4", "data.cutmix=1", "trai
 
 
 def partner_of_the_part(rank: int) -> None:
-    """The first sample of a part is mixed with another one than in the whole micro-batch."""
+    """Deliberate defect: the first sample of a part is mixed with a different one than in the whole
+    micro-batch.
+    """
     samples_for = mixup.samples_for
 
     def other(settings: DataConfig, micro: sampler.Micro) -> list[int]:
@@ -269,7 +284,7 @@ REPEATED = [*TIED, "data.repeats=3"]
 
 
 def versions_by_rank(rank: int) -> None:
-    """A defect: a rank takes versions of its own."""
+    """Deliberate defect: each rank uses different versions."""
     versions = sampler._versions
     sampler._versions = lambda order, repeats: versions(order, repeats).roll(rank)
 

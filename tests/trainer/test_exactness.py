@@ -1,4 +1,6 @@
-"""Any number of ranks computes what one process computes: gradients, loss curve, evaluation."""
+"""Any number of ranks computes the gradients, the loss curve and the evaluation of a single
+process.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,14 @@ from ddpjob_trainer.data.catalog import open_data
 from ddpjob_trainer.model.models import build_model
 from ranks import TINY, final_losses, good, metrics, run, stop_at
 
-# float32 sums in another order: one step differs by 1e-6 relative, and 16 steps of momentum SGD amplify that
-# less than a hundred times.
+# Covers float32 sums in a different order: one step differs by a relative 1e-6, and 16 steps of
+# momentum SGD amplify this less than a hundredfold.
 TOLERANCE, TINIEST = 1e-4, 2e-6
 SAME = [*TINY, "data.micro_batches=6"]
-"""The same micro-batches on 1, 2 and 3 ranks. Sums in another order differ by 1e-7 at first, and after 16 steps, where
-the sign of an activation has changed, by 2e-4 on some processors."""
+"""The same micro-batches are used on 1, 2 and 3 ranks. Sums in a different order differ by 1e-7 at
+first. After 16 steps, when the sign of an activation has changed, they differ by 2e-4 on some
+processors.
+"""
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -29,7 +33,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One process, undisturbed."""
+    """Train one process without interruption."""
     folder = tmp_path_factory.mktemp("alone")
     good(1, [*SAME, f"checkpoint.dir={folder}"])
     return folder
@@ -52,7 +56,7 @@ def test_with_micro_batches_of_its_own_the_loss_curve_is_that_of_one_rank(
 
 
 def test_ranks_without_samples_take_part(tmp_path: Path) -> None:
-    """A run that grows to 3 ranks with a global batch of 2, and a last batch of 1."""
+    """A run grows to 3 ranks with a global batch of 2 and a last batch of 1."""
     arguments = ["data.name=synthetic", "data.shape=1,8,8", "data.size=5", "data.batch=2"]
     arguments += ["model.width=4", "train.epochs=2", "train.log_every=1", "checkpoint.every_seconds=0"]
     good(1, [*arguments, f"checkpoint.dir={tmp_path / '1'}"])
@@ -86,7 +90,9 @@ def test_more_ranks_than_the_batch_can_hold(world: int, keys: list[str], remedy:
     ],
 )
 def test_more_parts_than_samples_name_the_key_that_makes_them(keys: list[str], message: str, tmp_path: Path) -> None:
-    """The message had a number of data.micro_batches that nobody had set, and setting that was refused too."""
+    """Regression: the message reported a value of data.micro_batches that nobody had set, and that
+    value was refused too.
+    """
     for end in run(2, [*TINY, "model.norm=batch", "data.batch=8", *keys, f"checkpoint.dir={tmp_path}"]):
         assert re.match(f"ConfigError: {message} data.batch to", end.error), end
 
@@ -104,7 +110,7 @@ def test_a_run_of_1_2_3_1_ranks_lies_on_the_undisturbed_curve(alone: Path, tmp_p
 
 
 def test_evaluation_equals_sklearn_on_three_ranks(tmp_path: Path) -> None:
-    """Neither 3 ranks nor batches of 50 divide 359 test samples."""
+    """359 test samples can be divided evenly neither by 3 ranks nor into batches of 50."""
     from sklearn.metrics import accuracy_score, log_loss
 
     arguments = [*TINY, "train.epochs=1", "train.eval_batch=50", f"checkpoint.dir={tmp_path}"]
@@ -122,7 +128,7 @@ def test_evaluation_equals_sklearn_on_three_ranks(tmp_path: Path) -> None:
 
 
 def test_digits_reach_97_percent_on_two_ranks(tmp_path: Path) -> None:
-    """A short form of the shipped configuration."""
+    """The settings are a shorter form of the shipped configuration."""
     settings = [
         "data.batch=64",
         "model.width=16",

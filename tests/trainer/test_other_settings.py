@@ -1,4 +1,6 @@
-"""A run that continues with another batch or number of epochs: samples exact, and the learning rate of the samples."""
+"""A run may continue with a different batch size or number of epochs. Samples are exact, and the
+learning rate follows the samples.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ SIZE = 1438
 
 @pytest.mark.parametrize("schedule", ["cosine", "step", "one_cycle", "constant"])
 def test_batch_world_and_epochs_may_change_at_any_resume(schedule: str, tmp_path: Path) -> None:
-    """1 rank, batch 200, 3 epochs; after 5 steps 2 ranks, batch 99; after 12 steps 1 rank, batch 500, 4 epochs."""
+    """1 rank has batch size 200 and 3 epochs. After 5 steps, 2 ranks have batch size 99. After 12
+    steps, 1 rank has batch size 500 and 4 epochs.
+    """
     keys = [*TINY, f"optim.schedule={schedule}", "optim.milestones=1,2.5", f"checkpoint.dir={tmp_path}"]
     keys += ["optim.warmup_epochs=0.5"] if schedule != "one_cycle" else []
     walk = [(1, 200, 3, 5), (2, 99, 3, 12), (1, 500, 4, None)]
@@ -49,7 +53,7 @@ def test_the_steps_to_do_are_counted_with_the_batch_of_now(tmp_path: Path, capfd
 
 
 def test_fewer_epochs_than_were_trained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The evaluation that a signal has cut short is made up for, of the epochs that there are."""
+    """An evaluation that a signal prevented is done later, for the epochs that exist."""
     keys = [*TINY, f"checkpoint.dir={tmp_path}"]
     good(1, [*keys, "train.eval_every=3"])
     capfd.readouterr()
@@ -74,7 +78,9 @@ def test_an_epoch_without_evaluation_is_not_evaluated_with_later_weights(tmp_pat
 
 
 def test_a_checkpoint_of_an_earlier_version_continues(tmp_path: Path) -> None:
-    """It holds numbers of the schedule, which was in steps, and lacks keys that came later."""
+    """The checkpoint contains numbers of the schedule in steps, and lacks keys that were added
+    later.
+    """
     keys = [*TINY, "model.norm=batch", f"checkpoint.dir={tmp_path}"]
     assert [end.code for end in run(1, keys, prepare=stop_at(5))] == [75]
     path = tmp_path / "step-000000005.pt"

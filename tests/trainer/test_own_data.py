@@ -1,4 +1,6 @@
-"""Anybody's data and loss (`data.name`, `optim.loss`): exact on any number of ranks, mistakes are named."""
+"""Custom data and losses (`data.name`, `optim.loss`) are exact on any number of ranks, and mistakes
+are reported.
+"""
 
 from __future__ import annotations
 
@@ -230,7 +232,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def walk(folder: Path, keys: list[str], prepare: Any = None) -> None:
-    """1, 2, 3 ranks, and 1 to the end."""
+    """Train on 1, 2 and 3 ranks, and on 1 to the end."""
     for world, stop in ((1, 3), (2, 6), (3, 9), (1, None)):
 
         def both(rank: int, stop: int | None = stop) -> None:
@@ -244,7 +246,7 @@ def walk(folder: Path, keys: list[str], prepare: Any = None) -> None:
 
 
 def numbers(folder: Path) -> list[float]:
-    """The loss of every step, and the last evaluation."""
+    """Return the loss of every step and the last evaluation."""
     last = metrics(folder / "run", "eval")[-1]
     return [
         *final_losses(folder / "run"),
@@ -253,13 +255,15 @@ def numbers(folder: Path) -> list[float]:
 
 
 def mean_of_the_share(rank: int) -> None:
-    """Each rank divides by what it has itself."""
+    """Deliberate defect: each rank divides by the number of its own samples."""
     loss_sum = Loss.sum
     Loss.sum = lambda self, scores, batch: loss_sum(self, scores, batch) * (1.05 if rank else 1)  # type: ignore[method-assign]
 
 
 def draws_of_the_process(rank: int) -> None:
-    """What a sample draws comes from the generators as they are."""
+    """Deliberate defect: random numbers for a sample come from the generators in their current
+    state.
+    """
     random.seed(rank)
     own.seed_draws = lambda key: nullcontext()
     own.OwnData.fingerprint = lambda self: 0  # type: ignore[method-assign]  # Which would see it.
@@ -315,7 +319,7 @@ def test_binary_numbers_are_scikit_learn_s() -> None:
 
 
 def test_an_evaluation_finds_targets_of_bce_that_are_no_probabilities() -> None:
-    """On an accelerator, where the loss itself does not look at them."""
+    """The loss itself does not check them on an accelerator."""
     adding = ValueAccumulator(lambda scores, targets: scores[:, 0], decisions=True)
     adding.add(torch.randn(2, 1), torch.ones(2))
     with pytest.raises(ConfigError, match=r"optim.loss=bce: a target is 3; use probabilities"):
@@ -374,7 +378,7 @@ def test_a_tensor_dataset_is_converted_as_its_tensors_would_be() -> None:
 
 
 def test_numpys_arrays_and_numbers_are_taken_as_torchs() -> None:
-    """A pair of arrays was taken for a Dataset of two samples."""
+    """Regression: a pair of arrays was treated as a Dataset of two samples."""
     data = open_data(DataConfig(name="somebodys_data:arrays"))
     assert (data.train_size, data.shape, data.classes) == (101, (6,), 2)
     batch = next(data.train_batches([[3, 5]], 0))
@@ -475,7 +479,9 @@ def test_what_makes_no_sense_together_is_refused(keys: list[str], message: str, 
 
 
 def test_an_own_loss_of_classes_needs_their_outputs_from_the_first_step(tmp_path: Path) -> None:
-    """The first evaluation refused other outputs, an epoch later. Of numbers of shape (1,) any are taken."""
+    """Regression: only the first evaluation rejected other outputs, an epoch later. A loss for
+    numbers of shape (1,) accepts any outputs.
+    """
     keys = [*TINY, "model.name=somebodys_data:points", "optim.loss=somebodys_data:length", "train.epochs=1"]
     (end,) = run(1, [*keys, f"checkpoint.dir={tmp_path / 'classes'}"])
     assert "(200, 3) for 200 samples of 10 classes; use a model whose last layer has 10 outputs, or data" in end.error

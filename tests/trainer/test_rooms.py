@@ -1,5 +1,5 @@
-"""The trainer's rooms: no import circle among modules or rooms, lazy imports and those for types
-included; settings are leaves.
+"""There is no import cycle among the trainer's modules or packages, including lazy imports and
+those for types. Settings import nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def arrows(root: Path) -> Arrows:
-    """module -> modules that it imports anywhere in its text, or names in a string (importlib, `python -m`)."""
+    """Return the imports of each module, including names in strings (importlib, `python -m`)."""
     known, found = modules(root), defaultdict[str, set[str]](set)
     for name, path in known.items():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -45,7 +45,7 @@ def arrows(root: Path) -> Arrows:
 
 
 def circles(graph: Arrows) -> list[list[str]]:
-    """Strongly connected components of more than one member (Tarjan 1972)."""
+    """Return the strongly connected components with more than one member (Tarjan 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []

@@ -1,4 +1,6 @@
-"""A strategy gets each micro-batch of a step together with its data, and must take all of them."""
+"""A strategy receives each micro-batch of a step together with its data, and must process all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def test_a_micro_batch_that_is_left_out_is_found_in_the_next_step(
 
 
 def test_each_micro_batch_comes_with_its_own_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digits' labels by sample number say which samples a batch holds."""
+    """The digits' labels identify the samples in a batch."""
     opened: list[train.Trainer] = []
     make, backward = train.Trainer.__init__, Strategy.backward_one
     pairs = []
@@ -61,7 +63,7 @@ def test_each_micro_batch_comes_with_its_own_samples(tmp_path: Path, monkeypatch
 def test_the_next_epochs_first_batch_is_asked_for_before_the_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a data set that reads one batch ahead, as worker processes do."""
+    """The data set reads one batch ahead, as worker processes do."""
     asked: list[int] = []
     at_evaluation: list[int] = []
     stream, evaluate = MemoryData.train_stream, train.evaluate
@@ -90,7 +92,7 @@ def test_the_next_epochs_first_batch_is_asked_for_before_the_evaluation(
 
 
 def test_a_step_has_one_reduction_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of unreadable images is among what ranks agree on at the end of a step."""
+    """The number of unreadable images is part of what ranks agree on at the end of a step."""
     write_image_folder(tmp_path / "images", 8)
     reductions: list[str] = []
     begin, backward = Group.sum_begin, Strategy.backward

@@ -1,5 +1,5 @@
-"""Reading and checking a manifest with any content raises only expected errors, and written
-manifests can be read back.
+"""Reading and checking any manifest raises only expected errors, and written manifests can be read
+back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The reader's errors name the right document and line, and are always a ManifestError."""
+"""The reader's errors report the right document and line, and are always a ManifestError."""
 
 from __future__ import annotations
 
@@ -186,7 +186,9 @@ def test_a_byte_order_mark_and_windows_lines_are_accepted(tmp_path: Path) -> Non
 
 
 def test_json_is_read_with_its_usual_indents_and_escapes() -> None:
-    """kubectl reads both. YAML knows neither tabs before a value nor characters in two halves."""
+    """kubectl reads both. YAML allows neither tabs before a value nor characters written as two
+    surrogates.
+    """
     job = yaml.safe_load(JOB)
     job["spec"]["args"] = ["\N{GRINNING FACE}", "a\tb"]
     assert _checked(json.dumps(job, indent="\t"))["spec"]["args"] == job["spec"]["args"]

@@ -35,7 +35,7 @@ CRD = "charts/ddpjob-operator/crds/ddpjobs.ddpjob.io.yaml"
 
 
 def do(what: str, step: int) -> str:
-    """Advice for a failing check."""
+    """Return the advice for a failing check."""
     return f"{what} (CONTRIBUTING.md, A field of the spec, step {step})"
 
 
@@ -126,7 +126,7 @@ def _two_values(schema: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _one_field_set(schema: Mapping[str, Any]) -> Iterator[tuple[Path_, Any, Any]]:
-    """For each field below, yield two cases: its path, the value, an object with it and with the
+    """Yield two cases for each field below: its path, the value, and an object with it and the
     required fields.
     """
     if "properties" in schema:
@@ -151,7 +151,7 @@ def _attribute(name: str) -> str:
 
 
 def _at(model: Any, path: Path_) -> Any:
-    """Return what a dataclass holds for a path of the CRD."""
+    """Return the value of a dataclass for a path of the CRD."""
     for name in path:
         if is_dataclass(model):
             assert isinstance(name, str)
@@ -299,7 +299,7 @@ def _paths(value: Any, path: str) -> set[str]:
 
 
 def _at_default(model: Any) -> list[str]:
-    """Fields of a dataclass, at any depth, that have their default. Of lists, the first entry
+    """Fields of a dataclass, at any depth, that have their default. Only the first entry of a list
     counts.
     """
     found = [f"{type(model).__name__}.{f.name}" for f in fields(model) if getattr(model, f.name) == f.default]
@@ -344,7 +344,9 @@ def test_a_status_of_a_later_release_can_be_read() -> None:
 
 
 def test_impossible_content_of_a_status_is_dropped() -> None:
-    """The operator would not see a job whose status it cannot read, and its pods would run forever."""
+    """The operator would not see a job whose status it cannot read, and its pods would run
+    forever.
+    """
     good = {"type": "Running", "status": "True", "reason": "A", "message": "", "lastTransitionTime": TIME}
     forged = {
         "phase": "Later",
@@ -378,7 +380,7 @@ SCHEMA_WORDS = {
 
 
 def test_the_schema_has_only_keywords_that_the_api_server_knows() -> None:
-    """In YAML's flow style a comma ends a description, and the text after it becomes keys of the
+    """A comma in YAML's flow style ends a description, and the text after it becomes keys of the
     schema.
     """
 
@@ -418,7 +420,7 @@ def test_columns_and_subresources_point_at_fields() -> None:
 
 @pytest.mark.slow
 def test_a_wheel_contains_the_definition(tmp_path: Path) -> None:
-    """In the checkout it is a link to the chart's file, but a wheel needs the file."""
+    """The file is a link to the chart's file in the checkout, but a wheel needs the file."""
     source = tmp_path / "source"  # setuptools leaves its build folder next to pyproject.toml
     for part in ("operator", "runtime", "trainer", "charts"):
         shutil.copytree(ROOT / part, source / part, symlinks=True)
@@ -505,7 +507,7 @@ def _functions_of_fields(kind: Any, seen: set[Any]) -> Iterator[Any]:
 
 
 def test_functions_that_pydantic_calls_have_the_same_signature_in_every_python() -> None:
-    """Python 3.12.3 says that an itemgetter takes any arguments, and pydantic refuses to import
+    """Python 3.12.3 reports that an itemgetter takes any arguments, and pydantic refuses to import
     such a class.
     """
     found = [*_functions_of_fields(JobSpec, set()), *_functions_of_fields(JobStatus, set())]

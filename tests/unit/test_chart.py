@@ -129,7 +129,7 @@ LISTS_AND_MAPS = (
 
 @needs_helm
 def test_a_list_or_map_without_a_value_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example `jobClasses:` with all classes below it commented out."""
+    """An example is `jobClasses:` with all classes below it commented out."""
     nothing = ",".join(f"{name}=null" for name in LISTS_AND_MAPS)
     rendered = yaml.safe_load_all(
         template("--set", f"key.existingSecret=given,dashboard.enabled=true,{MONITORING},{nothing}")
@@ -195,7 +195,7 @@ def test_any_other_missing_value_is_reported(name: str) -> None:
     ],
 )
 def test_conflicting_values_are_reported(values: str, words: str) -> None:
-    """With such values the operator would end at each start, for example with one port for two
+    """The operator would exit at each start with such values, for example with one port for two
     servers.
     """
     with pytest.raises(subprocess.CalledProcessError) as refused:
@@ -222,7 +222,7 @@ def test_the_chart_takes_the_taints_that_the_operator_takes(key: str) -> None:
      ("ghcr.io/Owner/operator", False), ("host:5000/Team/operator", False), ("a:5000", False), ("a/b:1.2", False)],
 )  # fmt: skip
 def test_the_operators_image_has_a_name_that_the_kubelet_accepts(repository: str, taken: bool) -> None:
-    """The kubelet accepts no capitals behind the registry's name."""
+    """The kubelet accepts no capitals after the registry's name."""
     schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["image"]["properties"]["repository"]
     assert bool(re.search(schema["pattern"], repository)) is taken
 
@@ -348,7 +348,7 @@ def test_the_dashboard_is_not_selected_as_a_pod_of_the_operator() -> None:
 @needs_helm
 def test_the_dashboard_admits_the_peers_that_the_values_name() -> None:
     policy = dashboard()["NetworkPolicy"]["spec"]
-    # The API server drops an empty list, so tools that compare would report a change at each look.
+    # The API server drops an empty list, so comparison tools would always report a change.
     assert "ingress" not in policy and policy["policyTypes"] == ["Ingress", "Egress"]
     assert policy["egress"] == [{"ports": [{"protocol": "TCP", "port": port} for port in (443, 6443)]}]
     peer = '[{"podSelector": {"matchLabels": {"app": "proxy"}}}]'
@@ -444,8 +444,7 @@ def test_only_the_metrics_peers_can_connect_to_the_operators_pods() -> None:
     }
     for closed in (("networkPolicy.enabled=true",), (*admitted, "metrics.port=0")):
         policy = operators_policy(*closed)
-        # The API server drops an empty list, so tools that compare would report a change at each
-        # look.
+        # The API server drops an empty list, so comparison tools would always report a change.
         assert policy is not None and "ingress" not in policy and policy["policyTypes"] == ["Ingress"]
 
 
@@ -526,7 +525,9 @@ def test_common_labels_are_on_every_object_and_pod(tmp_path: Path) -> None:
 
 @needs_helm
 def test_values_of_pods_reach_both_deployments(tmp_path: Path) -> None:
-    """Additions to the security contexts keep the rest, so that the Pod Security Standard is still met."""
+    """Additions to the security contexts keep the rest, so that the Pod Security Standard is
+    still met.
+    """
     values = {
         "runtimeClassName": "gvisor",
         "podSecurityContext": {"runAsUser": 1000, "seLinuxOptions": {"level": "s0:c1"}},

@@ -40,7 +40,7 @@ OTHER_WORDS = {
 
 
 def words_of_core() -> set[str]:
-    """Every CamelCase string of the decisions, in any call."""
+    """Return every CamelCase string of the decisions, in any call."""
     trees = [ast.parse(path.read_text()) for path in CORE.rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     return {
@@ -51,7 +51,7 @@ def words_of_core() -> set[str]:
 
 
 def explained() -> set[str]:
-    """The words of the first column of the page's tables."""
+    """Return the words in the first column of the page's tables."""
     first_cells = re.findall(r"^\| (`[^|]+) \|", TROUBLESHOOTING.read_text(), flags=re.MULTILINE)
     return {word for cell in first_cells for word in re.findall(r"`(\w+)`", cell)}
 
@@ -93,7 +93,9 @@ def test_the_programs_on_the_page_of_the_python_client_use_existing_names() -> N
 
 
 def documented_commands(text: str) -> set[str]:
-    """`ddpjob COMMAND` in Markdown code, and at the beginning of a line of a code block."""
+    """Return each `ddpjob COMMAND` in Markdown code and at the beginning of a line of a code
+    block.
+    """
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     lines = [line.removeprefix("$ ").strip() for block in blocks for line in block.splitlines()]
     spans = re.findall(r"`((?:kubectl ddp|ddpjob) [^`]*)`", text)

@@ -1,5 +1,5 @@
-"""No module imports itself through others, not even lazily or for types, and a missing package is
-reported by name.
+"""No module imports itself through others, not even lazily or for types. A missing package is
+reported by its name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from ddpjob.missing_package import INSTALL
 
 
 def order(package: str, *more: tuple[str, str]) -> None:
-    """Raise CycleError, which names the cycle. `more`: additional imports, as (importer, imported)."""
+    """Check the order of imports. Raises CycleError, which contains the cycle. `more` are
+    additional imports, as (importer, imported).
+    """
     graph = grimp.build_graph(package, include_external_packages=False)
     for importer, imported in more:
         graph.add_import(importer=importer, imported=imported)
@@ -37,7 +39,7 @@ def test_a_planted_cycle_is_found() -> None:
 
 
 def completed_later(root: Path) -> list[str]:
-    """Lines that set an attribute of an object which its creator has already passed on."""
+    """Return lines that set an attribute of an object after its creator has passed it on."""
     rooms = [*(root / "operator/ddpjob" / room for room in ("core", "controller", "engine", "dashboard"))]
     rooms += [root / "runtime/ddpjob_runtime/coordinator"]
     lines = (line.strip() for room in rooms for path in room.rglob("*.py") for line in path.read_text().splitlines())

@@ -1,4 +1,4 @@
-"""Classes of jobs: what a class may set, what a job gets from it, how lists merge, and what is
+"""Job classes: what a class may set, what a job gets from it, how lists merge, and which jobs are
 refused.
 """
 
@@ -292,7 +292,7 @@ def test_a_violation_names_the_field_the_class_and_the_remedy(spec: Json, given:
 @pytest.mark.parametrize(
     ("init", "gpus"),
     [
-        ([8], 8),  # for example a check of the GPUs: the trainer gets the same ones when it has ended
+        ([8], 8),  # for example, a check of the GPUs: the trainer gets the same GPUs after it has ended
         ([8, 8], 8),
         ([9], 9),
         (["1 stays"], 9),
@@ -326,7 +326,7 @@ def _without_script(body: Json) -> Json:
 
 
 def submitted(**pod: Any) -> Json:
-    """The job that `ddpjob submit train.py` writes, with additions."""
+    """Return the job that `ddpjob submit train.py` writes, with additions."""
     volume, mount = mount_code("job-code-12345678", [{"key": "train.py", "path": "train.py"}])
     trainer = {"name": "trainer", "volumeMounts": [mount]}
     return {"podTemplate": {"spec": {"volumes": [volume], "containers": [trainer], **pod}}}

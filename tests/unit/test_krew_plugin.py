@@ -1,4 +1,4 @@
-"""The krew plugin: its manifest names the built archive, and its launcher runs `ddpjob` on
+"""The krew plugin: its manifest refers to the built archive, and its launcher runs `ddpjob` on
 clusters.
 """
 
@@ -22,8 +22,8 @@ URL = "https://github.com/me/ddpjob/releases/download/v9.8.7"
 
 
 def krew_refuses(plugin: Any, unpacked: Path) -> Iterator[str]:
-    """Return what krew (internal/index/validation) and its index (validate-krew-manifest, naming
-    guide) would refuse.
+    """Return the faults that krew (internal/index/validation) and its index
+    (validate-krew-manifest, naming guide) would reject.
     """
     spec, name = plugin["spec"], plugin["metadata"]["name"]
     if (plugin["apiVersion"], plugin["kind"]) != ("krew.googlecontainertools.github.com/v1alpha2", "Plugin"):

@@ -54,9 +54,7 @@ def test_a_lock_file_satisfies_its_extras(extras: tuple[str, ...], names: tuple[
 
 @pytest.mark.parametrize("names", [("dev.txt",), ("operator.txt",), ("torch.txt", "trainer.txt")], ids=lambda n: n[0])
 def test_a_lock_file_satisfies_its_packages(names: tuple[str, ...]) -> None:
-    """This is checked where this environment has the locked versions. Images install with
-    --no-deps.
-    """
+    """This is checked if the environment has the locked versions. Images install with --no-deps."""
     held = {package: versions for name in names for package, versions in lock.pins(name).items()}
     lacking = []
     for package, versions in held.items():
@@ -95,7 +93,9 @@ def test_the_shipped_versions_were_tested(name: str) -> None:
 
 
 def test_no_package_of_the_trainer_is_installed_twice() -> None:
-    """Otherwise the second lock file would put CUDA's torch over that of TORCH_INDEX_URL."""
+    """Otherwise the second lock file would replace the torch of TORCH_INDEX_URL by the CUDA
+    build.
+    """
     assert not lock.pins("torch.txt").keys() & lock.pins("trainer.txt").keys()
 
 
@@ -111,5 +111,5 @@ def test_a_lock_file_has_a_hash_for_every_version_and_no_address(name: str) -> N
 
 
 def test_only_wheels_are_locked_for_images() -> None:
-    """A source distribution is built during installation, with tools that no lock file names."""
+    """A source distribution is built during installation, with tools that are in no lock file."""
     assert not {package for name in (*SHIPPED, "build.txt") for package in lock.pins(name)} & {*lock.FROM_SOURCE}

@@ -1,4 +1,4 @@
-"""The names under which the project publishes, each in one place, and every text that uses them in the same spelling.
+"""The names under which the project publishes, each defined in one place, and texts that repeat them.
 
 | name | its place |
 | --- | --- |
@@ -7,7 +7,7 @@
 | the repository | metrics.rules.runbooks there |
 | the version | project.version in pyproject.toml |
 
-Whoever changes one of them gets the list of the texts that have to follow from here.
+If one of them changes, these tests list the texts that must change with it.
 """
 
 from __future__ import annotations

@@ -47,7 +47,9 @@ LOOPS = {"ddp": by_ddp, "by hand": by_hand}
 
 
 def train(kind: str, rank: int, folder: Path) -> None:
-    """Train like a script until rank 1 is reported. Rank 0 saves a checkpoint in every tenth step."""
+    """Train like a script until rank 1 is reported. Rank 0 saves a checkpoint in every tenth
+    step.
+    """
     os.environ |= {"WORLD_SIZE": str(WORLD), "RANK": str(rank)}
     said, step, stop = folder / "said", 0, torch.zeros(1)
     own_work.LOOK_SECONDS, own_work.SECONDS, own_work.FACTOR = 0.5, 1.0, 2.0
@@ -143,7 +145,7 @@ def test_a_backward_pass_that_waits_at_its_end_has_waited() -> None:
 
 
 class Event:
-    """Stand in for a GPU's event, because this suite has no GPU."""
+    """A stand-in for a GPU's event, because this suite has no GPU."""
 
     done = True
 
@@ -179,7 +181,7 @@ def test_gpu_events_are_read_once_they_are_complete(monkeypatch: pytest.MonkeyPa
 
 
 class Store:
-    """The group's store as a dictionary."""
+    """The group's store, as a dictionary."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -195,7 +197,7 @@ class Store:
 
 
 def said_by(owns: Callable[[float, int], float], step: float, seconds: float, world: int = 4) -> list[list[Any]]:
-    """Return rank 0's reports in `seconds` of looks, one each 5 s, if a rank's own work takes
+    """Return rank 0's reports in `seconds` of checks, one each 5 s, if a rank's own work takes
     `owns(time, rank)`.
     """
     said: list[list[Any]] = []

@@ -1,4 +1,6 @@
-"""The platform pages' files and commands, as Helm, the API's definition and the operator read them."""
+"""The files and commands on the platform pages, as Helm, the API's definition and the operator read
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ Json = dict[str, Any]
 
 
 def block(page: str, first: str) -> str:
-    """The page's only block that begins with a line."""
+    """Return the only code block of the page that begins with `first`."""
     [found] = [text for text in re.findall(r"^```\w*\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if first in text[:80]]
     return str(found)
 
@@ -34,7 +36,7 @@ def rendered(page: str, tmp_path: Path) -> list[Json]:
 
 
 def images(body: Any) -> set[str]:
-    """All images that any object names, at any depth."""
+    """Return all images in an object, at any depth."""
     if isinstance(body, dict):
         own = {value for key, value in body.items() if key == "image" and isinstance(value, str)}
         return own.union(*map(images, body.values()))

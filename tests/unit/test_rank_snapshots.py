@@ -1,4 +1,6 @@
-"""The newest states in the memory of nodes, with threads as ranks: agreement, restore, and kills at any point."""
+"""The newest states in the memory of nodes, with threads as ranks: agreement, restore, and kills at
+any point.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,11 @@ DEADLOCK_SECONDS = 60
 
 
 class Died(Exception):
-    """The rank was killed."""
+    """Raised when the rank is killed."""
 
 
 class Group:
-    """What the ranks of one incarnation have told each other."""
+    """The messages that the ranks of one incarnation have sent each other."""
 
     def __init__(self, world: int, per_node: int = 1) -> None:
         self.world, self.per_node = world, per_node
@@ -97,7 +99,7 @@ class Group:
 
 
 class Rank:
-    """An exchange between threads."""
+    """A rank that exchanges data with other threads."""
 
     def __init__(self, group: Group, number: int) -> None:
         self._group, self._calls = group, 0
@@ -138,7 +140,9 @@ here = threading.local()
 
 
 def act() -> None:
-    """Count an action of the thread's rank, which is killed when it has used up its own."""
+    """Count an action of the thread's rank. The rank is killed when it has used up its number of
+    actions.
+    """
     here.left = getattr(here, "left", sys.maxsize) - 1
     if here.left < 0:
         raise Died
@@ -146,7 +150,7 @@ def act() -> None:
 
 @pytest.fixture
 def killable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks may be killed before and after each store into their node's memory, too."""
+    """Allow kills of ranks before and after each write to their node's memory."""
 
     def may_die(place: Any, name: str) -> None:
         original = getattr(place, name)
@@ -167,7 +171,7 @@ def killable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nodes() -> Iterator[Callable[[int], Path]]:
-    """Returns a node's folder in memory."""
+    """Yield a function that returns a node's folder in memory."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
 
         def folder(node: int) -> Path:
@@ -179,7 +183,7 @@ def nodes() -> Iterator[Callable[[int], Path]]:
 
 
 def state(step: int, order: tuple[int, int], rank: int = 0, size: int = 3) -> dict[str, Any]:
-    """Return a state that tells its step, incarnation and part."""
+    """Return a state that contains its step, incarnation and part."""
     values = [float(step), float(order[1]), float(rank)]
     return {"step": step, "weights": torch.tensor(values[:size]), "optimizer": [torch.tensor(values) * 2]}
 
@@ -200,18 +204,20 @@ def opened(
 
 @dataclass
 class Job:
-    """A training whose incarnations are killed at random, and what must be true of each start."""
+    """A training whose incarnations are killed at random, with the conditions that each start must
+    fulfill.
+    """
 
     folder: Callable[[int], Path]
     chance: random.Random
     nodes: int
     sharded: bool
     later: bool = False
-    """Whether copies are completed later than `take`, and at the latest before the next optimizer step."""
+    """Whether copies are completed later than `take`, but before the next optimizer step."""
     truth: dict[tuple[Moment, int], dict[str, Any]] = field(default_factory=dict)
     continued: Moment | None = None
     made: int = 0
-    """The last step that any rank of the incarnation before has completed."""
+    """The last step that any rank of the previous incarnation completed."""
     lost: set[int] = field(default_factory=set)
     """Nodes that have lost their memory, or were absent, since all nodes had a state."""
 
@@ -223,7 +229,7 @@ class Job:
             if self.sharded or self.chance.random() < 0.5:
                 shutil.rmtree(self.folder(node))
             else:
-                present.remove(node)  # It is cut off, and returns with what it had.
+                present.remove(node)  # it is partitioned, and returns with its old state
         world, order = len(present), (0, number)
         budgets = {rank: self.chance.randrange(60) for rank in range(world) if self.chance.random() < 0.6}
         reached: dict[int, int] = {}
@@ -262,7 +268,9 @@ class Job:
             self.lost = set(range(self.nodes)) - set(present)
 
     def _newest(self, present: list[int]) -> Moment | None:
-        """Return the highest step of the newest incarnation that has a whole state on these nodes."""
+        """Return the highest step of the newest incarnation that has a complete state on these
+        nodes.
+        """
         parts: dict[tuple[int, int], set[str]] = {}
         for held in (held for node in present for held in SnapshotStore(self.folder(node)).held()):
             parts.setdefault((held.moment.order[1], held.moment.step), set()).add(held.part)
@@ -296,7 +304,7 @@ class Job:
 
 
 def torment(folder: Callable[[int], Path], seed: int) -> None:
-    """Kill one training's incarnations, each at random points. Raises AssertionError."""
+    """Kill the incarnations of one training at random points. Raises AssertionError."""
     chance = random.Random(seed)
     job = Job(folder, chance, chance.choice((2, 3)), bool(seed % 2), later=seed % 4 == 2)
     for node in range(job.nodes):
@@ -306,7 +314,7 @@ def torment(folder: Callable[[int], Path], seed: int) -> None:
 
 
 class Lazy:
-    """Completes no copy itself: `settle` has to."""
+    """A finisher that completes no copy, so that `settle` must."""
 
     def finish(self, copy: Any) -> None:
         """Do nothing."""
@@ -314,7 +322,7 @@ class Lazy:
 
 @pytest.fixture
 def lazy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All copies after the first one are completed as late as possible. Each step is copied."""
+    """Complete all copies after the first one as late as possible. Each step is copied."""
     monkeypatch.setattr(rank_snapshots, "_Finisher", Lazy)
     monkeypatch.setattr(rank_snapshots, "_FIRST_COPIES", 1)
     monkeypatch.setattr(rank_snapshots, "SHARE", 1e9)
@@ -339,7 +347,7 @@ def test_settling_before_each_optimizer_step_saves_a_step(
         for step in range(1, 5):
             kept.take(step, lambda step=step: state(step, (0, 0)), lambda: b"own")
         if settles:
-            kept.settle()  # All ranks die after the optimizer's fifth step.
+            kept.settle()  # all ranks die after the optimizer's fifth step
 
     Group(2).run(train)
     assert [SnapshotStore(nodes(node)).held()[-1].moment.step for node in (0, 1)] == [newest] * 2
@@ -387,7 +395,7 @@ def test_a_planted_defect_is_found(defect: str, nodes: Callable[[int], Path], mo
 
 
 def trained(folder: Path | None, rank: Rank, steps: list[int], round_: int = 0, **options: Any) -> RankSnapshots:
-    """Make steps on one rank, and return its states."""
+    """Take steps on one rank, and return its states."""
     kept = opened(rank, folder, (0, round_), **options)
     kept.restore()
     kept.begin(steps[0] - 1, protocol.SCRATCH)
@@ -397,7 +405,9 @@ def trained(folder: Path | None, rank: Rank, steps: list[int], round_: int = 0, 
 
 
 def test_survivors_one_step_apart_keep_the_state_that_both_hold(nodes: Callable[[int], Path]) -> None:
-    """Node 1 died before its copy of step 8, and the next incarnation dies in its own of step 8."""
+    """Node 1 died before its copy of step 8, and the next incarnation dies during its own copy of
+    step 8.
+    """
 
     def first(rank: Rank) -> None:
         trained(nodes(rank.node), rank, [6, 7], sharded=True)
@@ -413,7 +423,7 @@ def test_survivors_one_step_apart_keep_the_state_that_both_hold(nodes: Callable[
         found = kept.restore()
         assert found is not None
         kept.begin(found.moment.step, protocol.MEMORY)
-        kept._writing(kept._part, 200)  # The copy of step 8 is begun, and never completed.
+        kept._writing(kept._part, 200)  # the copy of step 8 is begun but never completed
         return found.moment.step
 
     assert Group(2).run(second) == [7, 7]
@@ -423,7 +433,7 @@ def test_survivors_one_step_apart_keep_the_state_that_both_hold(nodes: Callable[
 
 def test_a_replaced_node_gets_its_neighbours_part_too(nodes: Callable[[int], Path]) -> None:
     Group(3).run(lambda rank: trained(nodes(rank.node), rank, [1, 2], sharded=True))
-    for lost in (0, 2, 1):  # Nothing is copied between the losses.
+    for lost in (0, 2, 1):  # nothing is copied between the losses
         shutil.rmtree(nodes(lost))
         found = Group(3).run(lambda rank: opened(rank, nodes(rank.node), (0, 1), sharded=True).restore())
         assert [each.moment.step for each in found] == [2, 2, 2]
@@ -433,7 +443,7 @@ def test_a_replaced_node_gets_its_neighbours_part_too(nodes: Callable[[int], Pat
 def test_parts_of_unlike_sizes_reach_the_neighbour(
     nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank with many pieces has a neighbour with one, and the other way round."""
+    """A rank with many chunks has a neighbor with one, and vice versa."""
     monkeypatch.setattr(rank_snapshots, "_CHUNK_BYTES", 1 << 10)
 
     def train(rank: Rank) -> Any:
@@ -453,7 +463,7 @@ def test_parts_of_unlike_sizes_reach_the_neighbour(
 
 
 def test_no_bytes_are_neither_sent_nor_awaited() -> None:
-    """A rank without a part is not in the loop of pieces of its neighbours."""
+    """A rank without a part does not take part in its neighbors' exchange of chunks."""
     done: list[str] = []
 
     class Distributed:
@@ -480,7 +490,7 @@ def test_no_bytes_are_neither_sent_nor_awaited() -> None:
 
 def test_parts_under_other_numbers_are_dropped_after_the_first_whole_state(nodes: Callable[[int], Path]) -> None:
     Group(3).run(lambda rank: trained(nodes(rank.node), rank, [1, 2], sharded=True))
-    places = [1, 2, 0]  # The node of each rank, after a restart.
+    places = [1, 2, 0]  # each rank's node after a restart
 
     def again(rank: Rank) -> None:
         node = nodes(places[rank.rank])

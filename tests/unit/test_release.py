@@ -1,4 +1,6 @@
-"""A release goes out only when the tag, the package, the chart and the changelog agree (`scripts/release_notes.py`)."""
+"""A release is published only if the tag, the package, the chart and the changelog agree
+(`scripts/release_notes.py`).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ DIGEST = f"@sha256:{'0' * 64}"
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the files that carry the version, with 9.8.7 in all of them."""
+    """Copy the files that contain the version, with 9.8.7 in all of them."""
     for name in ("pyproject.toml", "Dockerfile", CHART, VALUES):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -89,7 +91,9 @@ def test_other_tags_are_refused(checkout: Path, tag: str) -> None:
 
 
 def test_the_version_in_the_repository_is_one_and_has_a_section() -> None:
-    """At any time, not only on the day of a release: only the date and the base image's digest may be missing."""
+    """This holds at any time, not only on the day of a release. Only the date and the base image's
+    digest may be missing.
+    """
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert [p for p in SCRIPT["problems"](ROOT, f"v{version}", REGISTRY) if not re.search("YYYY-MM-DD|DIGEST", p)] == []
     assert SCRIPT["notes"](ROOT, f"v{version}")

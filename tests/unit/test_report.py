@@ -1,4 +1,6 @@
-"""`ddpjob_report` in one process: outside of a job, with wrong arguments, without a coordinator; where it is found."""
+"""`ddpjob_report` in one process: outside of a job, with invalid arguments, without a coordinator,
+and how it is found.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from ddpjob_runtime import protocol
 
 @pytest.fixture
 def posted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What `report` would send."""
+    """Collect the reports that `report` would send."""
     sent: list[dict[str, Any]] = []
     monkeypatch.setattr(link, "post", sent.append)
     return sent
@@ -39,7 +41,7 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is asked, and SIGTERM is as it was afterwards."""
+    """Start without a request to stop, and restore the SIGTERM handler afterwards."""
     monkeypatch.setattr(stop, "_State", type("_State", (), dict(vars(stop._State))))
     monkeypatch.setattr(stop._State, "flag", SigtermFlag(stop._say_asked))
     before = signal.getsignal(signal.SIGTERM)
@@ -48,7 +50,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Scalar:
-    """A tensor of one element, as far as it matters here."""
+    """The parts of a one-element tensor that are used here."""
 
     def __init__(self, value: float, elements: int = 1) -> None:
         self.value, self.elements = value, elements
@@ -157,7 +159,9 @@ ddpjob_report.saved_and_leave()
 
 @pytest.mark.slow
 def test_without_its_coordinator_training_is_not_delayed(tmp_path: Path) -> None:
-    """One that accepts and never answers: the end waits for two seconds, no step for any."""
+    """The coordinator accepts connections but never answers. Exiting waits two seconds for it, and
+    steps never wait.
+    """
     import socket
 
     text = """
@@ -202,7 +206,9 @@ def test_a_framework_s_handler_is_replaced_and_a_child_is_ended_by_sigterm() -> 
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(("given", "taken"), [(180, 180), (1, 30)])
 def test_ranks_wait_as_long_for_an_answer_as_the_script_lets_them(given: int, taken: int) -> None:
-    """While rank 0 evaluates for an hour, the others wait in should_stop(). Less than torch's default is not taken."""
+    """The other ranks wait in should_stop() while rank 0 evaluates for an hour. Values below
+    torch's default are not used.
+    """
     distributed = pytest.importorskip("torch.distributed")
     minutes = datetime.timedelta(minutes=given)
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1, timeout=minutes)
@@ -269,14 +275,16 @@ def test_a_callback_without_its_framework_says_what_is_missing(
 
 
 def forget_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither of its names was imported, nor its callback."""
+    """Forget that Lightning's packages and the callback were imported."""
     for name in [key for key in sys.modules if key.split(".")[0] in ("lightning", "pytorch_lightning")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "ddpjob_report.lightning", raising=False)
 
 
 def imitated_lightning(monkeypatch: pytest.MonkeyPatch, top: str = "lightning") -> ModuleType:
-    """The module of the callback, with a Lightning of this name that has nothing but the base class."""
+    """Return the callback's module, with a fake Lightning of this name that has only the base
+    class.
+    """
     forget_lightning(monkeypatch)
     inner = "lightning.pytorch" if top == "lightning" else top
     callbacks = ModuleType(f"{inner}.callbacks")
@@ -289,7 +297,9 @@ def imitated_lightning(monkeypatch: pytest.MonkeyPatch, top: str = "lightning") 
 
 
 def test_lightning_has_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`import lightning` and `import pytorch_lightning` bring classes that do not know each other."""
+    """`import lightning` and `import pytorch_lightning` have different classes, which are not
+    related.
+    """
     for top in ("lightning", "pytorch_lightning"):
         assert imitated_lightning(monkeypatch, top).DDPJobCallback.of == top
 
@@ -320,7 +330,9 @@ def test_the_installed_lightning_is_used_where_none_was_imported_yet(
 
 
 class Trainer:
-    """Lightning's, as far as the callback reads it. Outside of `fit` it knows no data to train with."""
+    """The parts of Lightning's Trainer that the callback reads. It has training data only during
+    `fit`.
+    """
 
     sanity_checking, max_epochs, current_epoch, global_step, world_size = False, 2, 1, 45, 2
     train_dataloader, fit_loop = None, SimpleNamespace()
@@ -337,7 +349,7 @@ class Trainer:
 
 
 class LightningModule:
-    """Lightning's, as far as the callback reads it."""
+    """The parts of LightningModule that the callback reads."""
 
     def __init__(self, automatic: bool = True) -> None:
         self.automatic_optimization = automatic
@@ -358,7 +370,9 @@ def test_lightning_s_separate_validation_is_no_progress(
 def test_what_lightning_saves_as_it_leaves_is_in_the_bucket(
     url: str, copied: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The pod's disk ends with the pod, and nothing of the script runs any more that could copy it."""
+    """The pod's disk ends with the pod, and no code of the script runs afterwards that could copy
+    the checkpoint.
+    """
     copies: list[tuple[str, int]] = []
     monkeypatch.setenv("DDPJOB_CHECKPOINT_URL", url)
     monkeypatch.setattr(ddpjob_report, "should_stop", lambda: True)
@@ -374,7 +388,7 @@ def test_what_lightning_saves_as_it_leaves_is_in_the_bucket(
 def test_lightning_leaves_between_optimizer_steps(
     posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Gradients that are being accumulated are in no checkpoint."""
+    """Checkpoints do not contain partly accumulated gradients."""
     asked: list[int] = []
     monkeypatch.setattr(ddpjob_report, "should_stop", lambda: asked.append(trainer.global_step))
     trainer = Trainer("fit", 100)
@@ -385,7 +399,7 @@ def test_lightning_leaves_between_optimizer_steps(
         trainer.global_step = step
         callback.on_train_batch_end(trainer, LightningModule(), None, None, batch)
     assert asked == [46, 47] and len(posted) == 5
-    trainer.global_step = 0  # A loop of one's own may step optimizers that Lightning does not count.
+    trainer.global_step = 0  # a custom loop may step optimizers that Lightning does not count
     callback.on_train_batch_end(trainer, LightningModule(False), None, None, 0)
     callback.on_train_batch_end(trainer, LightningModule(False), None, None, 1)
     assert asked == [46, 47, 0, 0]
@@ -395,13 +409,13 @@ def test_lightning_leaves_between_optimizer_steps(
 def test_data_whose_length_lightning_does_not_know_have_no_steps(
     steps: float, posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """-1: an IterableDataset."""
+    """The length of an IterableDataset is -1."""
     imitated_lightning(monkeypatch).DDPJobCallback().on_validation_end(Trainer("fit", steps), None)
     assert posted[0].keys() == {"epoch", "epochs", "step", "metrics"}
 
 
 def measured(*reports: dict[str, Any]) -> dict[str, Any]:
-    """The last of the reports, which come a second apart, as it is sent."""
+    """Send the reports one second apart, and return the last one as it is sent."""
     sender, seconds = link.Link("127.0.0.1:1", "token"), iter(range(1000))
     sent = list[dict[str, Any]]()
 
@@ -419,7 +433,9 @@ def measured(*reports: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_more_figures_of_a_step_do_not_make_it_faster() -> None:
-    """They come at their own time: of the seconds between two steps only those after them would be counted."""
+    """Additional metrics arrive later. Otherwise, only the time since them would count between two
+    steps.
+    """
     first, second = {"step": 10, "steps": 100}, {"step": 20, "steps": 100}
     assert measured(first, {"step": 10, "loss": 0.5}, second)["metrics"][protocol.COUNTED_SPEED] == 5.0
     assert measured(first, {"step": 10, "loss": 0.5}) == {"step": 10, "loss": 0.5}
@@ -442,7 +458,9 @@ def test_a_script_with_all_the_metrics_that_are_allowed_is_not_refused_for_its_s
 
 
 def imitated(monkeypatch: pytest.MonkeyPatch, name: str, base: str) -> ModuleType:
-    """The module of a framework's callback, with a framework that has nothing but the base class `module:class`."""
+    """Return a callback's module, with a fake framework that has only the base class
+    `module:class`.
+    """
     inner, _, kind = base.partition(":")
     for each in {inner.split(".")[0], inner}:
         monkeypatch.setitem(sys.modules, each, ModuleType(each))
@@ -457,7 +475,7 @@ def imitated(monkeypatch: pytest.MonkeyPatch, name: str, base: str) -> ModuleTyp
 def test_the_epoch_that_runs_is_shown_to_its_end(
     done: float | None, shown: int, posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Trainer counts done epochs; the last one may be a part."""
+    """The Trainer counts completed epochs. The last epoch may be incomplete."""
     callback = imitated(monkeypatch, "huggingface", "transformers:TrainerCallback").DDPJobCallback()
     args, state = SimpleNamespace(num_train_epochs=2.5, max_steps=-1), SimpleNamespace(global_step=7, max_steps=20)
     state.epoch = done
@@ -471,7 +489,9 @@ def test_the_epoch_that_runs_is_shown_to_its_end(
 def test_a_trainer_that_continues_in_another_epoch_says_so(
     max_steps: int, epoch: float, warned: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It divides its steps by those that an epoch has with the ranks of today, and skips or repeats the rest."""
+    """The Trainer divides its step count by the current number of steps per epoch, which depends on
+    the ranks. It skips or repeats the rest.
+    """
     callback = imitated(monkeypatch, "huggingface", "transformers:TrainerCallback").DDPJobCallback()
     args = SimpleNamespace(num_train_epochs=10, max_steps=-1, world_size=2)
     state = SimpleNamespace(global_step=1250, max_steps=max_steps, epoch=epoch, is_world_process_zero=True)
@@ -485,7 +505,7 @@ def test_a_trainer_that_continues_in_another_epoch_says_so(
 
 
 def test_the_last_evaluation_of_the_trainer_is_in_the_curves(curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step follows by which it could be kept; before the first step there is none yet."""
+    """No later step would record it. Before the first step, there is no step to record it for."""
     callback = imitated(monkeypatch, "huggingface", "transformers:TrainerCallback").DDPJobCallback()
     callback.on_log(None, SimpleNamespace(global_step=0), None, {"eval_accuracy": 0.1})
     for logs in ({"loss": 0.5, "epoch": 2.0}, {"eval_accuracy": 0.75, "epoch": 2.0}):
@@ -496,7 +516,7 @@ def test_the_last_evaluation_of_the_trainer_is_in_the_curves(curves: Path, monke
 
 
 class Accelerator:
-    """Accelerate's, of one process."""
+    """The parts of an Accelerator that are used here, for one process."""
 
     is_main_process, num_processes = True, 1
 
@@ -507,7 +527,7 @@ class Accelerator:
         self.loaded = ""
 
     def wait_for_everyone(self) -> None:
-        """There is no other."""
+        """Return at once, because there is only one process."""
 
     def save_state(self, folder: str) -> None:
         Path(folder).mkdir()
@@ -536,8 +556,9 @@ def test_accelerate_s_checkpoints_are_kept_apart_from_what_others_put_beside_the
 def test_ranks_that_would_each_train_a_model_of_their_own_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Accelerate, and so Hugging Face's Trainer, forms no group on CPUs unless it is asked to, and Lightning none on
-    nodes that have one device each: all ranks save to the same names, and the job would be Complete.
+    """Accelerate (and so Hugging Face's Trainer) forms no group on CPUs unless it is configured to,
+    and Lightning none on nodes with one device each. All ranks would then save under the same
+    names, and the job would be Complete.
     """
     accelerate = imitated(monkeypatch, "accelerate", "accelerate.tracking:GeneralTracker")
     trainer = imitated(monkeypatch, "huggingface", "transformers:TrainerCallback").DDPJobCallback()
@@ -568,7 +589,9 @@ def test_ranks_that_would_each_train_a_model_of_their_own_are_refused(
 def test_what_a_killed_save_of_accelerate_s_has_left_goes_with_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each pod that is killed while it saves leaves one, as large as a checkpoint and of another step."""
+    """Each pod that is killed while it saves leaves one, as large as a checkpoint and with a
+    different step.
+    """
     module, accelerator = imitated(monkeypatch, "accelerate", "accelerate.tracking:GeneralTracker"), Accelerator()
     for step in (13, 70):
         (tmp_path / f"accelerate-step-{step}.unfinished").mkdir()
@@ -589,7 +612,7 @@ def test_accelerate_must_not_choose_another_folder(tmp_path: Path, monkeypatch: 
 
 @pytest.fixture
 def curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file of curves of rank 0 in a job, whose coordinator is away."""
+    """Yield rank 0's file of curves, in a job whose coordinator is unreachable."""
     monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(tmp_path))
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setattr(link, "post", lambda figures: None)
@@ -613,7 +636,7 @@ def test_what_is_reported_is_kept_as_curves(curves: Path, monkeypatch: pytest.Mo
         {"event": "step", "step": 7, "epoch": 1, "loss": 0.5, "lr": 0.1, "samplesPerSecond": 30},
         {"event": "eval", "step": 7, "accuracy": 0.25},
     ]
-    # After a kill in the middle of a line.
+    # after a kill in the middle of a line
     with curves.open("a") as file:
         file.write('{"event": "step", "st')
     monkeypatch.setattr(curve_file, "_file", None)

@@ -1,4 +1,6 @@
-"""`ddpjob_report.copy_checkpoint` and `restore_checkpoint`: whole or absent, the same on all ranks, in time."""
+"""`ddpjob_report.copy_checkpoint` and `restore_checkpoint`: copies are complete or absent, the same
+on all ranks, and in time.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from machine import slowness
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A pod's environment, and nothing copied so far."""
+    """Set a pod's environment without any copies."""
     monkeypatch.setattr(copies, "_CopyState", type("_CopyState", (), dict(vars(copies._CopyState))))
     monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(tmp_path / "pod"))
     (tmp_path / "pod").mkdir()
@@ -40,7 +42,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bucket:
 
 
 def start(monkeypatch: pytest.MonkeyPatch, number: int, generation: int = 0) -> None:
-    """The next start of the group, in this process."""
+    """Start the group again, in this process."""
     monkeypatch.setenv("DDPJOB_UID", "uid")
     monkeypatch.setenv("DDPJOB_FENCE", f"{generation}.{number}")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
@@ -55,7 +57,7 @@ def on_another_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) 
 
 
 def saved(folder: Path, text: str) -> Path:
-    """As a script does: under another name first."""
+    """Save as a script does, first under a temporary name."""
     path = folder / "snapshot.pt"
     (folder / "snapshot.new").write_text(text)
     (folder / "snapshot.new").replace(path)
@@ -187,7 +189,7 @@ def test_all_ranks_get_the_same_although_an_old_upload_completes_meanwhile(
     start(monkeypatch, 1)
     first = on_another_node(monkeypatch, tmp_path, "first")
     assert ddpjob_report.restore_checkpoint() == first / "snapshot.pt"
-    old.publish(saved(tmp_path / "pod", "11"), 11)  # the pod that was lost is not dead yet
+    old.publish(saved(tmp_path / "pod", "11"), 11)  # the lost pod is not dead yet
     start(monkeypatch, 1)
     second = on_another_node(monkeypatch, tmp_path, "second")
     assert ddpjob_report.restore_checkpoint() == second / "snapshot.pt"
@@ -240,7 +242,7 @@ def without_locks(file: object, operation: int) -> None:
 def test_what_was_fetched_in_part_before_a_kill_does_not_stay(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A group that restarts again and again would fill the pod's disk."""
+    """Otherwise a group that restarts repeatedly would fill the pod's disk."""
     ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "10"), 10, wait=True)
     there = on_another_node(monkeypatch, tmp_path, "there")
     (there / ".snapshot.pt.17.fetch.tmp").write_text("1")
@@ -255,7 +257,7 @@ def test_what_was_fetched_in_part_before_a_kill_does_not_stay(
 def test_a_damaged_copy_is_named_with_what_to_delete(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It was downloaded five times, and no start came past it."""
+    """Regression: the damaged copy was downloaded five times, and every start failed."""
     for step in (10, 20):
         ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", f"weights of {step}"), step, wait=True)
     [data] = (tmp_path / "store").glob("data/*-000000020-*/snapshot.pt")
@@ -315,7 +317,9 @@ def test_without_a_bucket_the_folder_itself_keeps_it(monkeypatch: pytest.MonkeyP
 
 
 def test_a_note_that_cannot_be_read_is_no_start_from_scratch(tmp_path: Path) -> None:
-    """Every rank took it for none, and the script wrote over its checkpoint."""
+    """Regression: every rank treated the note as missing, and the script overwrote its
+    checkpoint.
+    """
     path = saved(tmp_path / "pod", "1")
     ddpjob_report.copy_checkpoint(path, 1)
     note = tmp_path / "pod" / copies.RECORD
@@ -358,7 +362,9 @@ def test_a_note_that_finds_no_room_leaves_the_one_before_and_nothing_else(
 def test_a_job_that_gets_a_bucket_on_one_machine_continues_from_what_its_folder_has(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It began from scratch, in the folder that it had said it resumes from."""
+    """Regression: the job started from scratch, in the folder from which it had promised to
+    resume.
+    """
     monkeypatch.setenv("DDPJOB_CHECKPOINT_SHARED", "1")
     url = os.environ.pop("DDPJOB_CHECKPOINT_URL")
     path = saved(tmp_path / "pod", "before")
@@ -462,7 +468,9 @@ def test_a_script_that_removes_its_last_copy_does_not_end_well_and_at_once(bucke
 
 
 def test_who_leaves_waits_as_long_as_the_grace_period_allows(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended by the pod's SIGKILL, or ten minutes later with 1 where another pod was the one that was asked."""
+    """Regression: the rank ended by the pod's SIGKILL or, if a different pod was asked to end, ten
+    minutes later with exit code 1.
+    """
     monkeypatch.setenv("DDPJOB_GRACE_SECONDS", "5.2")
     done = ends("60", "600", "leaves")
     assert done.returncode == protocol.EXIT_STEPPED_ASIDE

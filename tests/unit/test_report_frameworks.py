@@ -1,6 +1,8 @@
-"""The frameworks themselves, where they are installed: after a kill they continue from memory and compute the same.
+"""The real frameworks, if they are installed, resume from memory after a kill and compute the same
+results.
 
-One process each. A kill is an exception, after which all is made anew. Ranks in `tests/local/test_process_report.py`.
+Each test has one process. A kill is an exception, after which everything is created again.
+tests/local/test_process_report.py tests several ranks.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.slow
 STEPS, DIES = 12, (5, 8, 9)
-"""An epoch has 4 steps: the deaths are within one, after its last step, and right after its first one."""
+"""An epoch has 4 steps. The kills are within an epoch, after its last step, and right after the
+first step of the next one.
+"""
 
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """A job of one process; each call is a restart."""
+    """Yield a job of one process. Each call is a restart."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         rounds = iter(range(100))
 
@@ -42,7 +46,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Where each start has continued, as it says."""
+    """Collect (step, source) of each start, as reported."""
     said: list[tuple[int, str]] = []
 
     def post(figures: dict[str, Any]) -> None:
@@ -55,7 +59,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
 
 class Killed(Exception):
-    """As if the process had been killed."""
+    """Raised in place of a kill of the process."""
 
 
 def sample(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +75,9 @@ def network() -> Any:
 def survives(
     train: Callable[[Path, int], Any], folder: Path, job: Callable[[], None], starts: list[tuple[int, str]]
 ) -> None:
-    """Each death repeats no complete step, and the weights are those of an undisturbed training."""
+    """Check that no kill repeats a complete step, and that the weights are those of an undisturbed
+    training.
+    """
     undisturbed = train(folder / "undisturbed", -1)
     for dies in DIES:
         job()
@@ -90,7 +96,7 @@ def test_hugging_face_s_trainer_continues_from_memory(
     tmp_path: Path, job: Callable[[], None], starts: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr("transformers.trainer.is_datasets_available", lambda: False)  # tests/datasets.py is another one
+    monkeypatch.setattr("transformers.trainer.is_datasets_available", lambda: False)  # not tests/datasets.py
     from ddpjob_report.huggingface import DDPJobCallback, last_checkpoint
 
     class Model(torch.nn.Module):  # type: ignore[misc]

@@ -1,4 +1,6 @@
-"""`ddpjob_report.Snapshots` as a script uses it: what a restart restores, and what each wrong use is told."""
+"""`ddpjob_report.Snapshots` in scripts: what a restart restores, and the error of each incorrect
+use.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("torch._dynamo")  # once, and not in each rank's first step of an optimizer
+pytest.importorskip("torch._dynamo")  # once here, and not in the first optimizer step of each rank
 
 import torch.distributed as dist  # noqa: E402
 from ddpjob_report import Snapshots, link, node_memory  # noqa: E402
@@ -28,7 +30,7 @@ STEPS = 8
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A place in memory for the folders of nodes."""
+    """Yield a folder in memory for the nodes' folders."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         yield Path(place)
 
@@ -43,7 +45,7 @@ def environment(folder: Path, round_: int) -> dict[str, str]:
 
 
 class Counter:
-    """A loader that knows its position; each rank has its own."""
+    """A loader that knows its position. Each rank has its own."""
 
     def __init__(self, rank: int) -> None:
         self.drawn = rank * 1000
@@ -60,7 +62,7 @@ class Counter:
 
 
 def training(rank: int, until: int, *, accumulate: int = 1) -> tuple[int, list[float]]:
-    """Train with everything that has a state. Return the first step, and the weights at the end."""
+    """Train with every object that has a state. Return the first step and the final weights."""
     torch.manual_seed(rank)
     loader, group = Counter(rank), dist.is_initialized()
     model: Any = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
@@ -76,7 +78,7 @@ def training(rank: int, until: int, *, accumulate: int = 1) -> tuple[int, list[f
         for _ in range(accumulate):
             batch = loader.batch()
             scaler.scale((model(batch) - 3 * batch).square().mean()).backward()
-            kept.take(step)  # the step before, once more: it must not count again
+            kept.take(step)  # the previous step again, which must not count twice
         if step == until:
             os._exit(9)
         scaler.step(optimizer)
@@ -92,9 +94,10 @@ def training(rank: int, until: int, *, accumulate: int = 1) -> tuple[int, list[f
 def ranks(
     world: int, local: int, memory: Path, round_: int, work: Callable[[int], Any], *, group: bool = True
 ) -> list[Any]:
-    """Run on forked ranks over gloo, `local` on each node. Return what they return; None if one died.
+    """Run `work` on forked ranks over gloo, `local` ranks per node, and return their results. A
+    rank that died has None.
 
-    `group`: they have a process group already.
+    If `group` is true, they already have a process group.
     """
     context, meeting, port = multiprocessing.get_context("fork"), memory / f"meet-{round_}", free_port()
 
@@ -134,7 +137,9 @@ def ranks(
 def test_a_restart_continues_after_the_last_step_and_computes_the_same(
     world: int, local: int, accumulate: int, memory: Path
 ) -> None:
-    """Weights, moments, learning rate, scale, dropout, statistics, average, and each rank's position in the data."""
+    """This covers weights, moments, learning rate, scale, dropout, statistics, average, and each
+    rank's position in the data.
+    """
     undisturbed = memory / "undisturbed"
     undisturbed.mkdir()
     wanted = ranks(world, local, undisturbed, 0, lambda rank: training(rank, -1, accumulate=accumulate))
@@ -150,7 +155,9 @@ def test_a_restart_continues_after_the_last_step_and_computes_the_same(
 
 
 def test_the_number_of_ranks_may_change(memory: Path) -> None:
-    """A job of one rank has no DDP, whose names are longer. A new rank takes rank 0's schedulers and loaders."""
+    """A job of one rank has no DDP, which prefixes names. A new rank takes rank 0's schedulers and
+    loaders.
+    """
 
     def work(until: int) -> Callable[[int], tuple[int, float]]:
         def train(rank: int) -> tuple[int, float]:
@@ -166,7 +173,7 @@ def test_the_number_of_ranks_may_change(memory: Path) -> None:
 
 @pytest.fixture
 def job(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """A job of one process; each call is a restart."""
+    """Yield a job of one process. Each call is a restart."""
     rounds = iter(range(100))
 
     def restart() -> None:
@@ -186,7 +193,7 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 class Tied(nn.Module):
-    """Two names for one weight, and a frozen one."""
+    """A model with two names for one weight, and a frozen weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +207,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("wrapped", ["before", "after", "compiled", "compiled after"])
 def test_how_a_model_is_wrapped_does_not_matter(wrapped: str, job: Callable[[], None]) -> None:
-    """Also with tied and frozen weights, and an optimizer that has no state yet."""
+    """This includes tied and frozen weights, and an optimizer that has no state yet."""
 
     def begin(how: str) -> tuple[Tied, torch.optim.Optimizer, Snapshots]:
         model = Tied()
@@ -252,7 +259,7 @@ def test_a_wrong_step_is_refused_inside_of_a_job_and_outside(
         kept.take(step)
     with pytest.raises(kind, match=said):
         kept.take(steps[-1])
-    kept.take(torch.tensor(5))  # a whole number of another kind
+    kept.take(torch.tensor(5))  # a whole number of a different type
 
 
 def test_a_loop_that_ignores_what_was_restored_is_refused(job: Callable[[], None]) -> None:
@@ -284,7 +291,9 @@ def test_the_account_says_where_training_continued(
     job: Callable[[], None],
     posted: list[dict[str, Any]],
 ) -> None:
-    """From memory, from a checkpoint that the script has loaded (`own`: it says of which step), or at the beginning."""
+    """Training continues from memory, from a checkpoint that the script has loaded (at step `own`),
+    or from scratch.
+    """
     if restored:
         kept = Snapshots(model=line())
         kept.take(restored)
@@ -301,7 +310,7 @@ def test_the_account_says_where_training_continued(
 
 
 class Unsaved:
-    """Has a state that no file can hold."""
+    """An object whose state cannot be saved."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"made": lambda: 1}
@@ -311,11 +320,11 @@ class Unsaved:
 
 
 class ZeroRedundancyOptimizer(torch.optim.SGD):  # type: ignore[misc]
-    """Looks like torch's."""
+    """Looks like torch's class of this name."""
 
 
 class FullyShardedDataParallel(nn.Linear):  # type: ignore[misc]
-    """Looks like torch's."""
+    """Looks like torch's class of this name."""
 
 
 @pytest.mark.usefixtures("job")
@@ -401,7 +410,9 @@ def test_ranks_that_give_different_objects_are_told(memory: Path) -> None:
 
 
 def framework(last: int, checkpoint: int = 0) -> Callable[[int], tuple[int, str, str]]:
-    """Train as a framework does, which forms its process group after the script has asked for a checkpoint."""
+    """Train like a framework, which forms its process group after the script has requested a
+    checkpoint.
+    """
 
     def write(path: Path, found: Any) -> None:
         path.write_text(found.tree["text"])
@@ -427,7 +438,9 @@ def framework(last: int, checkpoint: int = 0) -> Callable[[int], tuple[int, str,
 
 
 def test_a_framework_gets_a_checkpoint_of_the_state_in_memory_before_it_has_a_group(memory: Path) -> None:
-    """Each node writes one for its ranks, the node without a state too, and forgets it."""
+    """Each node writes a checkpoint for its ranks, even a node without a state, and then forgets
+    it.
+    """
     assert ranks(4, 2, memory, 0, framework(3), group=False) == [(0, "", "")] * 4
     shutil.rmtree(memory / "node-1")
     again = ranks(4, 2, memory, 1, framework(5, checkpoint=2), group=False)
@@ -438,7 +451,9 @@ def test_a_framework_gets_a_checkpoint_of_the_state_in_memory_before_it_has_a_gr
 
 @pytest.mark.parametrize("without", [0, 1])
 def test_a_framework_s_pods_of_different_specs_agree(memory: Path, without: int) -> None:
-    """The pod without a folder began before or after a change of recovery.snapshots. Rank 0's pod decides."""
+    """The pod without a folder started before or after a change to recovery.snapshots. Rank 0's pod
+    decides.
+    """
 
     def run(last: int) -> Callable[[int], Any]:
         def of_rank(rank: int) -> Any:

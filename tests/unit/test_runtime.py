@@ -1,4 +1,4 @@
-"""The runtime as the operator ships it, and the words of its protocol that others must repeat."""
+"""The runtime as the operator ships it, and words of its protocol that other files must repeat."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ JOB = DDPJob.read(
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Path:
-    """The runtime as the kubelet mounts it, whose files are links, in a folder that cannot be written to."""
+    """Create the runtime as the kubelet mounts it: files are links, in a read-only folder."""
     (tmp_path / "..data").mkdir()
     for name, content in build_runtime(JOB)["binaryData"].items():
         (tmp_path / "..data" / name).write_bytes(b64decode(content))
@@ -63,9 +63,10 @@ def test_the_mounted_files_are_a_program_that_runs(mount: Path, program: str) ->
 
 
 def test_a_pod_does_not_list_the_files_of_the_runtime() -> None:
-    """A path for each was more than half of every pod, which the API server stores and sends to all that watch.
+    """Regression: the paths of all files were more than half of every pod, which the API server
+    stores and sends to all watches.
 
-    Executable, because the torchrun of a `command` starts its workers by one of them.
+    The files are executable, because the torchrun of a `command` starts one of them as its worker.
     """
     pod = build_node(JOB, JOB.status, PLATFORM, 0, 0)
     [volume] = [v for v in pod["spec"]["volumes"] if "configMap" in v]
@@ -73,7 +74,7 @@ def test_a_pod_does_not_list_the_files_of_the_runtime() -> None:
 
 
 def test_the_archive_runs_itself_and_the_worker_beside_it(mount: Path) -> None:
-    """The coordinator starts the store, and torchrun the workers, by a path."""
+    """The coordinator starts the store by a path, and torchrun starts the workers by one."""
     words = "import sys; sys.path[:0] = sys.argv[1:]; import ddpjob_runtime as it; print(it.PROGRAM, it.WORKER)"
     found = python("-c", words, f"{mount}/ddpjob_runtime")
     program, worker = found.stdout.split()
@@ -103,7 +104,9 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("by", ["worker", "PYTHONPATH"])
 def test_a_script_imports_ddpjob_report_of_the_archive(mount: Path, by: str) -> None:
-    """In workers, by the import hook; in programs of a job with `command`, by PYTHONPATH; in their children too."""
+    """Workers use the import hook, and programs of a job with `command` use PYTHONPATH. Both also
+    work in child processes.
+    """
     (mount / "own").mkdir()
     (mount / "own" / "script.py").write_text(IMPORTS)
     if by == "worker":
@@ -127,7 +130,9 @@ except SystemExit:
 
 
 def test_starting_compiles_each_module_once(mount: Path) -> None:
-    """Half of a coordinator's start is compiling, and Python's own import from archives does it twice."""
+    """Half of a coordinator's start is spent on compiling, and Python's own import from archives
+    compiles twice.
+    """
     numbers = python("-c", COMPILED, f"{mount}/ddpjob_runtime").stdout.split()
     assert len(numbers) > 10 and set(numbers) == {"1"}, numbers
 
@@ -155,7 +160,9 @@ def test_the_config_map_is_one_that_kubernetes_takes() -> None:
 
 
 def test_a_runtime_is_trusted_by_sixteen_digits() -> None:
-    """A running job is pinned to the name that it began with, and an upgrade does not disturb it."""
+    """A running job is pinned to the name with which it began, so that an upgrade does not disturb
+    it.
+    """
     manifest = build_runtime(JOB)
     for name, trusted in (
         (runtime_name(), True),
@@ -169,7 +176,7 @@ def test_a_runtime_is_trusted_by_sixteen_digits() -> None:
 
 
 def constants(path: str) -> dict[str, Any]:
-    """Constants of a module, without importing it."""
+    """Return the constants of a module without importing it."""
     tree = ast.parse((ROOT / path).read_text())
     return {
         target.id: node.value.value
@@ -189,7 +196,7 @@ def constants(path: str) -> dict[str, Any]:
     ],
 )
 def test_exit_codes_are_the_protocol_s(path: str, name: str) -> None:
-    """The trainer and the worker's entry point do without the protocol."""
+    """The trainer and the worker's entry point do not import the protocol."""
     assert constants(path)[name] == getattr(protocol, name)
 
 
@@ -199,7 +206,9 @@ def test_progress_is_posted_where_the_coordinator_takes_it() -> None:
 
 
 def test_the_variables_of_a_job_are_read_in_one_place() -> None:
-    """worker.py imports nothing before the user's program; fetch_data.py takes keys out of the environment."""
+    """worker.py imports nothing before the user's program, and fetch_data.py removes keys from the
+    environment.
+    """
     reads = re.compile(r"""environ(?:\.get\(|\.pop\(|\[)\s*f?["']DDPJOB_\w*["'{](?!.*\] = )""")
     places = {
         str(path.relative_to(ROOT))

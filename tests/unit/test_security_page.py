@@ -1,4 +1,4 @@
-"""SECURITY.md: every protection that it claims names a test, and these exist."""
+"""SECURITY.md names a test for every protection that it claims, and these tests exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
 def protections(text: str) -> list[str]:
-    """The rows of the tables of what somebody cannot do, and of what has which bound."""
+    """Return the rows of the tables about prevented actions and about limits."""
     heads = r"^\| (?:cannot|what a tenant chooses \| bound) \| held by \|\n\|(?: --- \|)+\n"
     tables = re.findall(heads + r"((?:\|.*\n)+)", text, flags=re.MULTILINE)
     return [row for table in tables for row in table.splitlines()]

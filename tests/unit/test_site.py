@@ -1,4 +1,6 @@
-"""The documentation as a site: every page has its place, and a strict build finds no broken link or anchor."""
+"""The documentation as a site: every page is in the navigation, and a strict build finds no broken
+link or anchor.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ HOOKS = runpy.run_path(str(ROOT / "docs" / "site_hooks.py"))
 
 
 class Loader(yaml.SafeLoader):
-    """Reads mkdocs' own tags as nothing."""
+    """A YAML loader that ignores mkdocs' own tags."""
 
 
 Loader.add_multi_constructor("", lambda loader, tag, node: None)
@@ -69,7 +71,7 @@ def test_other_files_are_linked_where_the_repository_is_known() -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the built site."""
+    """Build the site and return its folder."""
     for package in ("mkdocs", "material"):
         if importlib.util.find_spec(package) is None:
             pytest.skip("mkdocs and mkdocs-material are not installed; they are in the extra dev")
@@ -91,13 +93,15 @@ def test_the_strict_build_finds_nothing(site: Path) -> None:
 
 @pytest.fixture
 def diagrams(site: Path) -> dict[Path, int]:
-    """How many diagrams the pages have that have any."""
+    """Return the number of diagrams on each page that has any."""
     counted = {page: page.read_text().count('class="mermaid"') for page in site.rglob("*.html")}
     return {page: number for page, number in counted.items() if number}
 
 
 async def test_diagrams_are_drawn_without_another_server(diagrams: dict[Path, int]) -> None:
-    """In a real browser: what a page loads while it is read is in none of its tags."""
+    """The test needs a real browser, because no tag of a page shows what it loads while it is
+    read.
+    """
     assert {page.name for page in diagrams} >= {"architecture.html", "protocol.html"}
     async with browser_page() as tab:
         await tab.size(1400)

@@ -1,4 +1,6 @@
-"""The node's memory of the newest states: what is held after any interruption, and which state is chosen."""
+"""The node's memory of the newest states: what it contains after any interruption, and which state
+is chosen.
+"""
 
 from __future__ import annotations
 

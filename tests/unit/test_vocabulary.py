@@ -1,5 +1,5 @@
-"""One vocabulary: words that must not return, one meaning per name of a module or a class, every module in the map,
-equal figures.
+"""One vocabulary: words that must not return, one meaning per name of a module or class, every
+module in the map, and equal figures.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ UNWANTED = {
         "-ize, as in torch",
     ),
 }
-"""Name of a rule: (what must not return, what to write instead)."""
+"""Name of a rule: (unwanted pattern, words to use instead)."""
 SHARED_NAMES = {"__init__", "__main__", "main"}
 """Module names whose meaning is the same in every package."""
 SHARED_CLASSES = {
@@ -100,11 +100,13 @@ WIDE = {
     "trainer/ddpjob_trainer/reporting/sinks/background.py": 1,
     "trainer/ddpjob_trainer/train.py": 2,
 }
-"""Number of docstring, comment and text lines over 100 columns that may remain per file. It may only fall."""
+"""Number of docstring, comment and text lines over 100 columns that may remain per file. It may
+only fall.
+"""
 
 
 def sources() -> list[Path]:
-    """All texts that a user or a contributor reads."""
+    """Return all texts that a user or a contributor reads."""
     code = [path for top in PACKAGES for path in (ROOT / top).rglob("*.py")]
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
     chart = [path for path in (ROOT / "charts").rglob("*") if path.suffix in (".yaml", ".txt", ".json", ".tpl")]
@@ -112,7 +114,7 @@ def sources() -> list[Path]:
 
 
 def unwanted(text: str) -> list[str]:
-    """Each line with a word that must not return, with its number and the word to write instead."""
+    """Return each line with an unwanted word, with its number and the word to use instead."""
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         for name, (pattern, instead) in UNWANTED.items():
@@ -141,7 +143,7 @@ TRAINING_PODS = (
 
 
 def machines(text: str) -> bool:
-    """Whether a message may say "node" alone for a machine."""
+    """Return whether a message uses "node" alone for a machine."""
     for part in TRAINING_PODS:
         text = text.replace(part, "")
     return ALONE.search(text) is not None and text.strip() not in ("node", "nodes")
@@ -159,7 +161,7 @@ def test_messages_say_kubernetes_node_for_a_machine() -> None:
 
 
 def docstrings(code: str) -> list[tuple[int, int, str]]:
-    """First line, last line and text of each docstring, those of attributes included."""
+    """Return (first line, last line, text) of each docstring, including those of attributes."""
     expressions = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Expr))
     return [
         (node.lineno, node.end_lineno or node.lineno, node.value.value)
@@ -177,7 +179,9 @@ def begun_by_prepositions(code: str) -> list[str]:
 
 
 def wide_code(code: str) -> list[int]:
-    """Lines of docstrings and comments that have more than 100 columns, without rulers and comments behind code."""
+    """Return the lines of docstrings and comments over 100 columns, except rulers and comments
+    after code.
+    """
     lines = code.splitlines()
     prose = {number for first, last, _ in docstrings(code) for number in range(first, last + 1)}
     tokens = tokenize.generate_tokens(io.StringIO(code).readline)
@@ -187,7 +191,9 @@ def wide_code(code: str) -> list[int]:
 
 
 def wide_text(page: str) -> list[int]:
-    """Lines of a page that have more than 100 columns: not code, tables, lines with links, or what a program writes."""
+    """Return the lines of a page over 100 columns, except code, tables, lines with links, and
+    generated text.
+    """
     left_out = r"^```.*?^```|<!-- ([\w -]+): begin -->.*?<!-- \1: end -->"
     without_code = re.sub(left_out, lambda part: "\n" * part[0].count("\n"), page, flags=re.DOTALL | re.MULTILINE)
     return [
@@ -273,7 +279,7 @@ CASES = {
     "fast-replaced": "DDPJob `Fast`, the pod is replaced",
     "standard-replaced": "DDPJob `Standard`, the pod is replaced",
 }
-"""Case of docs/recovery.md: row of README.md."""
+"""Case in docs/recovery.md: row in README.md."""
 
 
 def test_the_readme_gives_the_figures_of_the_recovery_page() -> None:

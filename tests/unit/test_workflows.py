@@ -1,4 +1,6 @@
-"""The workflows are valid by actionlint, name only what the repository has, and pin every action by its commit."""
+"""The workflows are valid for actionlint, refer only to things that exist in the repository, and
+pin every action to a commit.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 MODULE = Path(__file__).parent / "actionlint"
 
-# A path of this repository: one of its top-level entries, then anything up to a space or a quote. Not in a URL.
+# A path of this repository: one of its top-level entries, then anything up to a space or a quote.
+# Not in a URL.
 TOP = r"\.github|benchmarks|charts|docs|examples|locks|operator|runtime|scripts|tests|trainer"
 PATH = re.compile(
     rf"(?<![\w/.:-])(?:\./)?((?:{TOP})/[\w./*-]+|pyproject\.toml|Dockerfile|CONTRIBUTING\.md|CHANGELOG\.md)"
@@ -25,7 +28,7 @@ PINNED = re.compile(r"uses: (?:\./[\w./-]+|[\w.-]+/[\w./-]+@[0-9a-f]{40} # v\d[\
 
 
 def texts(node: Any) -> list[str]:
-    """Every text in a document, keys left out."""
+    """Return every text in a document, without keys."""
     if isinstance(node, dict):
         return [text for value in node.values() for text in texts(value)]
     if isinstance(node, list):
@@ -38,17 +41,17 @@ def make_targets() -> set[str]:
 
 
 def missing_paths(text: str) -> list[str]:
-    """The paths named in a text that the repository does not have; a star stands for anything."""
+    """Return the paths in a text that the repository does not have. A star matches anything."""
     return [path for path in PATH.findall(text) if not any(ROOT.glob(path.rstrip("/.")))]
 
 
 def unknown_targets(text: str) -> list[str]:
-    """The targets of `make` in a text that the Makefile does not have; a comma ends a sentence's mention of one."""
+    """Return the targets of `make` in a text that the Makefile does not have."""
     return sorted(set(re.findall(r"\bmake ([a-z][a-z-]*)", text)) - make_targets())
 
 
 def refuse(why: str) -> None:
-    """Skip, or fail where CI=true."""
+    """Skip the test, or fail it if CI=true."""
     if os.environ.get("CI", "").lower() in ("true", "1"):
         pytest.fail(f"CI=true, and actionlint cannot be built: {why}", pytrace=False)
     pytest.skip(f"actionlint cannot be built: {why}")
@@ -56,7 +59,9 @@ def refuse(why: str) -> None:
 
 @pytest.fixture(scope="session")
 def actionlint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program, built from the pinned module: half a minute at first, then from Go's cache."""
+    """Build the program from the pinned module. This takes half a minute at first, and then uses
+    Go's cache.
+    """
     if shutil.which("go") is None:
         refuse("no Go on this machine")
     program = tmp_path_factory.mktemp("actionlint") / "actionlint"
@@ -68,7 +73,9 @@ def actionlint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def findings(actionlint: Path, *files: Path) -> str:
-    """What actionlint has to say, without the checkers of shell and Python that a machine may or may not have."""
+    """Return the findings of actionlint. Its checkers for shell and Python are off, because some
+    machines lack them.
+    """
     command = [str(actionlint), "-no-color", "-shellcheck=", "-pyflakes=", *map(str, files)]
     return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False).stdout
 
@@ -114,7 +121,9 @@ def test_a_path_or_a_target_that_is_gone_is_found() -> None:
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 def test_actions_are_pinned_and_rights_are_narrow(workflow: Path) -> None:
-    """A tag can be moved to other code; rights are given job by job, to jobs that publish."""
+    """A tag can be moved to different code. Rights are granted per job, only to jobs that
+    publish.
+    """
     lines = [line.strip().removeprefix("- ") for line in workflow.read_text().splitlines()]
     assert [line for line in lines if line.startswith("uses: ") and not PINNED.match(line)] == []
     assert yaml.safe_load(workflow.read_text())["permissions"] == {"contents": "read"}
@@ -145,7 +154,7 @@ def test_dependabot_sees_every_folder_that_pins_something() -> None:
 
 
 def test_dependabot_waits_for_a_week() -> None:
-    """A poisoned release is mostly found within days."""
+    """A compromised release is usually detected within days."""
     updates = yaml.safe_load((ROOT / ".github" / "dependabot.yml").read_text())["updates"]
     assert [update["cooldown"]["default-days"] for update in updates] == [7] * 5
 
@@ -157,7 +166,7 @@ def test_pre_commit_runs_the_same_actionlint() -> None:
 
 
 def test_a_release_of_an_owner_with_capitals_pushes_to_names_without() -> None:
-    """Else it ends with "repository name must be lowercase" after all tests."""
+    """Otherwise the push ends with "repository name must be lowercase" after all tests."""
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
     for name in ("image", "publish"):
         steps = [text for step in jobs[name]["steps"] for text in texts(step)]
@@ -181,7 +190,7 @@ RIGHTS = {
 
 
 def script_of(job: str, step: str) -> str:
-    """The commands of a named step."""
+    """Return the commands of a named step."""
     [found] = [one["run"] for one in RELEASE[job]["steps"] if one.get("name") == step]
     return str(found)
 
@@ -191,13 +200,13 @@ def test_each_job_of_a_release_has_its_rights_and_no_more() -> None:
 
 
 def test_a_second_person_can_be_required_for_all_that_publishes() -> None:
-    """The environment's settings ask for a reviewer."""
+    """The environment's settings can require a reviewer."""
     writing = {name for name, rights in RIGHTS.items() if "write" in rights.values()}
     assert {name for name, job in RELEASE.items() if job.get("environment") == "release"} == writing
 
 
 def test_no_job_with_an_identity_runs_the_project_s_code() -> None:
-    """A dependency that the build runs could sign or attest whatever it likes."""
+    """A dependency that runs during the build could sign or attest anything."""
     for name, rights in RIGHTS.items():
         code = [
             text
@@ -253,7 +262,9 @@ esac
 
 
 def verified(tmp_path: Path, fails: str = "nothing fails") -> tuple[int, list[str]]:
-    """Run the workflow's verification with stand-ins for its programs, which fail where a command has `fails` in it."""
+    """Run the workflow's verification with stand-ins for its programs, which fail if a command
+    contains `fails`.
+    """
     for name in ("cosign", "gh", "docker"):
         (tmp_path / name).write_text(STAND_IN)
         (tmp_path / name).chmod(0o755)

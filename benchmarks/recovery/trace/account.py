@@ -1,8 +1,8 @@
 """Computes the effects of a trace on a training, from its step logs. Pure.
 
-A step counts when the first rank has taken it. It is useful once; a step that a later group takes
-again is repeated. A group of ranks is an incarnation or, under torchft, a quorum. A standstill is
-the gap between the last step of an incarnation and the first step of the next one. The part of a
+A step counts when the first rank has taken it. It is useful once; if a later group takes it again,
+it is repeated. A group of ranks is an incarnation or, under torchft, a quorum. A standstill is the
+gap between the last step of an incarnation and the first step of the next one. The part of a
 standstill beyond the usual gap is the pause. Several standstills after one failure are added up,
 such as those of a group that shrinks and then grows again.
 """
@@ -102,6 +102,6 @@ def _pause(every: Sequence[_Made], moment: float, limit: float, gap: float) -> t
     last = (earlier + own)[-1]
     is_standing = later[0].incarnation != last.incarnation if later else last.when < limit - 3 * gap
     if is_standing and not later:
-        pause += max(0.0, limit - max(last.when, moment - gap) - gap)  # No group took a step again.
+        pause += max(0.0, limit - max(last.when, moment - gap) - gap)  # No group took another step.
     changed = any(one.incarnation != earlier[-1].incarnation for one in own) if earlier else bool(own)
     return pause, bool(own) and (changed or not is_standing)

@@ -1,10 +1,10 @@
 """python -m benchmarks.recovery trace [--runs 3] [--states 80e3,100e6,500e6] [--steps 0.05,0.5] [--record FILE]
 
 Plays one trace of failures on DDPJob (`ddpjob run`), torchft and stock torchrun, in turns, with the
-same script, size of the state and time of a step. A trace has clean kills of a node, crashes of a
-worker, hosts that fall silent (SIGSTOP), and a node that joins. Prints useful steps per ideal step,
-pauses and repeated steps (median / worst), and the resulting effective training time with 1,000 to
-16,000 nodes. `--from FILE` prints and draws the results of an earlier `--record`.
+same script, state size and step time. A trace has clean kills of a node, crashes of a worker, hosts
+that fall silent (SIGSTOP), and a node that joins. Prints useful steps per ideal step, pauses and
+repeated steps (median / worst), and the resulting effective training time with 1,000 to 16,000
+nodes. `--from FILE` prints and draws the results of an earlier `--record`.
 
 torchft is installed into ~/.cache/ddpjob/torchft on the first run. If that is impossible, it is
 skipped with the reason. A run takes `--count` times `--every` seconds, plus half a minute.

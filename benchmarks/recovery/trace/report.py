@@ -1,4 +1,4 @@
-"""Writes the runs of a trace as lines of JSON, as a Markdown table and as a picture."""
+"""Writes the runs of a trace as JSON lines, as a Markdown table and as a picture."""
 
 from __future__ import annotations
 

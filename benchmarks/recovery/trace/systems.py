@@ -1,4 +1,6 @@
-"""The compared systems: stock torchrun, torchft and `ddpjob run`, with the same script and size."""
+"""The compared systems: stock torchrun, torchft and `ddpjob run`. Script and state size are the
+same.
+"""
 
 from __future__ import annotations
 
@@ -229,7 +231,7 @@ class Job(Group):
         self.start()
 
     def close(self) -> None:
-        """End the run with two signals, because the second one does not wait for a checkpoint."""
+        """End the run with two signals; after the second one, it does not wait for a checkpoint."""
         for _ in range(2):
             if (process := self.nodes.get("run")) is not None and process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -248,7 +250,7 @@ class JobWithSpare(Job):
 
 
 class JobWithoutSnapshots(JobWithSpare):
-    """A `Job` with a spare, and with checkpoints only."""
+    """A `Job` with a spare and with checkpoints, but without states in memory."""
 
     snapshots = "none"
 

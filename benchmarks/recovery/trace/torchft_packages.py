@@ -16,7 +16,7 @@ class NotInstalled(Exception):
 
 
 def find_python() -> Path:
-    """Return a Python interpreter that can import torchft, which is installed on the first call.
+    """Return a Python interpreter that can import torchft. The first call installs torchft.
 
     Raises NotInstalled.
     """

@@ -2,7 +2,8 @@
 file.
 
 It wraps functions of `ddpjob_pod` when a worker imports them; the product has no such points. The
-file has the pod's name, in the folder TORTURE_COPY_KILLS, and the name of one of POINTS.
+file is in the folder TORTURE_COPY_KILLS, has the pod's name, and contains the name of one of
+POINTS.
 """
 
 import importlib.util

@@ -1,8 +1,8 @@
 """Sets the clocks of tortured jobs' pods behind the machine's clock, by the value in a file.
 
-It also plants the points of `copy_kills`. It is on the pods' PYTHONPATH. It changes only Python's
-clock, but never sets it ahead, because the launcher compares it with file times, which come from
-the machine's clock.
+It also plants the points of `copy_kills`. Python imports this module at its start, because it is on
+the pods' PYTHONPATH. It changes only Python's clock, and never sets it ahead, because the launcher
+compares it with file times, which come from the machine's clock.
 """
 
 import mmap

@@ -1,1 +1,1 @@
-"""The DDPJob API: the CRD file, checked manifests, and its spec and status as dataclasses."""
+"""The DDPJob API: the CRD file, manifest checks, and spec and status as dataclasses."""

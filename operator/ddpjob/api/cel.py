@@ -22,15 +22,15 @@ Variables = Callable[[], dict[str, Any]]
 
 
 def check_rules(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
-    """Return a defaulted object's violations of the rules. The object must fit the schema.
+    """Return a problem for each rule that a defaulted object violates.
 
-    `old` is the defaulted object that `manifest` replaces, if any.
+    The object must fit the schema. `old` is the defaulted object that it replaces, if any.
     """
     return list(_check(object_schema(), manifest, _MISSING if old is None else old, ""))
 
 
 def _check(schema: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterator[Problem]:
-    # Shared by all rules here, since the conversion takes most of the time.
+    # All rules here share these variables, because converting them takes most of the time.
     variables = cache(lambda: _variables(value, old))
     for rule in schema.get("x-kubernetes-validations", ()):
         yield from _apply(rule, variables, path, replaces=old is not _MISSING)
@@ -46,7 +46,7 @@ def _check(schema: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterat
 
 
 def _old_item(schema: Mapping[str, Any], item: Any, old: Any) -> Any:
-    """Return the item of the old list with the same key.
+    """Return the item of the old list that has the same key as `item`.
 
     Items of lists without map keys have no old value.
     """
@@ -131,8 +131,8 @@ def _program(text: str) -> Any:
 def _matches(text: str, pattern: str) -> Any:
     """Implement CEL's `matches`.
 
-    RE2's `$` is the end of the text, but Python's also matches before a final newline. No rule
-    escapes a `$`.
+    RE2's `$` matches only at the end of the text, but Python's also matches before a final newline.
+    No rule contains an escaped `$`, so every `$` can be replaced.
     """
     from celpy.celtypes import BoolType
 

@@ -15,7 +15,7 @@ from ddpjob.api.merging import QUEUE, with_class
 GROUP, VERSION, KIND, PLURAL = "ddpjob.io", "v1alpha1", "DDPJob", "ddpjobs"
 API_VERSION = f"{GROUP}/{VERSION}"
 QUEUE_LABEL, PRIORITY_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
-"""Labels that name the LocalQueue and WorkloadPriorityClass of a job of any kind to Kueue."""
+"""Labels through which Kueue learns a job's LocalQueue and WorkloadPriorityClass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class DDPJob:
     created: datetime | None = None
     deleting: bool = False
     queue: str = ""
-    """The LocalQueue that the job's label names; empty: the job is not in a queue."""
+    """The LocalQueue from the job's label; empty if the job is not in a queue."""
     queue_priority: str = ""
-    """The WorkloadPriorityClass that the job's label names."""
+    """The WorkloadPriorityClass from the job's label."""
     written: Json = field(default_factory=dict, compare=False, repr=False)
     """`spec` as written in the object, for a job that names a class."""
     oversized: str = ""
@@ -45,8 +45,8 @@ class DDPJob:
     def read(cls, body: Mapping[str, Any]) -> DDPJob:
         """Read a whole object with metadata, spec and status.
 
-        Raises KeyError or ValueError if it does not fit. `spec` is the effective spec: it has the
-        values of the class in the status, and is cut to that class's limits.
+        Raises KeyError or ValueError for a malformed object. `spec` is the effective spec: it has
+        the values of the class in the status, and is cut to that class's limits.
         """
         meta, spec = body["metadata"], body["spec"]
         too_large = oversized(spec)
@@ -85,9 +85,9 @@ class DDPJob:
 
     @property
     def made_claim(self) -> str:
-        """Name of the PersistentVolumeClaim that the job makes from its claimTemplate.
+        """Name of the PersistentVolumeClaim that the job creates from its claimTemplate.
 
-        Empty if it does not make a claim.
+        Empty if the job does not create a claim.
         """
         return f"{self.name}-checkpoints" if self.spec.storage.claim_template else ""
 
@@ -95,8 +95,8 @@ class DDPJob:
     def checkpoint_folder(self) -> str:
         """The job's folder in its checkpoint volume; empty for the root.
 
-        It is named like the job in a volume that several jobs may name, unless the job began under
-        an operator that mounted the root. Why: docs/decisions/0027.
+        In a volume that other jobs may also use, the folder has the job's name. Jobs that began
+        under an operator that mounted the root are an exception. docs/decisions/0027 explains why.
         """
         volume = self.spec.storage.checkpoints
         if volume is None:
@@ -115,7 +115,7 @@ class DDPJob:
 
     @property
     def reference(self) -> Json:
-        """The reference by which other objects name the job."""
+        """A reference to the job, for use in other objects."""
         return {"apiVersion": API_VERSION, "kind": KIND, "name": self.name, "uid": self.uid}
 
     @property
@@ -125,9 +125,9 @@ class DDPJob:
 
 
 def taken_class(spec: Mapping[str, Any], status: JobStatus) -> JobClass | None:
-    """Return the class whose values a job has, given its spec as written.
+    """Return the class that applies to a job, given the job's spec as written.
 
-    It is the class that the spec names, once the job has taken it.
+    This is the class that the spec names, once the job has taken it.
     """
     taken = status.job_class
     return taken if taken is not None and taken.name == spec.get("className") else None
@@ -139,7 +139,10 @@ def classed(spec: Mapping[str, Any], given: JobClass) -> Json:
 
 
 def _within(spec: JobSpec, limits: ClassLimits) -> JobSpec:
-    """Cut a running job that was scaled beyond its class to as many nodes as the class allows."""
+    """Reduce the number of nodes to the class's limit.
+
+    A running job may have been scaled beyond the limit.
+    """
     most = limits.max_nodes
     if most is None or spec.pods <= most:
         return spec

@@ -19,7 +19,8 @@ from ddpjob.api.submitted_code import split_code
 
 MOST_CLASSES = 100
 LARGEST_CLASS = 32 * 1024
-"""Maximum size of a class's JSON in bytes, because the status of each of its jobs holds a copy."""
+"""Maximum size of a class's JSON in bytes. It is limited because the status of each job holds a
+copy of the job's class."""
 _KEYS = ("namespaces", "spec", QUEUE, "fixed", "limits")
 _LIMITS = ("maxNodes", "maxGpusPerNode", "images")
 _SETTABLE = (*CLASS_FIELDS, QUEUE)
@@ -56,7 +57,7 @@ class JobClasses:
     def read(cls, found: Mapping[str, Any]) -> JobClasses:
         """Read the chart's value jobClasses.
 
-        Raises ValueError, which names the faulty field and the remedy.
+        Raises ValueError with the faulty field and the remedy.
         """
         if len(found) > MOST_CLASSES:
             raise ValueError(f"there are {len(found)} classes; at most {MOST_CLASSES} are allowed")
@@ -153,7 +154,7 @@ def _gpus_of_pod(spec: JobSpec) -> int:
 
 
 def _containers(spec: JobSpec, *kinds: str) -> Iterator[Json]:
-    """Yield podTemplate's containers of these kinds, or of all kinds, the trainer's included.
+    """Yield podTemplate's containers of the given kinds (default: all), including the trainer's.
 
     Malformed entries are skipped here; validation refuses them elsewhere.
     """
@@ -166,7 +167,7 @@ def _containers(spec: JobSpec, *kinds: str) -> Iterator[Json]:
 def _gpus(container: Json, resource: str) -> int:
     """Return the number of GPUs of every kind that a container requests.
 
-    All kinds count, because the job itself chooses which of them gpusPerNode means.
+    All kinds count, because the job's own spec decides which kind gpusPerNode refers to.
     """
     resources = container.get("resources")
     limits = resources.get("limits") if isinstance(resources, Mapping) else None
@@ -180,9 +181,9 @@ def _fits(image: str, pattern: str) -> bool:
 
 
 def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
-    """Check the CRD's rules against the job with its class.
+    """Check the CRD's rules against the job with its class's values.
 
-    A forbidden combination may come half from the job and half from the class.
+    A forbidden combination may come partly from the job and partly from the class.
     """
     from ddpjob.api.cel import check_rules
 
@@ -236,7 +237,7 @@ def _spec(name: str, spec: Any) -> Json:
             if path not in CLASS_FIELDS:
                 remedy = f"only a job can set it; a class can set {', '.join(CLASS_FIELDS)}"
                 raise ValueError(f"{name}.spec.{path}: not allowed in a class; {remedy}")
-    # Add the minimum that the jobs of the class must set themselves.
+    # Add the fields that every job of the class must set itself.
     whole = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "job"}}
     problems = validate({**whole, "spec": {"image": "image", "script": "script", **spec}})
     if problems:

@@ -1,8 +1,8 @@
 """`spec` of a DDPJob as frozen dataclasses, which pydantic reads.
 
 The CRD file is the only source of names, defaults and ranges. A field with a default there has no
-default here: `JobSpec.read` fills in the CRD's defaults first, so that a spec can also be read
-under a CRD of a different release. A default here is the value of a field that is absent.
+default here, because `JobSpec.read` fills in the CRD's defaults first. A spec can therefore also be
+read under the CRD of a different release. A default here is the value of a field that is absent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Json = dict[str, Any]
 
 
 # pydantic reads a validator's signature, and Python's patch releases report different signatures
-# for builtins. For 3.12.3, an itemgetter takes any arguments, which pydantic refuses.
+# for builtins. In Python 3.12.3, an itemgetter appears to take any arguments, which pydantic
+# refuses.
 def _name_of(reference: Json) -> Any:
     return reference["name"]
 
@@ -46,7 +47,7 @@ class Placement(StrEnum):
 
 
 class WhenDeleted(StrEnum):
-    """How a job's deletion affects the claim that it made."""
+    """How a job's deletion affects the claim that it created."""
 
     RETAIN = "Retain"
     DELETE = "Delete"
@@ -95,8 +96,8 @@ class NotifyEvent(StrEnum):
 
 
 CONFIG = ConfigDict(alias_generator=to_camel, defer_build=True)
-"""Applies to the dataclass that has it and to the dataclasses nested in it. Validators are built on
-the first read."""
+"""Configuration of the dataclass that sets it and of the dataclasses nested in that one. Validators
+are built on the first read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,10 @@ class Volume:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimTemplate:
-    """A PersistentVolumeClaim that the job makes, with `metadata` and `spec` as in its manifest."""
+    """A PersistentVolumeClaim that the job creates.
+
+    `metadata` and `spec` are as in the claim's manifest.
+    """
 
     when_deleted: WhenDeleted
     metadata: Json = field(default_factory=dict)
@@ -122,7 +126,7 @@ class ClaimTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketVolume(Volume):
-    """A volume, or a bucket instead, with its URL and how to reach its server."""
+    """A volume, or a bucket with its URL and the settings to reach its server."""
 
     url: str | None = None
     endpoint: str | None = None
@@ -134,7 +138,7 @@ class BucketVolume(Volume):
 class CheckpointVolume(BucketVolume):
     """The volume of the checkpoints.
 
-    Instead of using `claim_name`, `host_path` or `nfs`, the job may make a claim or copy
+    Instead of using `claim_name`, `host_path` or `nfs`, the job may create a claim or copy
     checkpoints to a bucket.
     """
 
@@ -160,9 +164,9 @@ class DataVolume(BucketVolume):
 
     @property
     def fetched_folder(self) -> str:
-        """Name of the folder for the data of `url` on one server.
+        """Name of the folder for the data from `url`.
 
-        Files from any other source are stored elsewhere.
+        Data from a different URL or server gets a different folder.
         """
         text = f"{(self.endpoint or '').rstrip('/')} {(self.url or '').rstrip('/')}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -191,7 +195,7 @@ class Code:
 
     @property
     def version(self) -> str:
-        """The commit, or the digits of the archive's digest. It determines the content."""
+        """The commit, or the digits of the archive's digest. Equal versions have equal content."""
         return self.git.commit if self.git else (self.digest or "").rpartition(":")[2]
 
 
@@ -220,7 +224,7 @@ class Storage:
 
     @property
     def claim_template(self) -> ClaimTemplate | None:
-        """Template of the claim that the job makes; None if it does not make a claim."""
+        """Template of the claim that the job creates; None if it does not create a claim."""
         return self.checkpoints.claim_template if self.checkpoints else None
 
 
@@ -236,7 +240,7 @@ class Rendezvous:
 
     @property
     def pod_fields(self) -> Json:
-        """The same settings as spec fields of the coordinator's own pod."""
+        """These settings as fields of the coordinator's own pod spec."""
         fields: Json = {
             "nodeSelector": self.node_selector,
             "tolerations": list(self.tolerations),
@@ -299,7 +303,7 @@ class Recovery:
     """auto, none, or the number of steps between two copies."""
     hangs: Hangs
     hang_after_seconds: int | None = None
-    """None: only a proved hang is ended."""
+    """None: only a proven hang is ended."""
     slow_ranks: SlowRanks
 
     @property
@@ -332,7 +336,7 @@ class Scheduling:
 
     @property
     def by_volcano(self) -> bool:
-        """Whether Volcano's scheduler places the pods, judging by its default name."""
+        """Whether Volcano places the pods, recognized by its scheduler's default name."""
         return self.scheduler_name == "volcano"
 
 
@@ -409,7 +413,7 @@ class JobSpec:
     storage: Storage
     pod_template: Json
     template_hash: str
-    """Changes with every field that a running pod cannot adopt."""
+    """Changes whenever a field changes that running pods cannot adopt."""
 
     @property
     def managed_elsewhere(self) -> bool:
@@ -431,7 +435,7 @@ class JobSpec:
 
     @property
     def min_nodes(self) -> int:
-        """The smallest number of nodes to train with."""
+        """The minimum number of nodes to train with."""
         return self.elastic.min_nodes if self.elastic else self.nodes
 
     @property

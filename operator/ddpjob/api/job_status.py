@@ -131,7 +131,8 @@ _MOST = 10**9
 """Maximum value of a count or a number in a status. A value one above it can still be written."""
 _Number = Annotated[int, Field(ge=0, le=_MOST)]
 _Seconds = Annotated[int, Field(ge=0, lt=2**53)]
-"""A number of seconds, summed over many devices. Every JSON reader reads it exactly."""
+"""A number of seconds, summed over many devices. JSON readers represent every value below 2**53
+exactly."""
 _Moment = Annotated[datetime, AfterValidator(_computable)]
 _Time = Annotated[_Moment, PlainSerializer(format_time)]
 _OptionalTime = Annotated[_Moment | None, PlainSerializer(format_time), _OMIT_EMPTY]
@@ -218,7 +219,7 @@ class PodChanges:
 
 @dataclass(frozen=True, kw_only=True)
 class QueueStatus:
-    """The quota from Kueue with which the job runs."""
+    """The quota that Kueue has granted to the job."""
 
     workload: str
     """Name of the Workload that holds the quota."""
@@ -274,7 +275,7 @@ class Restart:
     repeated_steps: Annotated[_Number | None, _OMIT_NONE] = None
     """Number of complete steps that were repeated; None if unknown."""
     repeated_seconds: Annotated[float | None, _OMIT_NONE] = None
-    """Seconds spent on repeating them; None until all have been repeated."""
+    """Seconds spent on repeating these steps; None until all have been repeated."""
     continued_from: Annotated[str, _OMIT_EMPTY] = ""
     """The source from which training continued: memory, storage, scratch, or unknown if the script
     has not reported it; empty until the first step.
@@ -291,21 +292,24 @@ class Restart:
 @dataclass(frozen=True, kw_only=True)
 class Restarts:
     counted: _Number = 0
-    """Counted restarts since the budget was last reset."""
+    """Number of counted restarts since the budget was last reset."""
     uncounted: _Number = 0
     total: _Number = 0
-    """All restarts since the job started."""
+    """Number of all restarts since the job started."""
     last_counted: _OptionalTime = None
     seen_generation: Annotated[_Number, _below("seen", "generation")] = 0
     seen_incident: Annotated[int, Field(ge=0, lt=2**63), _below("seen", "incident")] = 0
-    """It has the same limit as an incident's number in a report. A larger number could not be
-    stored, so the incident would look new at each reconcile."""
+    """Number of the last incident that was handled.
+
+    It has the same limit as an incident's number in a report. A larger number could not be stored,
+    so the incident would look new at each reconcile.
+    """
     seen_round: Annotated[_Number, _below("seen", "round")] = 0
     """The round of the last incident."""
     repeated_steps: Annotated[_Number, _OMIT_EMPTY] = 0
     """Number of complete steps that were repeated since the job began, as far as known."""
     repeated_seconds: Annotated[float, _OMIT_EMPTY] = 0.0
-    """Seconds spent on repeating them."""
+    """Seconds spent on repeating these steps."""
     unknown_repeats: Annotated[_Number, _OMIT_EMPTY] = 0
     """Number of restarts with an unknown number of repeated steps."""
     seen_start: Annotated[str, _below("seen", "start")] = ""
@@ -413,7 +417,9 @@ class JobStatus:
         return condition is not None and condition.status
 
     def nodes_display(self, spec: JobSpec) -> str:
-        """Return `2/2 +1`: nodes that train or have succeeded, nodes wanted, and spares."""
+        """Return a text such as `2/2 +1`: nodes that train or have succeeded, nodes wanted, and
+        spares.
+        """
         wanted = self._wanted(spec)
         present = min(wanted, self.ready + sum(s.state is SlotState.SUCCEEDED for s in self.slots))
         return f"{present}/{wanted}" + (f" +{self.spare}" if self.spare else "")
@@ -433,7 +439,7 @@ class JobStatus:
     def ended_without_recovery(self, restart: Restart) -> bool:
         """Whether a suspension cut this restart short.
 
-        Such a restart never recovered, but ended with the job's pods.
+        The restart was never completed, because the suspension ended the job's pods.
         """
         return restart.seconds is None and (self.start_time is None or restart.time < self.start_time)
 
@@ -478,13 +484,13 @@ class JobStatus:
 
 
 COMPACT_FROM = 100
-"""Number of slots from which consecutive equal slots are written as one entry. 1,024 separate
-entries would be 100 KB per write."""
+"""Minimum number of slots for which consecutive equal slots are written as one entry. 1,024
+separate entries would be 100 KB per write."""
 _MOST_SLOTS = 4096
 
 
 def _compact(slots: list[Json]) -> list[Json]:
-    """Write consecutive slots that differ only in their node as one entry.
+    """Write consecutive slots that differ only in their Kubernetes node as one entry.
 
     The entry has `count` and `nodes`.
     """

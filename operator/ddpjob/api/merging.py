@@ -19,12 +19,13 @@ CLASS_FIELDS = (
     *("scheduling.gang", "network.interface", "storage.data", "runPolicy.activeDeadlineSeconds"),
     *("runPolicy.ttlSecondsAfterFinished", "podTemplate"),
 )
-"""Fields below spec that a class of jobs may set. The CRD has no defaults for them, so a field that
-the job has not set is absent or empty, whatever the API server has added. env is fixed by variable
+"""Fields below spec that a job class may set. The CRD has no defaults for them, so a field that the
+job has not set is absent or empty, whatever the API server has added. env is fixed by variable
 name."""
 _MERGED = ("podTemplate", "resources")
 QUEUE = "queue"
-"""A class may also set and fix the queue that a job's label names."""
+"""Name of the job's queue among the fields that a class may set and fix. The queue is not below
+spec, but in a label."""
 
 _LIST_KEYS = {
     **dict.fromkeys(("containers", "initContainers", "volumes", "env", "imagePullSecrets", "resourceClaims"), "name"),
@@ -84,9 +85,9 @@ def at(spec: Mapping[str, Any], path: str) -> Any:
 
 
 def is_empty(path: str, value: Any) -> bool:
-    """Whether a job has not written a field.
+    """Whether a job has left a field unset.
 
-    An unset podTemplate or resources is {}, since the API server adds an empty object.
+    An unset podTemplate or resources is {}, because the API server adds an empty object.
     """
     return value is None or (path in _MERGED and not any(value.values()))
 
@@ -120,8 +121,8 @@ def merge(base: Json, overlay: Mapping[str, Any]) -> Json:
     """Return a new, merged object.
 
     Mappings merge, keyed lists merge by key, affinity terms are joined, and everything else is
-    replaced. Fields that the overlay does not name are shared with `base`. A list with items that
-    lack a key, as a user may write it, replaces the other list. Validation then reports the faults
+    replaced. Fields that the overlay does not contain are shared with `base`. If a user's list has
+    items without a key, the overlay's list replaces the base's, and validation reports the faults
     in the result.
     """
     merged = dict(base)

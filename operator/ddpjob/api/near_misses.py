@@ -1,4 +1,4 @@
-"""Suggests the meaning of a refused field or value: other operators' words, units, shapes."""
+"""Suggests what a refused field or value was meant to be: other operators' words, units, shapes."""
 
 from __future__ import annotations
 
@@ -53,10 +53,7 @@ _PLACES = {word: place for place, words in _OTHERS_WORDS.items() for word in wor
 
 
 def belongs(name: str) -> str:
-    """Return the field of this API for what other APIs call `name`.
-
-    Empty if it is not known.
-    """
+    """Return this API's field for a name that other APIs use; empty if the name is unknown."""
     word = re.sub("[-_]", "", name.lower())
     place = _PLACES.get(word, "")
     if place == _POD:
@@ -74,7 +71,9 @@ _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def quantity(text: str) -> str:
-    """Return `16 GB` as Kubernetes writes it, `16Gi or 16G`; empty if it cannot be guessed."""
+    """Return how Kubernetes writes an amount: `16Gi or 16G` for `16 GB`. Empty if it cannot be
+    guessed.
+    """
     found = _TEXT.fullmatch(text)
     if found is None:
         return ""
@@ -92,7 +91,7 @@ _SECONDS = {"s": 1, "sec": 1, "second": 1, "seconds": 1, "m": 60, "min": 60, "mi
 
 
 def seconds(text: str) -> int | None:
-    """Return `5m` or `1h30m` in seconds; None if the text is not a duration."""
+    """Convert a duration such as `5m` or `1h30m` to seconds; None if the text is not a duration."""
     parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", text)
     if not parts or re.sub(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)|\s", "", text):
         return None
@@ -102,7 +101,7 @@ def seconds(text: str) -> int | None:
 
 
 def as_type(path: str, wanted: Any, value: Any) -> str:
-    """Return what to write instead of a value of the wrong type; empty if it cannot be guessed."""
+    """Suggest a replacement for a value of the wrong type; empty if none can be guessed."""
     field = re.sub(r"\[.*?\]", "", path).rpartition(".")[2]
     if wanted in ("integer", "number") and isinstance(value, str):
         if "Seconds" in field and (length := seconds(value)) is not None:
@@ -120,7 +119,7 @@ def as_type(path: str, wanted: Any, value: Any) -> str:
 
 
 _SWITCHED_ON = {"spec.preflight": "{}", "spec.elastic": "{minNodes: 1}"}
-"""Objects of this API that other APIs switch on with `true`."""
+"""Objects of this API that other APIs switch on with `true`, and what to write instead."""
 
 
 _BOOLEANS = {**dict.fromkeys(("true", "yes", "on", "y"), "true"), **dict.fromkeys(("false", "no", "off", "n"), "false")}

@@ -1,6 +1,4 @@
-"""Reads a DDPJob manifest. Returns the object that `kubectl apply` would store, or why it is
-rejected.
-"""
+"""Reads a DDPJob manifest as `kubectl apply` would store it, or reports why it is rejected."""
 
 from __future__ import annotations
 
@@ -60,10 +58,10 @@ class ManifestError(ValueError):
 
 
 def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
-    """Return the API server's reasons to reject a DDPJob; empty if it is valid.
+    """Return the problems for which the API server would reject a DDPJob; empty if it is valid.
 
-    The DDPJob is new, or replaces `old`. Both are as written; defaults are filled in here.
-    `ddpjob.objects` checks podTemplate.spec.
+    The DDPJob is new unless it replaces `old`. Both are as written, because defaults are filled in
+    here. `ddpjob.objects` checks podTemplate.spec.
     """
     from ddpjob.api.cel import check_rules
 
@@ -109,7 +107,7 @@ class Manifest:
         return with_defaults(self.document.value)
 
     def error(self, problems: Iterable[Problem]) -> ManifestError:
-        """Return an error with the problems and their lines."""
+        """Return a ManifestError that lists the problems with their line numbers."""
         return ManifestError(self.source, problems, self.document)
 
 

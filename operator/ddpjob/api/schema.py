@@ -24,7 +24,7 @@ _PRESERVE = "x-kubernetes-preserve-unknown-fields"
 
 _TEXTS = {"type": "string"}
 _TEXT_MAP: Json = {"type": "object", "additionalProperties": _TEXTS}
-# Built into the API server for every kind; a CRD cannot describe it.
+# The schema of metadata is built into the API server for every kind; a CRD cannot describe it.
 _METADATA: Json = {
     "type": "object",
     "properties": {
@@ -61,7 +61,8 @@ class Problem:
 def load_crd() -> Json:
     """Return the CustomResourceDefinition. Cached: do not modify."""
     text = resources.files(__package__).joinpath(CRD_FILE).read_text(encoding="utf-8")
-    # libyaml needs 8 ms, Python 70. PyYAML's wheels contain it; a build from source may not.
+    # libyaml needs 8 ms, PyYAML's own parser 70 ms. PyYAML's wheels contain libyaml; a build from
+    # source may not.
     crd: Json = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return crd
 
@@ -196,13 +197,12 @@ def _validator() -> Any:
 
 
 MOST_PROBLEMS = 100
-"""Maximum number of problems reported for one manifest, because each search for a suggestion takes
-a millisecond.
-"""
+"""Maximum number of problems reported for one manifest. It is limited because each search for a
+suggestion takes a millisecond."""
 
 
 def check_schema(manifest: Mapping[str, Any]) -> list[Problem]:
-    """Return up to MOST_PROBLEMS places where a defaulted manifest violates the schema."""
+    """Return up to MOST_PROBLEMS violations of the schema in a defaulted manifest."""
     errors = list(islice(_validator().iter_errors(manifest), 2 * MOST_PROBLEMS))
     of_wrong_type = {tuple(error.absolute_path) for error in errors if error.validator == "type"}
     causes = (error for error in errors if error.validator == "type" or tuple(error.absolute_path) not in of_wrong_type)
@@ -289,9 +289,9 @@ def _near(name: str, known: Any) -> str:
 
 
 def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
-    """Return a suggestion for an unknown field.
+    """Suggest what an unknown field was meant to be.
 
-    It is a field of the same object, or a field of the same name elsewhere.
+    The suggestion may be a similar field of the same object, or a field with this name elsewhere.
     """
     if name in ("true", "false"):
         return "; YAML reads unquoted on, yes and y as true, and off, no and n as false, so quote the name"
@@ -300,7 +300,7 @@ def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
     if "claimName" in known and re.sub("[-_]", "", name.lower()) in ("pvc", "claim", "persistentvolumeclaim"):
         return "; did you mean claimName?"
     other = near_misses.belongs(name)
-    # Only fields of spec itself or of an object in it may have other APIs' names.
+    # Other APIs' names are considered only for fields of spec and of the objects directly in it.
     if other and path.count(".") < 2:
         return f"; {other}"
     elsewhere = _paths_by_name().get(name.lower(), [])
@@ -333,7 +333,7 @@ def _paths_by_name() -> dict[str, list[str]]:
 
 
 def _duplicates(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Problem]:
-    """Yield list items whose map keys equal those of an earlier item.
+    """Yield a problem for each list item whose map keys equal those of an earlier item.
 
     Only lists with x-kubernetes-list-map-keys have map keys.
     """

@@ -1,8 +1,8 @@
 """The mount of code that `ddpjob submit` and `Client.train` add to a job's podTemplate.
 
-Users do not write it, so a class that fixes podTemplate does not refuse it. It gives a job only
-files of a ConfigMap of its own namespace, at one path. A mount of a different form does not count,
-and neither does one whose name or path the class's own template uses.
+Users do not write this mount, so a class that fixes podTemplate does not refuse it. It gives a job
+only files of a ConfigMap in the job's own namespace, at one path. A mount of a different form does
+not count, and neither does one whose name or path the class's own template uses.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def mount_code(config_map: str, items: list[Json]) -> tuple[Json, Json]:
 
 
 def split_code(template: Any, given: Any = None) -> tuple[Json, Any]:
-    """Return the podTemplate with the code alone, and the job's podTemplate without it.
+    """Split a podTemplate into the mount of the submitted code and the rest.
 
-    The first is empty if the template has no such mount, or if it would replace one of the class's
-    template `given`.
+    The first part is empty if there is no such mount, or if it would replace one in `given`, the
+    podTemplate of the class.
     """
     volumes = [v for v in _entries(template, "volumes") if _is_code(v)]
     trainer = next((c for c in _entries(template, "containers") if c.get("name") == "trainer"), {})
@@ -64,6 +64,9 @@ def _entries(template: Any, field: str) -> list[Json]:
 
 
 def _list(parent: Any, field: str) -> list[Json]:
-    """Return the objects in a list of a template, which a user may have written in any form."""
+    """Return the objects in a list of a template.
+
+    Anything else that a user may have written is ignored.
+    """
     found = parent.get(field) if isinstance(parent, Mapping) else None
     return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []

@@ -1,4 +1,5 @@
-"""Reads YAML as kubectl does, with the line of every field, and writes what kubectl reads back.
+"""Reads YAML as kubectl does, with the line of every field, and writes YAML that kubectl reads
+back.
 
 PyYAML differs: it converts dates and 1:30 (text for kubectl), reads 1e5 as text, and silently drops
 one of two equal keys.
@@ -34,7 +35,7 @@ MAX_MESSAGE = 2_000
 """Maximum number of characters in one message line about a manifest."""
 
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
-"""Tags of plain scalars: a scalar's first letter, mapped to the patterns to try."""
+"""Maps the first character of a plain scalar to the tags and patterns to try."""
 _MERGE = "tag:yaml.org,2002:merge"
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
@@ -96,7 +97,7 @@ def join(path: str, key: str | int) -> str:
 class _Loader(yaml.SafeLoader):
     """Resolves plain scalars as kubectl's reader does.
 
-    It reads YAML 1.1 without dates and base 60, but with floats that lack a dot.
+    kubectl reads YAML 1.1, but without dates and base 60, and with floats that lack a dot.
     """
 
     yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012 (as PyYAML expects)
@@ -112,7 +113,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Replace `<<` by what it merges, within the limits of a document.
+        """Expand `<<` merge keys within the limits of a document.
 
         The limits are needed because each level of aliases multiplies the document's size.
         """

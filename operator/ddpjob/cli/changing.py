@@ -33,14 +33,14 @@ def scale(backend: Backend, job: str, nodes: int) -> None:
 
 
 ACT_SECONDS = 5.0
-"""Seconds for which a command waits for an operator to act on a change. A working operator needs
+"""How long a command waits for an operator to act on a change, in seconds. A working operator needs
 a fraction of a second."""
 
 
 def _is_acted_on(backend: Backend, job: str) -> bool:
     """Wait for an operator to act on the job's newest spec, and return whether it did.
 
-    If no operator did, print a note, because the command has only changed the spec.
+    If no operator did, print a note that only the spec has been changed.
     """
     end = time.monotonic() + ACT_SECONDS
     while True:
@@ -145,7 +145,7 @@ def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
     names = list(dict.fromkeys(jobs))
     bodies = {}
     for job in names:
-        with suppress(*((Mistake,) if len(names) == 1 else ())):  # One alone is deleted even if it cannot be read.
+        with suppress(*((Mistake,) if len(names) == 1 else ())):  # A single job is deleted even if it cannot be read.
             bodies[job] = backend.job(job)
     for job in names:
         backend.delete(job)

@@ -117,7 +117,7 @@ class NewLines:
         The same error may recur, and may finally end the job.
         """
         trace = happened.event.message.splitlines()[1:]
-        # The location and the error.
+        # The last lines hold the location and the error.
         known = tuple(line.partition(" (counts against")[0] for line in trace[-3:])
         if known in self._traces:
             return []
@@ -155,7 +155,7 @@ class PlainLines:
 
 
 class LivePanel:
-    """A display for terminals: a panel that is redrawn, below the lines that stay."""
+    """A display for terminals: a panel that is redrawn below the lines printed so far."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._new = console, NewLines()

@@ -1,4 +1,4 @@
-"""The list of `ddpjob top`: all jobs on a screen of any size, moved through by keys.
+"""The list of `ddpjob top`: all jobs on a screen of any size, navigated by keys.
 
 Problem: with 60 old jobs, the running job was below the edge of the screen, and long names pushed
 columns out of it.
@@ -6,10 +6,9 @@ columns out of it.
 Rule: jobs that have not ended come first, the newest first. Ended jobs are folded into one line
 that counts them; `e` unfolds them. The list never has more lines or columns than the terminal:
 
-1. the wide columns are dropped until the rest fits (GPUHOURS, ATRISK, DURATION,
-   REASON),
-2. then names are cut in their middle, to no fewer than 16 characters,
-3. then SPEED, LOSS, AGE, RESTARTS and NODES are dropped, in this order.
+1. The wide columns are dropped until the rest fits (GPUHOURS, ATRISK, DURATION, REASON).
+2. Then names are cut in their middle, to no fewer than 16 characters.
+3. Then SPEED, LOSS, AGE, RESTARTS and NODES are dropped, in this order.
 
 Names, states, nodes, progress, loss and restarts fit into 80 columns; everything fits into 200.
 """
@@ -37,7 +36,7 @@ _DROPPED = ("GPUHOURS", "ATRISK", "DURATION", "REASON", "", "SPEED", "LOSS", "AG
 """Columns in the order in which they are dropped; "" cuts the names."""
 _NAME, _GAP = 16, 2
 _FIXED = 4
-"""Lines around the jobs: the counts, the titles, the folded jobs, the keys."""
+"""Number of lines around the jobs: the counts, the titles, the folded jobs, the keys."""
 _HELP = "up/down move   Enter open   / find   e ended jobs   q quit"
 _FILTER_CHARACTERS = 40
 
@@ -112,7 +111,7 @@ class JobList:
 
 
 def in_order(bodies: Sequence[Json]) -> list[Json]:
-    """Return ended jobs after the others, and in both groups the newest job first."""
+    """Sort the jobs: ended jobs come last, and within both groups the newest job comes first."""
     newest = sorted(bodies, key=lambda body: str(body["metadata"].get("creationTimestamp")), reverse=True)
     return sorted(newest, key=lambda body: phase(body) in ENDED)
 
@@ -124,7 +123,7 @@ def _counts(bodies: Sequence[Json]) -> str:
 
 
 def _cost(bodies: Sequence[Json]) -> str:
-    """Return the GPU hours of all jobs together; empty if there are none."""
+    """Return the total GPU hours of all jobs; empty if there are none."""
     spent = (JobStatus.read({"gpuSeconds": (body.get("status") or {}).get("gpuSeconds")}) for body in bodies)
     hours = gpu_hours(sum(status.gpu_seconds for status in spent))
     return f"; {hours} GPU hours" if hours else ""
@@ -180,7 +179,10 @@ class _Lines:
 
 
 def page(console: Console, frame: RenderableType, top: int) -> tuple[RenderableType, int]:
-    """Return the lines of a frame that fit, from line `top` on, and `top` limited to its lines."""
+    """Return the lines of a frame that fit on the console, and the number of the first one.
+
+    That number is `top`, limited to the lines of the frame.
+    """
     lines = console.render_lines(frame, console.options, pad=False)
     room = max(1, console.height - 1)
     top = min(max(0, top), max(0, len(lines) - room))

@@ -33,7 +33,7 @@ _LONGEST = max(map(len, _SEQUENCES))
 
 
 class PressedKeys:
-    """Context manager that reads single keys, and restores the terminal at its end."""
+    """Context manager that reads single keys, and restores the terminal on exit."""
 
     def __init__(self) -> None:
         self._saved: list[Any] | None = None
@@ -55,7 +55,7 @@ class PressedKeys:
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._saved)
 
     def wait(self, seconds: float) -> list[str]:
-        """Wait for keys, at most `seconds`, and return them."""
+        """Wait up to `seconds` for keys, and return them."""
         if self._saved is None:
             time.sleep(seconds)
             return []
@@ -68,7 +68,10 @@ class PressedKeys:
 
 
 def decode(pressed: bytes) -> Iterator[str]:
-    """Yield the names of special keys and the characters of others. Drop unknown sequences."""
+    """Yield the names of special keys and the characters of others.
+
+    Unknown sequences are dropped.
+    """
     while pressed:
         size = next((n for n in range(_LONGEST, 0, -1) if pressed[:n] in _SEQUENCES), 0)
         if size == 1 and pressed[:2] in (b"\x1b[", b"\x1bO"):

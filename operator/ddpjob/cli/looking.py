@@ -21,7 +21,7 @@ from ddpjob.client.texts.metric_series import AXES
 
 
 class _Output(click.Choice[str]):
-    """Output format of `get`: one of these words, or a template with paths."""
+    """Output format of `get`: one of the choices, or a template with paths."""
 
     def __init__(self) -> None:
         super().__init__(["table", "wide", "name", "json", "yaml", "jsonpath=TEMPLATE"])

@@ -55,7 +55,10 @@ def doctor(place: Place) -> int:
 
 
 def _cluster_if_any(place: Place) -> ClusterBackend | None:
-    """Return the cluster; None if the jobs are local, or no cluster is configured or named."""
+    """Return the cluster.
+
+    Return None if the jobs are local, or if no cluster is configured or selected.
+    """
     if place.is_local():
         return None
     try:
@@ -89,12 +92,15 @@ def completion(ctx: click.Context, shell: str) -> None:
     from click.shell_completion import get_completion_class
 
     made = get_completion_class(shell)
-    assert made is not None  # the choices are those that click knows
+    assert made is not None  # click knows all choices.
     click.echo(made(root, {}, "ddpjob", "_DDPJOB_COMPLETE").source())
 
 
 def _place_last(words: list[str]) -> list[str]:
-    """Move the options that choose the place behind the command; kubectl accepts them before it."""
+    """Move the options that select a cluster or this machine behind the command.
+
+    kubectl accepts them in front of it.
+    """
     before: list[str] = []
     while words and (words[0].startswith("-n") or words[0].partition("=")[0] in PLACE_OPTIONS):
         size = PLACE_OPTIONS.get(words[0], 1)  # One word with its value: -nNAMESPACE, --context=CONTEXT

@@ -32,14 +32,14 @@ STATE_COLOURS = {
     **dict.fromkeys(("Restarting", "Suspended", "Queued", "Interrupted"), "yellow"),
     **dict.fromkeys(("Starting", "Pending"), "cyan"),
 }
-"""Colours of states, by names that click and rich share."""
+"""Colours of states, as names that both click and rich know."""
 _STATE = re.compile(rf"(?<![^\s])({'|'.join(STATE_COLOURS)})(?![^\s])")
 
 
 def paint(line: str) -> str:
     """Colour the first state in a line; click removes colours from output that is not a terminal.
 
-    Names of jobs are lower case, so the first state is that of the column.
+    Job names are in lower case, so the first state is the one in the state column.
     """
     return _STATE.sub(lambda found: click.style(found[0], fg=STATE_COLOURS[found[0]]), line, count=1)
 
@@ -51,21 +51,21 @@ def usable_streams() -> None:
     closed (`<&-`, `>&-`).
     """
     if sys.stdin is None:
-        sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - no path of ours, open to the end
+        sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - os.devnull is text, and the stream stays open
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - no path of ours, open to the end
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - os.devnull is text, and the stream stays open
         elif isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def abandon_output() -> None:
-    """Discard standard output from here on.
+    """Discard standard output from now on.
 
     Otherwise Python fails at exit because of text that could not be written.
     """
-    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - no path of ours
+    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - os.devnull is text
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
@@ -80,7 +80,7 @@ def document(body: Json, kind: str) -> str:
 def _escaped(character: str) -> str:
     """Return a character of JSON text, escaped if it could control a terminal.
 
-    JSON itself escapes only characters below 32.
+    JSON itself requires this only of control characters below 32.
     """
     return character if character.isprintable() else json.dumps(character)[1:-1]
 
@@ -103,8 +103,8 @@ _PART = re.compile(r"""\{((?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^{}"'])*)\}|([
 class PathTemplate:
     """A template of `-o jsonpath=TEMPLATE`, as in kubectl.
 
-    It consists of text and, in braces, paths, quoted text, range and end. Raises ValueError, which
-    says what is wrong, if the template cannot be read.
+    It consists of text and, in braces, paths, quoted text, range and end. Raises ValueError with
+    the reason if the template cannot be read.
     """
 
     def __init__(self, template: str) -> None:
@@ -116,7 +116,11 @@ class PathTemplate:
         self._steps = self._read(iter(parts), within=False)
 
     def _read(self, parts: Iterator[re.Match[str]], *, within: bool) -> list[str | tuple[Any, Any]]:
-        """Return texts to print, and pairs (path, steps for each value; None prints the value)."""
+        """Parse a template.
+
+        Return the texts to print, and a pair (path, steps) for each path. The steps are applied to
+        each value of the path; None prints the value.
+        """
         steps: list[str | tuple[Any, Any]] = []
         for part in parts:
             inner = (part[1] or "").strip()
@@ -156,7 +160,9 @@ class PathTemplate:
 
 
 def _unquoted(text: str) -> str:
-    """Return the content of a text in single or double quotes, with JSON's escapes."""
+    """Return the content of a text in single or double quotes, with JSON's escape sequences
+    resolved.
+    """
     try:
         inner = text[1:-1] if text[0] == '"' else text[1:-1].replace("\\'", "'").replace('"', '\\"')
         return str(json.loads(f'"{inner}"'))

@@ -1,4 +1,4 @@
-"""Options that choose between jobs of this machine and of a cluster, and exit codes."""
+"""Options that choose between this machine's jobs and a cluster's, and exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VARIABLE = "DDPJOB_PLACE"
 
 @dataclass
 class Place:
-    """The options that choose the place."""
+    """The options that choose between a cluster and this machine."""
 
     namespace: str | None
     context: str | None
@@ -53,7 +53,7 @@ class Place:
         return ProcessBackend() if self.is_local() and not everywhere else self.cluster(everywhere=everywhere)
 
     def cluster(self, *, everywhere: bool = False) -> ClusterBackend:
-        """Return the cluster's backend, whatever is_local returns."""
+        """Return the cluster's backend, even if is_local returns True."""
         if self.local:
             raise Mistake("--local: -A and --server need a cluster; remove --local")
         from ddpjob.client.backends.api_server import ApiServer
@@ -75,7 +75,7 @@ PLACE_OPTIONS = {"-n": 2, "--namespace": 2, "--context": 2, "--kubeconfig": 2, "
 
 
 def in_place(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that choose the place, and pass a Place as the first argument."""
+    """Add the options of Place to a command, and pass a Place as its first argument."""
 
     @functools.wraps(command)
     def wrapped(
@@ -90,7 +90,7 @@ def in_place(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_backend(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that choose the place, and pass its backend as the first argument."""
+    """Add the options of Place to a command, and pass the chosen backend as its first argument."""
 
     @functools.wraps(command)
     def wrapped(place: Place, **rest: Any) -> Any:

@@ -161,7 +161,10 @@ def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], serv
 
 
 def _ask_server(cluster: Any, place: Place, manifest: Any, body: Any) -> str:
-    """Ask the API server about the manifest; return the place that accepts it. Raises BadInput."""
+    """Ask the API server about the manifest, and return the cluster and namespace that accept it.
+
+    Raises BadInput if it is refused.
+    """
     from ddpjob.client.backends.cluster_backend import ClusterBackend
     from ddpjob.client.manifests.manifest_sources import BadInput
     from ddpjob.client.manifests.server_check import server_problems
@@ -307,7 +310,7 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
 
 
 def _describe_earlier(backend: ProcessBackend, name: str, *, fresh: bool) -> str:
-    """Return how the submission treats an ended job of this name, or checkpoints under it."""
+    """Describe how the submission treats an ended job of this name, or checkpoints under it."""
     from ddpjob.client.rerun_jobs import where_it_begins
 
     try:
@@ -469,7 +472,9 @@ def _runtimes(where: str, jobs: list[Any]) -> list[Any]:
 
 
 def _convertible(source: str) -> tuple[list[Any], list[Any]]:
-    """Return the manifests that can be converted, and the runtimes; print the other kinds."""
+    """Return the manifests that can be converted, and the runtimes; print the kinds of other
+    objects.
+    """
     from ddpjob.api.reader import CONVERTIBLE
     from ddpjob.client.manifests.training_runtimes import KINDS
 

@@ -55,7 +55,7 @@ _MEANT = {
     **dict.fromkeys(("ui", "web", "serve"), "dashboard"),
     **dict.fromkeys(("new", "scaffold", "quickstart"), "init"),
 }
-"""Maps names that other tools use to the commands."""
+"""Maps command names from other tools to the commands here."""
 
 
 class _Commands(click.Group):
@@ -111,7 +111,8 @@ class _Commands(click.Group):
 class SystemFault(Exception):
     """A file or the output cannot be read or written.
 
-    Without it, click would exit with 1 if the output's reader is gone, but 1 means a failed job.
+    Without this exception, click would exit with 1 if the reader of the output has gone, but 1
+    means a failed job.
     """
 
     def __init__(self, error: OSError) -> None:
@@ -183,7 +184,7 @@ def command_of_job(command: Callable[..., Any]) -> click.Command:
 
 
 def say(text: str, place: Backend) -> None:
-    """Print one line on success, which ends with the place of the job."""
+    """Print a one-line success message that ends with the job's cluster or folder of runs."""
     click.echo(f"{text} ({place.where})")
 
 
@@ -196,5 +197,8 @@ def print_line(line: str) -> None:
 
 
 def print_painted(line: str, colour: str = "") -> None:
-    """Print a line. A terminal shows all of it in `colour` or, without one, the state coloured."""
+    """Print a line.
+
+    In a terminal, the whole line is in `colour`. Without a colour, only the state is coloured.
+    """
     click.echo(click.style(printable(line), fg=colour) if colour else paint(printable(line)))

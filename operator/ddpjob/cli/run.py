@@ -40,7 +40,7 @@ class Ready:
 
 
 def ready(file: str, name: str | None, options: Options) -> Ready:
-    """Read the manifest and make all checks that need no folder. Raises BadInput."""
+    """Read the manifest and run all checks that do not need a folder. Raises BadInput."""
     if platform.system() != "Linux":
         raise BadInput(
             f"{platform.system()}: jobs run only on Linux, and on Windows in WSL 2; `ddpjob validate` and the commands "

@@ -68,7 +68,10 @@ def points(series: MetricSeries) -> tuple[list[float], list[float], int]:
 
 
 def is_cut(text: str) -> bool:
-    """Return whether `text` is only the end of the file, because Backend.metrics reads no more."""
+    """Return whether `text` is only the end of the file.
+
+    Backend.metrics does not read more.
+    """
     return len(text.encode()) >= METRICS_BYTES
 
 
@@ -112,7 +115,8 @@ def _loss_chart(losses: Sequence[float]) -> Iterator[str]:
 def overlay(texts: Sequence[tuple[str, str]], by: str) -> Iterator[str]:
     """Yield lines that show curves of several jobs, in panels over one axis.
 
-    `texts` are (job, its metrics). Raises Mistake if a job has no steps, or no such axis.
+    `texts` are pairs of a job's name and its metrics. Raises Mistake if a job has no steps, or no
+    such axis.
     """
     runs = [(job, read_metrics(text)) for job, text in texts]
     positions = []
@@ -178,7 +182,7 @@ def _panel(title: str, runs: Sequence[Points], right: float) -> Iterator[str]:
 
 
 def _columns(points: Points, right: float) -> dict[int, float]:
-    """Return the mean of the points in each column of the panel that has some."""
+    """Return the mean of the points in each column of the panel that has any."""
     found: dict[int, list[float]] = {}
     for position, value in points:
         at = round(position / right * (WIDTH - 1)) if right > 0 else 0
@@ -190,7 +194,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_picture(output: Path) -> None:
-    """Raise Mistake if no picture of this kind can be drawn here."""
+    """Raise Mistake if a picture of this type cannot be drawn on this machine."""
     if output.suffix not in PICTURES:
         raise Mistake(f"--output {output}: must end in {', '.join(PICTURES)}")
     if importlib.util.find_spec("ddpjob_trainer") is None or importlib.util.find_spec("matplotlib") is None:
@@ -201,7 +205,7 @@ def check_picture(output: Path) -> None:
 def draw(texts: Sequence[tuple[str, str]], output: Path, by: str | None = None) -> None:
     """Write the picture that `python -m ddpjob_trainer plot` makes. Raises Mistake.
 
-    `texts` are (job, its metrics).
+    `texts` are pairs of a job's name and its metrics.
     """
     check_picture(output)
     with tempfile.TemporaryDirectory() as folder:

@@ -169,8 +169,8 @@ _Item = TypeVar("_Item")
 def if_allowed(read: Callable[[str], list[_Item]], job: str, faults: list[str]) -> list[_Item]:
     """Return the result of `read` for a job.
 
-    If the user lacks the right, return an empty list and add a note to `faults`, because the status
-    shows most of the information anyway.
+    If the user lacks the right, return an empty list and add a note to `faults`. This is not an
+    error, because the status shows most of the information anyway.
     """
     try:
         return read(job)
@@ -186,8 +186,9 @@ def if_allowed(read: Callable[[str], list[_Item]], job: str, faults: list[str]) 
 class Client:
     """Jobs in a namespace of a cluster, or on this machine, with the same methods and results.
 
-    `backend`: "kubernetes" uses the kubeconfig and the rights of its user; "local" uses jobs of
-    this machine, in $DDPJOB_RUNS or ./runs. `namespace`, `context`: by default the kubeconfig's.
+    The backend "kubernetes" uses the kubeconfig and the rights of its user. The backend "local"
+    uses the jobs of this machine, in $DDPJOB_RUNS or ./runs. `namespace` and `context` default to
+    those of the kubeconfig.
 
     Methods accept the name of a job or a Job. They raise Mistake, with a text for the user, if a
     request cannot be carried out. NoSuchJob, JobFailed and Unreachable are kinds of Mistake.
@@ -230,28 +231,33 @@ class Client:
     ) -> Job:
         """Create a job that runs a function, a script, a folder with a script, or a module.
 
-        `program`: a function is sent as source code, so it must import and define everything that
-        it uses. A script or folder of this machine is sent to a cluster too; a folder of more than
-        1 MiB is uploaded to a bucket. A job of this machine runs it in place. Any other absolute
-        path is a file in the image, and any other text is a module's name.
+        `program`: the program to run. A function is sent as source code, so it must import and
+        define everything that it uses. A script or folder of this machine is also sent to a
+        cluster; a folder of more than 1 MiB is uploaded to a bucket. A job of this machine runs it
+        in place. Any other absolute path is a file in the image, and any other text is a module's
+        name.
         `args`: the words for a script, or the keyword arguments of a function. Keyword arguments
         are sent as JSON, so a tuple arrives as a list.
-        `packages`: requirements of a function, such as ["einops>=0.8"]. pip installs those that the
-        image lacks in each pod before the function runs. They never replace the image's torch.
-        `image`: any image with Python and PyTorch; not used on this machine.
-        `name`: by default the program's name and four random characters.
-        `gpus`, `procs`: per node; by default one GPU, and one process per GPU. With gpus=0 the job
-        trains on the CPU.
-        `spares`: number of pods on standby. `min_nodes`: the smallest number of nodes with which
-        training continues; `max_nodes`: the largest number that `scale` may set.
-        `mode`: how a group recovers; by default Standard. `env`: variables of the workers.
-        `cpu`, `memory`: per node, such as "8" and "64Gi".
+        `packages`: the requirements of a function, such as ["einops>=0.8"]. Before the function
+        runs, pip installs those that the image lacks in each pod. They never replace the image's
+        torch.
+        `image`: any image with Python and PyTorch. It is not used on this machine.
+        `name`: the job's name; by default, the program's name and four random characters.
+        `gpus`, `procs`: the number of GPUs and processes per node; by default, one GPU, and one
+        process per GPU. With gpus=0, the job trains on the CPU.
+        `spares`: the number of pods on standby.
+        `min_nodes`: the minimum number of nodes with which training continues.
+        `max_nodes`: the maximum number of nodes that `scale` may set.
+        `mode`: how a group recovers; by default, Standard.
+        `env`: environment variables of the workers.
+        `cpu`, `memory`: the resources of each node, such as "8" and "64Gi".
         `checkpoints`: "claim:NAME", "s3://BUCKET/FOLDER", or the absolute path of a folder on every
         Kubernetes node.
-        `entry`: the script to start in a folder. `code`: the s3:// folder for the upload; by
-        default a folder in the bucket of `checkpoints`.
-        `git`: "URL" or "URL@REF" of a repository, whose REF is resolved to a commit now. `program`
-        is then a path in it, or a module.
+        `entry`: the script to start in a folder.
+        `code`: the s3:// folder for the upload; by default, a folder in the bucket for
+        checkpoints.
+        `git`: "URL" or "URL@REF" of a repository. REF is resolved to a commit now, and `program` is
+        a path in the repository, or a module.
         `settings`: any other fields of spec, such as {"recovery.maxRestarts": 3,
         "storage.sharedMemory": "8Gi"}. Mappings are merged with the values of other parameters, and
         other values replace them.
@@ -285,7 +291,7 @@ class Client:
         return self.get(self._backend.create(bodies))
 
     def submit(self, manifest: str | Path | Mapping[str, Any]) -> Job:
-        """Create the job of a manifest, which is a mapping or a YAML file with one DDPJob."""
+        """Create the job in a manifest: a mapping, or a YAML file with one DDPJob."""
         return self.get(self._backend.create([_read_manifest(manifest)]))
 
     def list(self) -> tuple[Job, ...]:
@@ -297,7 +303,7 @@ class Client:
         return Job.read(self._backend.job(_name(job)), self)
 
     def watch(self, job: str | Job, *, timeout: float | None = None) -> Iterator[Job]:
-        """Yield the job now and after each change of its status, until it has ended.
+        """Yield the job now and after each change to its status, until it has ended.
 
         Stop after `timeout` seconds. Raises NoSuchJob if the job does not exist, and JobFailed if
         it is deleted.
@@ -320,7 +326,7 @@ class Client:
     ) -> Job:
         """Wait until the job is in the phase `goal`, and return it.
 
-        `progress`: whether to show state, step, loss and speed in one line meanwhile; by default
+        If `progress` is true, one line shows state, step, loss and speed meanwhile; by default,
         only in a notebook. Raises JobFailed if the job ends in a different phase or is deleted,
         TimeoutError after `timeout` seconds, and ValueError for an unknown `goal`.
         """
@@ -348,11 +354,11 @@ class Client:
     ) -> Iterator[tuple[str, str]]:
         """Yield (pod, line) from the logs of the training pods.
 
-        `rank`: only the pod that has this global rank, without lines known to come from other
-        ranks. `index`: only the pods of this slot. `tail`: only the last lines of each existing
-        pod. `follow`: continue until the job has ended, and include all lines of pods that replace
-        others. Raises Mistake if nothing can be read, for example because no pod has this `rank` or
-        `index`. Warns about each pod that could not be read.
+        `rank` selects the pod that has this global rank, without lines known to come from other
+        ranks. `index` selects the pods of this slot. `tail` limits the output to the last lines of
+        each existing pod. With `follow`, the logs continue until the job has ended, and include all
+        lines of pods that replace others. Raises Mistake if nothing can be read, for example
+        because no pod has this `rank` or `index`. Warns about each pod that could not be read.
         """
         from ddpjob.client.logs.log_follower import Chosen, LogFollower
 
@@ -365,17 +371,15 @@ class Client:
     def metrics(self, job: str | Job) -> Sequence[Mapping[str, float]]:
         """Return a row for each reported step, with `step`, `loss` and other numbers by name.
 
-        The names of numbers from the test set begin with `eval_`.
-
-
-        Raises Mistake if the job has not reported a step or, on a cluster, if no pod is running.
+        The names of numbers from the test set begin with `eval_`. Raises Mistake if the job has not
+        reported a step or, on a cluster, if no pod is running.
         """
         from ddpjob.client.texts.metric_series import read_metrics, rows_of
 
         return rows_of(read_metrics(self._backend.metrics(self.get(job).name)))
 
     def frame(self, job: str | Job) -> Any:
-        """Return the metrics as a pandas.DataFrame with a row per step. It needs pandas."""
+        """Return the metrics as a pandas.DataFrame with one row per step. Requires pandas."""
         try:
             pandas = importlib.import_module("pandas")
         except ImportError as error:
@@ -385,8 +389,8 @@ class Client:
     def plot(self, job: str | Job, metric: str = "loss", *, output: str | PathLike[str] | None = None) -> MetricCurve:
         """Return the curve of a metric, which a notebook shows. Dashed lines mark restarts.
 
-        `metric`: a column of `metrics`. `output`: an .svg file to write as well. Raises Mistake if
-        fewer than two steps have the metric.
+        `metric` is a column of `metrics`. If `output` is given, the curve is also written to this
+        .svg file. Raises Mistake if fewer than two steps have the metric.
         """
         from ddpjob.client.job_html import MetricCurve
         from ddpjob.client.texts.metric_series import read_metrics, rows_of
@@ -405,7 +409,7 @@ class Client:
         return curve
 
     def stacks(self, job: str | Job) -> Mapping[str, str]:
-        """Return the Python stacks in each running pod, by the pod's name. Training continues."""
+        """Return the Python stacks in each running pod, by pod name. Training continues."""
         from ddpjob.client.logs.worker_stacks import stacks
 
         running = [pod for pod in self.pods(job) if pod.index is not None and pod.state == "Running"]
@@ -479,7 +483,7 @@ def _in_notebook() -> bool:
 
 
 class ProgressLine:
-    """A line of output that each change replaces. It prints nothing unless it is wanted."""
+    """A line of output that is overwritten at each change. Prints nothing unless it is wanted."""
 
     def __init__(self, wanted: bool) -> None:
         self._wanted, self._width, self._last = wanted, 0, ""

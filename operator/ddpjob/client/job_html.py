@@ -12,13 +12,15 @@ from ddpjob.client.texts.job_text import header, row
 
 _WIDTH, _HEIGHT, _POINTS = 480, 90, 480
 _LOG_FROM = 20
-"""The scale is logarithmic from this ratio of the largest to the smallest number."""
+"""The scale is logarithmic if the largest number is more than this many times the smallest."""
 _COLOURS = {"Running": "#1a7f37", "Complete": "#1a7f37", "Failed": "#cf222e"}
 _OTHER = "#9a6700"
 
 
 def job_html(body: Json, rows: Sequence[Mapping[str, float]]) -> str:
-    """Return the row of `ddpjob get` as a table, and the curve of the loss over the steps."""
+    """Return a job's row of `ddpjob get` as an HTML table, and the curve of its loss over the
+    steps.
+    """
     titles, cells = header(), row(body, utc_now())
     shown = [(title, cell) for title, cell in zip(titles, cells, strict=True) if cell]
     heads = "".join(f'<th scope="col" style="text-align:left">{escape(title.lower())}</th>' for title, _ in shown)
@@ -33,13 +35,13 @@ def _cell(title: str, cell: str) -> str:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> str:
-    """Return the loss as a line and a sentence; empty before the second point."""
+    """Return the loss as a line and a sentence; empty if there are fewer than two points."""
     curve = MetricCurve("loss", points)
     return f"{curve._repr_svg_()}<small>{curve.label}</small>" if len(curve.points) > 1 else ""
 
 
 class MetricCurve:
-    """A number over the steps, as notebooks and browsers show it."""
+    """A number drawn over the steps, for notebooks and browsers."""
 
     def __init__(self, name: str, points: Sequence[tuple[float, float]], restarts: Sequence[int] = ()) -> None:
         finite = [(step, number) for step, number in points if math.isfinite(number)]
@@ -55,7 +57,10 @@ class MetricCurve:
 
     @property
     def _is_logarithmic(self) -> bool:
-        """Whether a straight scale would show only the beginning, as of most losses."""
+        """Whether the scale is logarithmic.
+
+        It is if a linear scale would show only the beginning of the curve.
+        """
         numbers = [number for _, number in self.points]
         return min(numbers) > 0 and max(numbers) > _LOG_FROM * min(numbers)
 

@@ -5,8 +5,8 @@ so the job is deleted and created again. Checkpoints on volumes and in buckets a
 job resumes from them. The job's ConfigMaps with code are read first, because they are deleted with
 it.
 
-`fresh` on a cluster deletes no checkpoint. The new job names a different folder, which nothing can
-have used: the folder has a part of the old job's UID in its name.
+On a cluster, `fresh` does not delete any checkpoint. The new job uses a different folder, which
+cannot have been used before because its name contains a part of the old job's UID.
 
     storage.checkpoints                      of the old job    of the new job
     {claimName: c}, nfs or hostPath          c: first          subPath: first-after-1c2d3e4f
@@ -14,8 +14,7 @@ have used: the folder has a part of the old job's UID in its name.
     {url: s3://b/f}                          s3://b/f          url: s3://b/f/after-1c2d3e4f
     none: the folder ends with its pod                         none
 
-Fresh is refused where the folder is not in the job's own spec: a class may set it, or podTemplate
-may mount it.
+`fresh` is refused if the folder is not set in the job's own spec, but by its class or podTemplate.
 """
 
 from __future__ import annotations

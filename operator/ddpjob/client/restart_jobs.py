@@ -1,7 +1,7 @@
 """Replaces all pods of a job: suspends it, waits until they have ended, and resumes it.
 
-The wait is with the caller, because a job has no field that means "restart". If it is cut short,
-the job stays suspended, and the error names the command that continues it.
+The caller waits, because a job has no field that means "restart". If the wait is interrupted, the
+job stays suspended, and the error contains the command that resumes it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ class _Ended(Mistake):
 
 
 def restart(backend: Backend, job: str, timeout: float) -> None:
-    """Replace the job's pods. Raises Mistake, also if they do not end within `timeout` seconds."""
-    backend.pods(job)  # Fail first without the right to list pods.
+    """Replace the job's pods.
+
+    Raises Mistake, for example if the pods do not end within `timeout` seconds.
+    """
+    backend.pods(job)  # Fail early if the user may not list pods.
     change(backend, job, {"runPolicy": {"suspend": True}})
     try:
         _wait_until_suspended(backend, job, timeout)

@@ -1,4 +1,4 @@
-"""`python -m ddpjob.controller`: the operator."""
+"""Starts the operator: `python -m ddpjob.controller`."""
 
 import sys
 

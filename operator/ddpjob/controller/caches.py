@@ -62,10 +62,10 @@ from ddpjob.objects.workload import KIND as WORKLOAD
 
 log = logging.getLogger("ddpjob.caches")
 Wake = Callable[[JobKey, bool], None]
-"""Called with (job, whether to reconcile it urgently)."""
+"""Called with a job, and whether to reconcile it urgently."""
 
 DEPARTED_FOR = 30.0
-"""Seconds for which a deleted pod's last state is kept. It may show a late operator why the pod
+"""How long a deleted pod's last state is kept, in seconds. It may show a late operator why the pod
 ended."""
 MOST_REFERENCES = 2000
 """Maximum number of owners read from an object. Objects shared by many jobs have up to a
@@ -92,7 +92,7 @@ first pod."""
 
 
 def watches(namespaces: int) -> int:
-    """Return the number of open watches for this many watched namespaces (0: all).
+    """Return the number of open watches for this many watched namespaces (0 means all).
 
     Each watch has its own connection.
     """
@@ -120,14 +120,14 @@ class Owned:
     jobs: tuple[JobKey, ...]
     job_uids: frozenset[str]
     owner_uids: frozenset[str] = frozenset()
-    """UIDs of all owners, jobs or not."""
+    """UIDs of all owners, whether or not they are jobs."""
     leaving: bool = False
     """Whether the object's deletion was requested."""
 
 
 @dataclass(frozen=True)
 class OwnedView(Generic[_View]):
-    """A pod or a Workload, and the job that its labels name."""
+    """A pod or a Workload, together with the job in its labels."""
 
     job: JobKey
     job_uid: str
@@ -138,9 +138,9 @@ class Caches:
     """One `Informer` per kind, or per kind and watched namespace, and one for Kubernetes nodes.
 
     `wake` is called with each job that a change concerns, except for the operator's own writes.
-    `namespaces` are the watched ones (empty: all). The caches hold only objects in namespaces for
-    which `keep` is true. `on_job(before, after)` is called for each change of a job, whatever
-    caused it.
+    `namespaces` lists the watched ones; if it is empty, all are watched. The caches hold only
+    objects in namespaces for which `keep` is true. `on_job(before, after)` is called for each
+    change to a job, regardless of what caused it.
     """
 
     def __init__(
@@ -155,30 +155,30 @@ class Caches:
     ) -> None:
         self._on_job = on_job
         self.restored = asyncio.Event()
-        """Set when the jobs' versions have gone back, because kopf's watch is then silent."""
+        """Set when the jobs' versions have moved backwards, because kopf's watch is then silent."""
         self._wake, self._own_write = wake, False
         self.namespaces = tuple(filter(keep, namespaces)) if namespaces else ("",)
         self._pods: dict[tuple[str, str], dict[str, PodView]] = {}
         """Pods by namespace and the job's uid, then by name."""
         self._departed: dict[tuple[str, str], dict[str, tuple[float, PodView]]] = {}
-        """Deleted pods by the same keys, with the time (monotonic seconds) of their
-        disappearance."""
+        """Deleted pods by the same keys, each with the time of its disappearance (monotonic
+        seconds)."""
         self._departures = deque[tuple[float, tuple[str, str], str]]()
-        """Time, job and name of each departure in `_departed`, oldest first."""
+        """Time, job and pod name of each departure in `_departed`, oldest first."""
         self._workloads: dict[tuple[str, str], dict[str, WorkloadView]] = {}
         """Workloads by namespace and the job's uid, then by name."""
         self._gangs: dict[str, dict[str, str]] = {}
-        """PodGroups by job uid; the inner mapping has their uids by name."""
+        """PodGroups by the job's uid. The inner mapping contains their uids by name."""
         ours = f"{LABEL_MANAGED}={MANAGED_BY}"
         more: dict[str, tuple[Callable[[Json], Any], Callable[[Any, Any], None], dict[str, Any]]] = {
             "Pod": (partial(_read_labelled, read_pod), self._pod_changed, {"selector": ours}),
         }
         for kind in ("Service", "ConfigMap", "PodDisruptionBudget"):
             more[kind] = _read_owned, self._owned_changed, {"selector": ours, "metadata_only": True}
-        # Without the right to list policies, jobs run without them, which their condition Isolated
-        # shows.
+        # If the operator may not list policies, jobs run without them, and their Isolated condition
+        # shows this.
         more["NetworkPolicy"] = _read_owned, self._owned_changed, {**more["Service"][2], "optional": True}
-        # Most clusters do not serve these.
+        # Most clusters do not serve these kinds.
         for kind in (GANG, VOLCANO_GANG):
             more[kind] = _read_owned, self._gang_changed, {**more["Service"][2], "optional": True}
         # Most clusters do not have Kueue either.
@@ -209,14 +209,14 @@ class Caches:
         return *self._jobs.values(), *self._informers.values(), self.hosts
 
     async def run(self) -> None:
-        """Follow the API server until cancelled."""
+        """Run the watches until cancelled."""
         async with asyncio.TaskGroup() as group:
             for cache in self._all():
                 group.create_task(cache.run())
 
     @property
     def complete(self) -> bool:
-        """Whether every permitted collection has been read, and one namespace in full."""
+        """Whether every permitted collection has been read, and at least one namespace in full."""
         answered = all(cache.answered.is_set() for cache in self._all())
         return answered and (not self.namespaces or any(map(self.complete_in, self.namespaces)))
 
@@ -237,11 +237,11 @@ class Caches:
         return self._jobs_of(key.namespace).get(key.namespace, key.name)
 
     def jobs_in(self, namespace: str) -> list[DDPJob]:
-        """Return all jobs of a namespace."""
+        """Return all jobs in a namespace."""
         return [job for job in self._jobs_of(namespace).views() if job.namespace == namespace]
 
     def others_wait(self, job: DDPJob) -> bool:
-        """Whether another job waits for room. Only jobs that wait for room themselves ask."""
+        """Whether another job waits for room; False unless this job's own Scheduled is false."""
         own = job.status.condition(ConditionType.SCHEDULED)
         if own is None or own.status:
             return False
@@ -250,18 +250,18 @@ class Caches:
         return any(c is not None and not c.status and c.reason == UNSCHEDULABLE for c in conditions)
 
     def jobs_of(self, namespace: str) -> Iterator[DDPJob]:
-        """Yield the jobs of a namespace; unlike `jobs_in`, without a list of them."""
+        """Yield the jobs in a namespace without building a list, unlike `jobs_in`."""
         return (job for job in self._jobs_of(namespace).views() if job.namespace == namespace)
 
     def pods(self, job: DDPJob) -> tuple[PodView, ...]:
         """Return the job's pods, sorted by name.
 
-        As with a ReplicaSet, a pod whose labels are removed is released.
+        A pod whose labels are removed is released, as by a ReplicaSet.
         """
         return tuple(pod for _, pod in sorted(self._pods.get((job.namespace, job.uid), {}).items()))
 
     def departed(self, job: DDPJob) -> tuple[PodView, ...]:
-        """Return the last state of the job's recently deleted pods."""
+        """Return the last known states of the job's recently deleted pods."""
         known = self._departed.get((job.namespace, job.uid), {})
         return tuple(pod for gone, pod in known.values() if time.monotonic() - gone < DEPARTED_FOR)
 
@@ -269,12 +269,12 @@ class Caches:
         return self._pods.get((job.namespace, job.uid), {}).get(name)
 
     def owned(self, kind: str, job: DDPJob, name: str) -> Owned | None:
-        """Return an object in the job's namespace, if the job is among its owners."""
+        """Return an object in the job's namespace that has the job as an owner; otherwise None."""
         found = self.known(kind, job.namespace, name)
         return found if found is not None and job.uid in found.job_uids else None
 
     def known(self, kind: str, namespace: str, name: str) -> Owned | None:
-        """Return an object of a kind whose metadata alone is read."""
+        """Return an object of a kind of which only the metadata is read; None if unknown."""
         found: Owned | None = self._of(kind, namespace).get(namespace, name)
         return found
 
@@ -286,7 +286,10 @@ class Caches:
         return self._of(kind_for(job), job.namespace).served
 
     def gangs(self, job: DDPJob) -> dict[str, str]:
-        """Return the uids of the job's PodGroups by name; empty if one is being deleted."""
+        """Return the uids of the job's PodGroups by name.
+
+        The uid of a PodGroup that is being deleted is empty.
+        """
         return dict(self._gangs.get(job.uid, {}))
 
     def serves_queues(self, namespace: str) -> bool:
@@ -298,24 +301,24 @@ class Caches:
         return tuple(workload for _, workload in sorted(self._workloads.get((job.namespace, job.uid), {}).items()))
 
     def jobs_on(self, hosts: frozenset[str]) -> set[JobKey]:
-        """Return jobs with a pod on one of these hosts."""
+        """Return the jobs that have a pod on one of these hosts."""
         views = (v for (kind, _), informer in self._informers.items() if kind == "Pod" for v in informer.views())
         return {view.job for view in views if view.view.host in hosts}
 
     # --- what the operator writes or reads itself
 
     def take(self, kind: str, body: Json) -> None:
-        """Take an object from the API server's response to a write by this operator.
+        """Cache an object from the API server's response to a write by this operator.
 
-        It does not need a reconcile.
+        The change does not need a reconcile.
         """
         with self._writing():
             self._of(kind, body["metadata"]["namespace"]).take(body)
 
     def take_job(self, job: DDPJob) -> DDPJob:
-        """Take a job from the API server's response to a write.
+        """Cache a job from the API server's response to a write.
 
-        Return the part that is kept, whether or not a later version is known.
+        Return the part of the job that is kept, whether or not a later version is known.
         """
         kept = _kept(job)
         with self._writing():
@@ -335,11 +338,11 @@ class Caches:
         self._of(kind, namespace).forget(namespace, name)
 
     def seen_by_kopf(self, event: str | None, body: Json) -> None:
-        """Take note of an event from kopf's watch, the only watch of the jobs."""
+        """Process an event from kopf's watch, the only watch of the jobs."""
         self._jobs_of(body["metadata"]["namespace"]).seen(event, body)
 
     def writing(self, job: DDPJob) -> AbstractContextManager[None]:
-        """Mark this job as being written by the operator while in the context."""
+        """Mark this job as being written by the operator while the context is active."""
         return self._jobs_of(job.namespace).writing((job.namespace, job.name))
 
     # --- changes
@@ -420,8 +423,9 @@ class Caches:
 
 
 def _kept(job: DDPJob) -> DDPJob:
-    """Return a job without the fields that pods are made from if it has ended, because it does not
-    make pods.
+    """Return a job, without the fields that pods are made from if the job has ended.
+
+    An ended job does not make pods.
     """
     if not job.status.terminal:
         return job
@@ -434,7 +438,7 @@ _NOBODY = Owned("", "", (), frozenset())
 def _move(
     found: dict[tuple[str, str], dict[str, _View]], before: OwnedView[_View] | None, after: OwnedView[_View] | None
 ) -> None:
-    """Replace a view, given its job and its name."""
+    """Replace a view under its job and its name."""
     if before is not None:
         job = before.job.namespace, before.job_uid
         del found[job][before.view.name]
@@ -453,7 +457,10 @@ def _read_labelled(read: Callable[[Json], _View], body: Json) -> OwnedView[_View
 
 
 def _asked(job: DDPJob) -> tuple[object, ...]:
-    """Return what a job's users have set, including labels, which do not change its generation."""
+    """Return everything that a job's users have set.
+
+    This includes labels, which do not change the job's generation.
+    """
     return job.generation, job.queue, job.queue_priority
 
 
@@ -472,5 +479,5 @@ def _read_owned(body: Json) -> Owned:
 
 
 def _end(pod: PodView) -> tuple[object, ...]:
-    """Return the parts of a pod whose change cannot wait, because it has ended or is about to."""
+    """Return the parts of a pod that show its end. A change to them is urgent."""
     return pod.ended, pod.deleted_at, pod.disruption

@@ -25,20 +25,21 @@ from ddpjob.controller.operator_settings import Settings
 
 log = logging.getLogger("ddpjob.kopf")
 Seen = Callable[[str | None, Json], None]
-"""Called with (event, object). The event is ADDED, MODIFIED, DELETED or, for a listed object,
-None."""
+"""Called with an event and an object. The event is ADDED, MODIFIED, DELETED or, for a listed
+object, None."""
 
 CLIENT_TIMEOUT = WATCH_SECONDS + 30
 CONNECT_TIMEOUT = 10.0
 RETRY = 2.0
-"""Seconds until kopf is restarted after it has ended."""
+"""Delay in seconds before kopf is restarted after it has ended."""
 
 
 class Patience:
-    """Endless sequence of seconds between kopf's attempts at a request.
+    """An endless sequence of delays, in seconds, between kopf's attempts at a request.
 
-    Every iteration starts from the beginning. kopf's own delays are finite, so kopf would end once
-    the API server has responded with 5xx for a minute, as happens during a control plane upgrade.
+    Every iteration starts from the beginning. kopf's own delays are finite, so kopf would give up
+    once the API server has responded with 5xx for a minute, as happens during a control plane
+    upgrade.
     """
 
     def __iter__(self) -> Iterator[float]:
@@ -58,9 +59,9 @@ def build_registry(seen: Seen) -> kopf.OperatorRegistry:
 
 
 class NoDifferences(kopf.DiffBaseStorage):
-    """Switches off kopf's comparison of each object with its previous state.
+    """Disables kopf's comparison of each object with its previous state.
 
-    kopf would keep copies for handlers that are not in use here.
+    kopf would keep copies for handlers that are not used here.
     """
 
     def build(self, *, body: Any, extra_fields: Any = None) -> Any:
@@ -78,7 +79,7 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     chosen = kopf.OperatorSettings()
     chosen.posting.enabled = False
     chosen.scanning.disabled = bool(settings.namespaces)
-    # kopf would otherwise kill the process after one watch ends.
+    # Otherwise kopf would kill the process after one watch ends.
     chosen.process.ultimate_exiting_timeout = None
     chosen.persistence.diffbase_storage = NoDifferences()
     watching = chosen.watching
@@ -106,7 +107,7 @@ async def follow_jobs(settings: Settings, seen: Seen) -> None:
         stop = asyncio.Event()
         running[:] = [(asyncio.get_running_loop(), stop)]
         if ended.is_set():
-            return  # The stop was requested before kopf had started.
+            return  # A stop was requested before kopf had started.
         await kopf.operator(
             registry=build_registry(hand_over),
             settings=kopf_settings(settings),

@@ -19,14 +19,14 @@ Changed = Callable[[Hosts | None, frozenset[str]], None]
 
 NODES = "/api/v1/nodes"
 _FORBIDDEN_RETRY = 600.0
-"""Seconds between attempts to read nodes while that is forbidden."""
+"""Seconds between attempts to read nodes while the operator has no permission to do so."""
 
 
 class HostWatch(Informer[HostView]):
     """Keeps a `HostView` of every Kubernetes node.
 
-    It calls `on_hosts(hosts, changed)` when some of them change. Heartbeats do not change a view.
-    `hosts` is None if nodes are not known yet or may not be read.
+    It calls `on_hosts(hosts, changed)` when some of the views change. Heartbeats do not change a
+    view. `hosts` is None if nodes are not known yet or may not be read.
     """
 
     def __init__(self, rest: Rest, on_hosts: Changed, signals: HealthSignals | None = None) -> None:
@@ -45,9 +45,9 @@ class HostWatch(Informer[HostView]):
             self._publish()
 
     async def list(self) -> None:
-        """List the nodes and report all changes of one list together.
+        """List the nodes, and report all changes in the list together.
 
-        1,000 new nodes are then a single change.
+        1,000 new nodes are thus reported as a single change.
         """
         self._listing = True
         try:
@@ -58,9 +58,9 @@ class HostWatch(Informer[HostView]):
             self._publish()
 
     def gone(self, name: str) -> None:
-        """Take note that the API server has no Kubernetes node with this name.
+        """Record that the API server has no Kubernetes node with this name.
 
-        A pod is nevertheless bound to it.
+        Called for a node to which a pod is bound.
         """
         if self.hosts is not None and name not in self.hosts:
             self.hosts = {**self.hosts, name: HostView(name=name, ready=False, since=None, out_of_service=False)}

@@ -7,16 +7,16 @@ because the response to a write already holds that version.
 Three things that kopf does not do are done here:
 
 - It never shows deletions during an interruption of its watch, but lists the jobs again and shows
-  the existing ones. Whenever it does, and once a minute, the names of all jobs are listed here; a
-  job not on this list is gone.
+  the existing ones. Whenever kopf lists, and once a minute, the names of all jobs are listed
+  here. A job that is not on this list is gone.
 - It does not report the end of its first list. The cache is complete once all jobs in the first
   list of names have been read because kopf has shown them.
 - After a restore from a backup it keeps watching from a version that the API server's store no
   longer has. The list of names shows that. `restored` is then set and kopf is restarted.
 
-Example: with 300 jobs, kopf's first list shows 300 versions, all of them new. As more than FEW are
-due, the jobs are read in pages. A user then changes one: kopf shows its version, one GET reads it,
-and a reconcile begins. When the operator writes the job's status, kopf shows a version that is
+Example: with 300 jobs, kopf's first list shows 300 versions, all of them new. Because more than FEW
+are due, the jobs are read in pages. A user then changes one: kopf shows its version, one GET reads
+it, and a reconcile begins. When the operator writes the job's status, kopf shows a version that is
 already known, so nothing follows.
 
 See docs/decisions/0020.
@@ -41,19 +41,19 @@ log = logging.getLogger("ddpjob.jobs")
 JOBS_PAGE = 100
 """Number of jobs in one page of a list. It is small because a DDPJob may be as large as 1.5 MB."""
 FEW = 20
-"""Up to this many due jobs are read one by one. If more are due, all jobs are listed."""
+"""Maximum number of due jobs that are read one by one. If more are due, all jobs are listed."""
 AT_A_TIME = 4
-"""Maximum number of single jobs read at the same time."""
+"""Maximum number of single-job reads in progress at the same time."""
 NAMES_SECONDS = 60.0
-"""Seconds between lists of the names."""
+"""Seconds between lists of all names."""
 SETTLE_SECONDS = 1.0
-"""Delay in seconds before the names are listed early, because kopf shows all jobs of its own list
+"""Delay in seconds before an early list of the names, because kopf shows all jobs of its own list
 at once."""
 RETRY = 1.0
 
 
 class JobCache(Cache[DDPJob]):
-    """The jobs of one or of all namespaces.
+    """The jobs of one namespace or of all namespaces.
 
     `seen` must be called for each event of kopf's watch.
     """
@@ -70,10 +70,10 @@ class JobCache(Cache[DDPJob]):
     ) -> None:
         super().__init__(rest, collection(namespace), read, on_change, keep)
         self._collection, self._restored = collection, restored
-        """`_restored` is set if kopf's watch is ahead of the store, because the watch then shows
+        """`_restored` is set if kopf's watch is ahead of the store. The watch would then report
         nothing."""
         self._due: dict[Id, int] = {}
-        """Jobs that must be read, with the version that kopf has shown."""
+        """Jobs that must be read, each with the version that kopf has shown."""
         self._busy: set[Id] = set()
         """Jobs that are being read or written."""
         self._some_due = asyncio.Event()
@@ -83,9 +83,9 @@ class JobCache(Cache[DDPJob]):
         """Jobs in the first list of names that have not been read yet."""
 
     def seen(self, event: str | None, body: Json) -> None:
-        """Take note of an event.
+        """Process an event.
 
-        It is ADDED, MODIFIED, DELETED or, for a job that kopf has listed, None.
+        The event is ADDED, MODIFIED, DELETED or, for a job that kopf has listed, None.
         """
         key, version = id_of(body), version_of(body)
         self._latest = max(self._latest, version)
@@ -101,7 +101,7 @@ class JobCache(Cache[DDPJob]):
             self._some_due.set()
 
     def take(self, body: Json) -> None:
-        """Take a job from the API server's response, unless a later version is known."""
+        """Cache a job from the API server's response, unless a later version is known."""
         super().take(body)
         if version_of(body) < self._versions.get(id_of(body), 0):
             self._look.set()  # The response is stale, or the store was restored from a backup.
@@ -154,7 +154,7 @@ class JobCache(Cache[DDPJob]):
     # --- what kopf has shown
 
     async def _read_next(self) -> None:
-        """Read a due job, or list all jobs if many are due."""
+        """Read one due job, or list all jobs if many are due."""
         await self._some_due.wait()
         self._due = {key: version for key, version in self._due.items() if self._versions.get(key, 0) < version}
         waiting = [key for key in self._due if key not in self._busy]
@@ -206,7 +206,7 @@ class JobCache(Cache[DDPJob]):
                 self._arrived(key)
 
     def _arrived(self, key: Id) -> None:
-        """Take note that a job has been read, or is gone."""
+        """Record that a job has been read, or that it is gone."""
         if self._awaited is not None:
             self._awaited.discard(key)
             self._complete()

@@ -36,10 +36,10 @@ MOST_JOBS = 5000
 """Maximum number of jobs with their own series. Jobs that have not ended come first, and namespaces
 take turns."""
 MOST_PAYERS = 1000
-"""Maximum number of pairs of namespace and queue with their own GPU seconds. The seconds of further
-pairs are summed under OTHER."""
+"""Maximum number of (namespace, queue) pairs whose GPU seconds have their own series. The seconds
+of all other pairs are summed under OTHER."""
 OTHER = "Other"
-"""The label of any unknown reason, because the writer of a status must not be able to create
+"""Label for any unknown reason, because the writer of a status must not be able to create
 series."""
 FAILURES = frozenset(
     {
@@ -48,7 +48,7 @@ FAILURES = frozenset(
         *("DeadlineExceeded", "ErrImagePull", "ImagePullBackOff", "InvalidImageName"),
     }
 )
-"""Reasons of the condition Failed."""
+"""Reasons of the Failed condition."""
 _CAUSES = frozenset(str(cause) for cause in Cause)
 _STARTS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
 _RECOVERIES = (0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
@@ -110,7 +110,7 @@ _begin_at_0()
 
 @dataclass
 class _Account:
-    """Sums for one job since this replica read it."""
+    """Sums for one job since this replica first read it."""
 
     job: DDPJob
     since: float
@@ -120,7 +120,7 @@ class _Account:
     """The last step before a break; None if no step is awaited after a break."""
 
     def at(self, now: float) -> tuple[float, float]:
-        """Return pod seconds and useful seconds up to `now`."""
+        """Return the pod seconds and the useful seconds up to `now`."""
         status, passed = self.job.status, now - self.since
         pods, training = _usage(status)
         useful = training if makes_new_steps(status) else 0
@@ -130,7 +130,7 @@ class _Account:
 class JobAccounts:
     """The jobs during one term as a shard's leader.
 
-    `changed` must be called for each change of a job in the cache.
+    `changed` must be called for each change to a job in the cache.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -140,10 +140,10 @@ class JobAccounts:
         """Jobs on which this operator acts. Other operators count the other jobs."""
 
     def acts_on(self, key: JobKey, *, acts: bool) -> None:
-        """Take note whether this operator acts on the job.
+        """Record whether this operator acts on the job.
 
-        Each reconcile finds this out before it writes. A job whose spec names another controller is
-        never counted, since its fate is unknown here.
+        Each reconcile determines this before it writes. A job whose spec selects another controller
+        is never counted, because its outcome is unknown here.
         """
         account = self._accounts.get(key)
         if acts and account is not None and not account.job.spec.managed_elsewhere:
@@ -152,7 +152,7 @@ class JobAccounts:
             self._ours.discard(key)
 
     def changed(self, before: DDPJob | None, after: DDPJob | None) -> None:
-        """Count a job's change from one version to the next.
+        """Count the change from one version of a job to the next.
 
         `before` is None for a new job, `after` for a deleted job.
         """
@@ -182,7 +182,7 @@ class JobAccounts:
         return [account for key, account in list(self._accounts.items()) if key in self._ours]
 
     def now(self) -> float:
-        """Return the seconds of the accounts' clock."""
+        """Return the current time in seconds, by the clock that the accounts use."""
         return self._clock()
 
 
@@ -227,7 +227,7 @@ def _count_start(old: JobStatus, new: JobStatus) -> None:
     start = new.start_time
     if start is None:
         return
-    # `ddpjob_recovery_seconds` measures starts that broke.
+    # The duration of a start that broke is in `ddpjob_recovery_seconds` instead.
     first = not any(restart.time >= start for restart in new.restarts.recent)
     for kind, histogram in ((ConditionType.SCHEDULED, TO_PODS), (ConditionType.RUNNING, TO_RUNNING)):
         condition = new.condition(kind)
@@ -240,7 +240,7 @@ def _count_start(old: JobStatus, new: JobStatus) -> None:
 
 
 def _between(begin: datetime, end: datetime) -> float:
-    """Return the seconds between two times; 0 if the clock was set back."""
+    """Return the seconds between two times, or 0 if the clock was set back."""
     return max(0.0, (end - begin).total_seconds())
 
 
@@ -251,19 +251,19 @@ def _count_restarts(old: JobStatus, new: JobStatus, account: _Account) -> None:
         reason = _known_cause(restart)
         if number < fresh:
             RESTARTS.labels(reason, str(restart.counted).lower()).inc()
-        # Losing a coordinator in mode Fast does not start a round, because training continues.
+        # Losing a coordinator in mode Fast does not begin a round, because training continues.
         before = known.get(_identity(restart))
         timed = restart.seconds is not None and (number < fresh or (before is not None and before.seconds is None))
         if timed and restart.round and restart.reason not in PLANNED:
             RECOVERY.labels(reason).observe(max(0.0, restart.seconds or 0.0))
     unseen = fresh - len(new.restarts.recent)
-    if unseen > 0:  # There are more restarts than a status lists.
+    if unseen > 0:  # There are more restarts than a status can list.
         RESTARTS.labels(OTHER, "false").inc(unseen)
     _count_lost_steps(old, new, new.restarts.recent[-fresh:] if fresh else (), account)
 
 
 def _identity(restart: Restart) -> tuple[object, ...]:
-    """Return what stays the same of a restart while its duration becomes known."""
+    """Return the parts of a restart that do not change when its duration becomes known."""
     return restart.time, restart.pod, restart.reason, restart.round
 
 
@@ -288,7 +288,7 @@ def _count_gpu_seconds(before: DDPJob, after: DDPJob) -> None:
 
 
 def _count_lost_steps(old: JobStatus, new: JobStatus, fresh: Iterable[Restart], account: _Account) -> None:
-    """Count lost steps, given by how far the first reported step after a break fell back."""
+    """Count lost steps, from the last step before a break to the first one reported after it."""
     before, step = _step(old), _step(new)
     if any(restart.round and restart.reason not in PLANNED for restart in fresh):
         known = [s for s in (before, step, account.step_at_break) if s is not None]
@@ -375,27 +375,30 @@ class JobSeries(Collector):
         self._terms: list[JobAccounts] = []
 
     def begin(self, accounts: JobAccounts) -> None:
-        """Begin a term by exporting its jobs."""
+        """Start to export the jobs of a term."""
         with self._lock:
             self._terms.append(accounts)
 
     def end(self, accounts: JobAccounts) -> None:
-        """End a term. From now on, another replica exports its jobs."""
+        """Stop exporting the jobs of a term, because another replica exports them from now on."""
         with self._lock:
             self._terms.remove(accounts)
 
     def describe(self) -> Iterator[Metric]:
-        """Yield families without samples."""
+        """Yield the metric families without samples."""
         yield from _make_families().values()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield families with samples. prometheus_client calls this in a separate thread."""
+        """Yield the metric families with samples.
+
+        prometheus_client calls this in a separate thread.
+        """
         with self._lock:
             terms = list(self._terms)
         found = [(account, *account.at(term.now())) for term in terms for account in term.jobs()]
         found.sort(key=lambda each: (each[0].job.status.terminal, each[0].job.namespace, each[0].job.name))
-        # The first job of each namespace comes first, so that one namespace cannot displace
-        # another's series.
+        # The first job of each namespace comes first, so that one namespace cannot displace the
+        # series of another.
         turns = defaultdict[tuple[bool, str], Iterator[int]](itertools.count)
         found.sort(key=lambda each: (ended := each[0].job.status.terminal, next(turns[ended, each[0].job.namespace])))
         families = _make_families()

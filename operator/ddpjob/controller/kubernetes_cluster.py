@@ -75,27 +75,28 @@ from ddpjob.objects.workload import KIND as WORKLOAD
 log = logging.getLogger("ddpjob.cluster")
 NAMESPACE_RETRY = 5.0
 REPORT_RETRY = 1.0
-"""Seconds until a job with a pending report is reconciled again. The report's arrival wakes the job
-earlier."""
+"""Delay in seconds before a job with a pending report is reconciled again. The arrival of the
+report wakes the job earlier."""
 CREATIONS = 16
-"""Maximum number of objects created at the same time for all jobs, plus as many slow creations
-(`Turns`), so that a burst does not monopolize the API server."""
+"""Maximum number of objects created at the same time for all jobs. As many slow creations are
+allowed in addition (`Turns`), so that a burst does not monopolize the API server."""
 LONGEST_PAUSE = 60.0
-"""Maximum number of seconds between attempts at a refused request."""
+"""Maximum delay in seconds between attempts at a refused request."""
 _DELETION, _LABEL, _CHANGE = "deletion", "label", "change"
 FOUND_FOR = 30.0
-"""Seconds for which a created or found object is assumed to exist although no watch shows it."""
+"""How long, in seconds, a created or found object is assumed to exist although no watch shows
+it."""
 LOOK_AGAIN = 5.0
-"""Seconds for which the state read for an apparently lost Kubernetes node is trusted."""
+"""How long, in seconds, the state read for an apparently lost Kubernetes node is trusted."""
 _MOST_CHECKED = 5000
-"""Maximum number of ConfigMaps noted as checked. Each namespace with jobs has one or two, but users
-may delete them at will, after which new ones are created."""
+"""Maximum number of ConfigMaps recorded as checked. Each namespace with jobs has one or two, but
+users may delete them at any time, and new ones are then created."""
 LARGE_TEMPLATE = 16 * 1024, 300
-"""Numbers of characters and of values in a podTemplate beyond which a thread, not the event loop,
-looks for its faults."""
+"""Numbers of characters and of values in a podTemplate. A larger podTemplate is checked for faults
+in a thread instead of the event loop."""
 MOST_OWNERS = 1000
-"""Maximum number of jobs that a shared ConfigMap names as owners. With that many, it lasts long
-enough for the other jobs too."""
+"""Maximum number of jobs that own a shared ConfigMap. With that many owners, it exists long enough
+for the other jobs too."""
 
 
 @dataclass(frozen=True)
@@ -111,17 +112,17 @@ class _Pause:
     def holds(self, now: float, generation: int, living: int) -> bool:
         """Whether to wait.
 
-        A user's change to the job ends the wait, and so does a drop in the number of living pods,
-        since there may be room.
+        The wait ends early if a user changes the job or if fewer pods are alive, because there may
+        then be room.
         """
         return now < self.until and generation == self.generation and living >= self.living
 
 
 @dataclass
 class _Shared:
-    """The turn of jobs that become owners of a ConfigMap, and the jobs waiting for it.
+    """The queue for becoming an owner of a ConfigMap: whose turn it is, and which jobs wait.
 
-    Waiting jobs are kept as their owner references by uid.
+    For each waiting job, its owner reference is kept by uid.
     """
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -135,7 +136,7 @@ class _Collected(NameTaken):
 class KubernetesCluster:
     """Implements `ddpjob.engine.ports.Cluster` for every job.
 
-    `creating` are the turns for creating objects. `instance` names this replica in events.
+    `creating` limits the creation of objects. `instance` identifies this replica in events.
     """
 
     def __init__(
@@ -154,18 +155,18 @@ class KubernetesCluster:
         self.report_watch, self.notifier, self.classes = report_watch, notifier, classes
         self.creating, self.instance = creating, instance
         self._unsure: set[JobKey] = set()
-        """Jobs whose status may have been written by a request without a response, or by others.
-        They are read again."""
+        """Jobs whose status may have been written by someone else, or by a request that got no
+        response. They are read again."""
         self._pauses: dict[JobKey, tuple[str, dict[str | tuple[str, str], _Pause]]] = {}
-        """Pauses by job (with its uid), then by a refused object's kind and role, or by a pod's uid
-        and the refused change."""
+        """Pauses by job (together with its uid), and then by kind and role of a refused object, or
+        by a pod's uid and the refused change."""
         self._tokens: dict[JobKey, str] = {}
-        """Names of Secrets that are known to exist."""
+        """Names of Secrets that are known to exist, by job."""
         self._found: dict[JobKey, dict[tuple[str, str, str], float]] = {}
-        """Objects that exist although no watch shows them, by job, then by uid, kind and name. The
-        value is the time until which this is assumed (monotonic seconds)."""
+        """Objects that exist although no watch shows them, by job and then by uid, kind and name.
+        The value is the time until which they are assumed to exist (monotonic seconds)."""
         self._faults: dict[JobKey, tuple[tuple[str, str], tuple[str, ...]]] = {}
-        """Faults of a job's podTemplate, with the job's uid and the template's hash."""
+        """Faults of each job's podTemplate, with the job's uid and the template's hash."""
         self._looked: dict[str, float] = {}
         """When each apparently lost Kubernetes node was last read, by name."""
         self._checked: dict[str, bool] = {}
@@ -180,8 +181,8 @@ class KubernetesCluster:
             await self._read_again(key)
         job = self.caches.job(key)
         if job is None:
-            # Not read again, because the role that allows it may be gone together with its
-            # namespace.
+            # The job is not read again, because the role that allows it may have been deleted
+            # together with its namespace.
             self._unsure.discard(key)
             for known in (self._pauses, self._tokens, self._found, self._faults):
                 known.pop(key, None)
@@ -222,7 +223,7 @@ class KubernetesCluster:
             return None
 
     def _follow(self, key: JobKey, job: DDPJob | None) -> None:
-        """Follow the job's coordinator while it runs."""
+        """Follow the job's coordinator while it is running."""
         rendezvous = job.status.rendezvous if job is not None and not job.status.terminal else None
         runs = rendezvous is not None and rendezvous.endpoint and rendezvous.state is SlotState.RUNNING
         self.report_watch.follow(
@@ -237,7 +238,7 @@ class KubernetesCluster:
     async def _look_at_lost(self, hosts: Iterable[str]) -> None:
         """Read these Kubernetes nodes if they seem lost.
 
-        Otherwise their pods would be replaced even if only the watch was lagging.
+        Otherwise their pods would be replaced even if only the watch is late.
         """
         known = self.caches.hosts.hosts
         if known is not None:
@@ -245,10 +246,7 @@ class KubernetesCluster:
             await asyncio.gather(*(self._look_at(host) for host in lost))
 
     async def _look_at(self, host: str) -> HostView | None:
-        """Return a Kubernetes node as it was no more than LOOK_AGAIN seconds ago.
-
-        None if it does not exist.
-        """
+        """Return a Kubernetes node as it was at most LOOK_AGAIN seconds ago; None if it is gone."""
         now = time.monotonic()
         self._looked = {h: when for h, when in self._looked.items() if now - when < LOOK_AGAIN}
         if host in self._looked:
@@ -264,7 +262,7 @@ class KubernetesCluster:
         return self.caches.hosts.get("", host)
 
     def _known_world(self, job: DDPJob, pods: tuple[PodView, ...]) -> World:
-        """Return the world as known without requests, which is enough for an ended job."""
+        """Return the world as it is known without requests, which is enough for an ended job."""
         return World(
             pods=pods,
             deletion_refused=self._deletion_refused(job, pods),
@@ -280,7 +278,7 @@ class KubernetesCluster:
         runtime = await self._runtime(job, job.status.runtime or runtime_name())
         workloads = tuple([await self._with_flavors(job, workload) for workload in self.caches.workloads(job)])
         faults = await self._template_faults(job)
-        # Nothing is awaited after this point. A later change of a host wakes the job again.
+        # Nothing is awaited from here on. A later change to a host wakes the job again.
         return replace(
             self._known_world(job, pods),
             departed=self.caches.departed(job),
@@ -308,8 +306,8 @@ class KubernetesCluster:
     async def _template_faults(self, job: DDPJob) -> tuple[str, ...]:
         """Return the faults of a podTemplate, unless the job already has pods made from it.
 
-        It is searched once, and in a thread if it is large, because everything else waits for the
-        event loop.
+        A template is checked only once. A large one is checked in a thread, so that it does not
+        block the event loop.
         """
         if job.oversized:
             return (size_fault(job.oversized),)
@@ -330,7 +328,7 @@ class KubernetesCluster:
     async def _with_flavors(self, job: DDPJob, workload: WorkloadView) -> WorkloadView:
         """Return an admitted Workload with the fields that its flavors add to pods.
 
-        The flavors are read once, since the status keeps the fields.
+        The flavors are read only once, because the status keeps the fields.
         """
         grant, known = workload.grant, job.status.queue
         if grant is None or workload.evicted:
@@ -352,9 +350,9 @@ class KubernetesCluster:
         return replace(workload, grant=replace(grant, node=changes[0], coordinator=changes[1]))
 
     def _check_runtime(self, body: Json) -> None:
-        """Note whether a runtime ConfigMap has the right content.
+        """Record whether a runtime ConfigMap has the right content.
 
-        If there are too many notes, the oldest one is dropped.
+        If there are too many records, the oldest one is dropped.
         """
         while len(self._checked) >= _MOST_CHECKED:
             del self._checked[next(iter(self._checked))]
@@ -363,7 +361,7 @@ class KubernetesCluster:
     async def _runtime(self, job: DDPJob, name: str) -> str:
         """Return `name` if this ConfigMap exists and is usable, otherwise an empty text.
 
-        It must have the job as an owner, and the right content.
+        To be usable, it must have the right content and the job as an owner.
         """
         found, jobs = (self.caches.known("ConfigMap", job.namespace, n) for n in (name, runtime_jobs_name(name)))
         if found is None:
@@ -387,9 +385,9 @@ class KubernetesCluster:
         meta = {"name": job.name, "namespace": job.namespace, "resourceVersion": job.resource_version}
         body = make_object(API_VERSION, KIND, meta, status=status)
         key, stored = JobKey(job.namespace, job.name), JobStatus.read(status)
-        # The write succeeds only if the rest of the object is still that of `job`, so the response
-        # need not include it, which may be up to 1.5 MB. But a different class in the status
-        # changes the meaning of the spec.
+        # The write succeeds only if the rest of the object still equals that of `job`. The response
+        # need not include the rest, which may be up to 1.5 MB. The exception is a different class
+        # in the status, which changes the meaning of the spec.
         same_spec = stored.job_class == job.status.job_class
         accept = METADATA if same_spec else JSON
         self._unsure.add(key)
@@ -406,7 +404,7 @@ class KubernetesCluster:
             version = answer["metadata"]["resourceVersion"]
             written = replace(job, status=stored, resource_version=version) if same_spec else DDPJob.read(answer)
             result = self.caches.take_job(written)
-        # The coordinator may run from now on, but nothing else may change for a long time.
+        # Follow the coordinator as soon as it may run, because the next reconcile may be far off.
         self._follow(key, result)
         return result
 
@@ -422,9 +420,9 @@ class KubernetesCluster:
     ) -> Json:
         """Send a change. Raises the same errors as `Rest.request`.
 
-        Also raises ApiError if an admission webhook fails or cannot be called, because that may
-        last and must not hold up the rest of the job's work. Any other 500 comes from the API
-        server itself.
+        Also raises ApiError if an admission webhook fails or cannot be called. Such a failure may
+        last, and must not hold up the job's other work. Any other 500 comes from the API server
+        itself.
         """
         try:
             return await self.rest.request(
@@ -439,7 +437,7 @@ class KubernetesCluster:
     async def create(self, job: DDPJob, manifest: Json) -> None:
         kind, pauses = manifest["kind"], self._pauses_of(job)
         if kind == "Secret" and self._is_found(job, kind, manifest["metadata"]["name"]):
-            return  # A pod lacks the Secret only because its kubelet has not looked again yet.
+            return  # The pod only waits until its kubelet looks for the Secret again.
         user = manifest.get("spec", {}).get("securityContext", {}).get("runAsNonRoot")
         what = f"{kind} {manifest['metadata'].get('labels', {}).get(LABEL_ROLE)} {user}"
         before = pauses.get(what)
@@ -454,7 +452,7 @@ class KubernetesCluster:
                 async with self.creating.turn(job.namespace):
                     await self._create(job, manifest)
         except (Refused, NameTaken) as refusal:
-            # Simultaneous refusals count as one.
+            # Simultaneous refusals are counted as one.
             pauses[what] = self._pause(job, refusal, before)
             raise
         pauses.pop(what, None)
@@ -462,7 +460,7 @@ class KubernetesCluster:
     def _pauses_of(self, job: DDPJob) -> dict[str | tuple[str, str], _Pause]:
         key = JobKey(job.namespace, job.name)
         uid, pauses = self._pauses.get(key, ("", {}))
-        if uid != job.uid:  # Refusals for an earlier job of this name do not apply.
+        if uid != job.uid:  # Refusals for an earlier job with this name do not apply.
             pauses = {}
             self._pauses[key] = job.uid, pauses
         return pauses
@@ -471,13 +469,13 @@ class KubernetesCluster:
         return pause.holds(time.monotonic(), job.generation, self._living(job))
 
     def _pause(self, job: DDPJob, refusal: Refused | NameTaken, before: _Pause | None) -> _Pause:
-        """Return a pause twice as long as the previous one, up to a limit."""
+        """Return a pause that is twice as long as the previous one, up to a limit."""
         first, longest = (1.0, BLOCKED_POLL) if isinstance(refusal, NameTaken) else (BLOCKED_POLL, LONGEST_PAUSE)
         seconds = min(longest, 2 * before.seconds) if before is not None else first
         return _Pause(time.monotonic() + seconds, seconds, job.generation, self._living(job), refusal)
 
     async def _with_priority(self, manifest: Json) -> Json:
-        """Return the Workload with the value of its priority class.
+        """Return the Workload with the value of its priority class filled in.
 
         Raises Refused if the class does not exist.
         """
@@ -507,12 +505,12 @@ class KubernetesCluster:
             elif error.status == 403 and "being terminated" in error.message:
                 raise NamespaceEnding(f"namespace {job.namespace} is being deleted", NAMESPACE_RETRY) from error
             elif error.status == 409:
-                # Two requests collided on a ResourceQuota.
+                # Two requests conflicted on a ResourceQuota.
                 raise Unavailable(str(error)) from error
             elif error.status == 404 and manifest["kind"] in (GANG, WORKLOAD) and "namespace" not in error.message:
                 raise Refused(error.status, f"this cluster no longer serves it: {error.message}") from error
             elif error.status == 404:
-                # The namespace is gone, so the job is gone too or will be soon.
+                # The namespace is gone, so the job is gone too, or will be soon.
                 raise Conflict from error
             else:
                 raise Refused(error.status, error.message) from error
@@ -525,11 +523,11 @@ class KubernetesCluster:
         """Whether the Secret exists although the API server refuses to create it.
 
         The operator may not read Secrets. The API server checks a ResourceQuota before the name, so
-        a used-up quota refuses even a Secret that already exists.
+        an exhausted quota causes a refusal even if the Secret already exists.
         """
         key, name = JobKey(job.namespace, job.name), secret["metadata"]["name"]
         if error.status == 409 and error.reason == "AlreadyExists":
-            self._take_token(job, name)  # Its name shows that it belongs to this job.
+            self._take_token(job, name)  # The name shows that the Secret belongs to this job.
             return True
         if error.status != HTTPStatus.FORBIDDEN or "exceeded quota" not in error.message:
             return False
@@ -569,10 +567,10 @@ class KubernetesCluster:
             raise NameTaken("an object with this name existed a moment ago")
         self._made(kind_of(manifest), found)
         if manifest["kind"] == "ConfigMap":
-            return  # `_share` decides.
+            return  # `_share` decides whether the ConfigMap can be used.
         labels = found["metadata"].get("labels", {})
         if manifest["kind"] == "PersistentVolumeClaim" and labels.get(LABEL_UID) == job.uid:
-            return  # It may be a claim without an owner.
+            return  # The claim may have no owner.
         owners = found["metadata"].get("ownerReferences", ())
         if any(o["kind"] == KIND and o["name"] == job.name for o in owners):
             if not any(o["uid"] == job.uid for o in owners):
@@ -591,7 +589,7 @@ class KubernetesCluster:
     async def _share_in_turn(self, job: DDPJob, manifest: Json) -> None:
         """Create a ConfigMap that the jobs of a namespace share, with the job as an owner.
 
-        Jobs take turns, because concurrent writes would collide. The first job writes for all
+        Jobs take turns, because concurrent writes would conflict. The first job writes for all
         waiting jobs.
         """
         key = job.namespace, manifest["metadata"]["name"]
@@ -603,8 +601,8 @@ class KubernetesCluster:
                     try:
                         return await self._share(job, manifest, await self._become_owner(job, shared.waiting))
                     except _Collected:
-                        # The ConfigMap was deleted with the last of its jobs, as a watch will show.
-                        # This may happen twice in a row.
+                        # The ConfigMap was deleted together with the last job that owned it, as a
+                        # watch will show. This may happen twice in a row.
                         if not left:
                             raise
         finally:
@@ -615,7 +613,7 @@ class KubernetesCluster:
     async def _become_owner(self, job: DDPJob, waiting: Mapping[str, Json]) -> Json:
         """Make the job an owner of the ConfigMap that the namespace's jobs share.
 
-        Return a reference to it.
+        Return a reference to the ConfigMap.
         """
         name = runtime_jobs_name(runtime_name())
         found = self.caches.known("ConfigMap", job.namespace, name)
@@ -642,7 +640,7 @@ class KubernetesCluster:
         if self.caches.known("ConfigMap", job.namespace, name) is None:
             await self._create(job, manifest)
         found = self.caches.known("ConfigMap", job.namespace, name)
-        if found is None:  # It does not have the operator's label.
+        if found is None:  # The ConfigMap does not have the operator's label.
             raise NameTaken(_NOT_THE_RUNTIME)
         return found
 
@@ -665,7 +663,7 @@ class KubernetesCluster:
     def _next_owners(self, job: DDPJob, found: Owned | None) -> dict[str, Json]:
         """Return owner references of other jobs in the namespace that will use the runtime.
 
-        One write then covers all of them.
+        One write then adds all of them.
         """
         name, jobs = runtime_name(), self.caches.jobs_in(job.namespace)
         known = found.job_uids if found is not None else frozenset[str]()
@@ -688,7 +686,7 @@ class KubernetesCluster:
         if answer is not None and meta.get("deletionTimestamp") and meta.get("deletionGracePeriodSeconds"):
             self.caches.take("Pod", answer)
         elif (answer is None or meta.get("uid") == uid) and known is not None and known.uid == uid:
-            # Either the pod never ran on a host, or its host need not confirm its end.
+            # Either the pod never ran on a host, or its host does not have to confirm its end.
             self.caches.forget("Pod", job.namespace, name)
 
     def _waits(self, job: DDPJob, uid: str, what: str) -> bool:
@@ -696,9 +694,9 @@ class KubernetesCluster:
         return before is not None and self._holds(job, before)
 
     def _keep(self, job: DDPJob, of: str, uid: str, what: str, error: ApiError) -> None:
-        """Note a refused change.
+        """Record a refused change.
 
-        It must not hold up other changes, and is retried at growing intervals.
+        The change must not hold up other changes, and is retried at growing intervals.
         """
         pauses = self._pauses_of(job)
         before = pauses.get((uid, what))
@@ -715,7 +713,7 @@ class KubernetesCluster:
     async def _is_lost(self, pod: PodView) -> bool:
         """Whether a pod may be removed without waiting for its host.
 
-        A Ready host confirms the pod's end itself.
+        A host that is Ready confirms the pod's end itself.
         """
         if not pod.host or self.caches.hosts.hosts is None:
             return True
@@ -725,7 +723,7 @@ class KubernetesCluster:
     async def delete(self, job: DDPJob, kind: str, name: str, uid: str) -> None:
         """Delete an object, and record an event if the deletion is refused.
 
-        Conditions do not show that such an object remains.
+        No condition shows that such an object still exists.
         """
         if self._waits(job, uid, _DELETION):
             return
@@ -745,9 +743,9 @@ class KubernetesCluster:
     async def change_workload(
         self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
     ) -> None:
-        """Write the Workload that `change` returns for the current one.
+        """Replace the current Workload with the one that `change` returns for it.
 
-        None means that it does not need a change.
+        If it returns None, no change is needed.
         """
         path = _path(WORKLOAD, job.namespace, name)
         if self._waits(job, uid, _CHANGE):
@@ -771,7 +769,8 @@ class KubernetesCluster:
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
         """Set a pod's role.
 
-        The uid in the patch makes the API server reject it if a different pod now has this name.
+        Because the patch contains the uid, the API server rejects it if a different pod now has
+        this name.
         """
         body = {"metadata": {"uid": uid, "labels": {LABEL_ROLE: role}}}
         path = _path("Pod", job.namespace, name)
@@ -781,7 +780,7 @@ class KubernetesCluster:
             self.caches.take("Pod", await self._change("PATCH", path, body=body, content_type=MERGE_PATCH))
         except ApiError as error:
             if error.status not in (404, 409):
-                self._keep(job, f"pod {name}", uid, _LABEL, error)  # The pod trains anyway.
+                self._keep(job, f"pod {name}", uid, _LABEL, error)  # The pod trains regardless of its label.
 
     async def _try_to_delete(
         self, job: DDPJob, kind: str, of: str, name: str, uid: str, options: Json
@@ -812,7 +811,7 @@ class KubernetesCluster:
     async def record(self, job: DDPJob, event: Event) -> None:
         """Record an event.
 
-        An event that cannot be written is only logged, since it repeats the status.
+        An event that cannot be written is only logged, because the status contains the same facts.
         """
         now = utc_now().strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         content = f"{job.uid} {event.reason} {event.message}"
@@ -839,9 +838,9 @@ class KubernetesCluster:
 
 
 def _stays_for(job: DDPJob, owned: Owned) -> bool:
-    """Whether an object stays long enough.
+    """Whether an object will exist long enough.
 
-    That is the case if the job is one of its owners, or if it has the maximum number of owners.
+    It will if the job is one of its owners, or if it has the maximum number of owners.
     """
     return job.uid in owned.job_uids or len(owned.job_uids) >= MOST_OWNERS
 

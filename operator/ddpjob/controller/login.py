@@ -1,9 +1,9 @@
-"""Credentials for kopf, from the service account or otherwise from the kubeconfig.
+"""Provides kopf with credentials, from the service account or otherwise from the kubeconfig.
 
-kopf gets only the names and versions of jobs, because it keeps all objects of a list, and each
-changed object for seconds, while users choose how large a DDPJob and its metadata are. kopf's
-session therefore requests metadata, in pages of bounded size, and passes on only the fields that
-identify an object.
+kopf gets only the names and versions of jobs. It keeps all objects of a list, and each changed
+object for a few seconds, while users choose how large a DDPJob and its metadata are. kopf's session
+therefore requests metadata, in pages of bounded size, and passes on only the fields that identify
+an object.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ddpjob.controller.kube.informer import PAGE_BYTES
 from ddpjob.controller.kube.rest import JSON, METADATA, METADATA_LIST, loads
 
 WATCH_PAUSE = 1.0
-"""Minimum number of seconds between the starts of two watches. Without it kopf would retry at once,
-whatever ended the last watch."""
+"""Minimum delay in seconds between the starts of two watches. Otherwise kopf would retry at once,
+regardless of what ended the last watch."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 
 
 class Connection(kopf.ConnectionInfo):
     """Trusts the same certificates as kubectl.
 
-    Since Python 3.13 the default context rejects certificates without key identifiers (RFC 5280).
-    Go accepts them, and the authorities of many older clusters have issued them.
+    Since Python 3.13, the default context rejects certificates without key identifiers (RFC 5280).
+    Go accepts them, and the certificate authorities of many older clusters have issued them.
     """
 
     def as_ssl_context(self) -> ssl.SSLContext:
@@ -44,7 +44,7 @@ class Connection(kopf.ConnectionInfo):
 
 
 async def login(*, settings: kopf.OperatorSettings, **arguments: Any) -> kopf.AiohttpSession | None:
-    """Handle `kopf.on.login`; None means that there are no credentials."""
+    """Handle `kopf.on.login`. Return None if there are no credentials."""
     arguments["settings"] = settings
     found = kopf.login_with_service_account(**arguments) or kopf.login_with_kubeconfig(**arguments)
     if found is None:
@@ -74,8 +74,7 @@ def _is_of_jobs(response: Any) -> bool:
 class _Requests:
     """Requests only the metadata of jobs.
 
-    Watches must not request the type of a list, because the API server would end them at the first
-    event.
+    A watch must not request the list type, because the API server would end it at the first event.
     """
 
     def __init__(self) -> None:
@@ -96,7 +95,7 @@ class _Requests:
 def _answers(settings: kopf.OperatorSettings) -> type[aiohttp.ClientResponse]:
     """Return the response class for a session.
 
-    A page that is too large makes the pages of the next attempt smaller.
+    After a page that is too large, the next attempt requests smaller pages.
     """
 
     class Answer(aiohttp.ClientResponse):
@@ -134,7 +133,7 @@ class _Events:
         return getattr(self.stream, name)
 
     async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
-        """Yield lines; `size` applies to reads from the connection."""
+        """Yield lines. `size` applies to reads from the connection."""
         rest = bytearray()
         async for part in self.stream.iter_chunked(size):
             *lines, last = part.split(b"\n")

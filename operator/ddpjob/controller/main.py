@@ -1,4 +1,4 @@
-"""The operator's process: leader election, caches, a work queue of jobs, and probes.
+"""Runs the operator's process: leader election, caches, a work queue of jobs, and probes.
 
 Run it with `python -m ddpjob.controller`.
 """
@@ -44,13 +44,15 @@ from ddpjob.objects.platform import Platform
 log = logging.getLogger("ddpjob")
 
 GARBAGE_OBJECTS = 50_000
-"""Number of new objects after which Python looks for cycles among them. Parsed JSON has no cycles,
-but so many objects that Python's default of 700 doubles the CPU time for a list of pods."""
+"""Number of new objects after which Python looks for reference cycles among them. Parsed JSON has
+no cycles, but it has so many objects that Python's default of 700 doubles the CPU time for a list
+of pods."""
 OTHERS_SECONDS = 10.0
-"""Seconds until the next reconcile of a job on which another operator seems to act."""
+"""Delay in seconds before the next reconcile of a job on which another operator seems to act."""
 
 INCOMPLETE_SECONDS = 1.0
-"""Seconds until the next reconcile of a job whose namespace has not been read completely."""
+"""Delay in seconds before the next reconcile of a job whose namespace has not been read
+completely."""
 CONNECTIONS = 64
 """Number of connections for requests, in addition to those of the watches."""
 
@@ -58,8 +60,8 @@ CONNECTIONS = 64
 class Leader:
     """One term as the leader of a shard.
 
-    It follows the API server and reconciles the jobs in the shard's namespaces. Nothing in it
-    outlives the term.
+    The leader follows the API server and reconciles the jobs in the shard's namespaces. None of its
+    state outlives the term.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class Leader:
         return int(living >= job.spec.pods)
 
     def wake(self, key: JobKey, urgent: bool) -> None:
-        """Queue a job. Called whenever others change a job or its objects."""
+        """Queue a job. Called whenever someone else changes a job or its objects."""
         self.queue.add(key, urgent=urgent)
 
     def hosts_changed(self, hosts: Hosts | None, changed: frozenset[str]) -> None:
@@ -115,21 +117,21 @@ class Leader:
             self.queue.add(key)
 
     async def reconcile_one(self, key: JobKey) -> float | None:
-        """Reconcile one job and measure that. Return the seconds until its next reconcile."""
+        """Reconcile one job, measure the time, and return the seconds until its next reconcile."""
         began = time.perf_counter()
         known = self.caches.job(key) is not None
         (self._reconciled.add if known else self._reconciled.discard)(key)
         outcomes: list[str] = []
         try:
-            # An unknown job is forgotten, whichever replica acts in its namespace. If it exists,
-            # its next event brings it back.
+            # An unknown job is forgotten, regardless of which replica acts in its namespace. If it
+            # exists, its next event adds it again.
             pause = await self._find_pause(key) if known else 0.0
             if pause:
                 outcomes.append("left")
                 return pause
             return await reconcile(self.cluster, key, outcome=outcomes.append)
         except asyncio.CancelledError:
-            # The term is over, which is not an error: another replica reconciles the job.
+            # The term is over. This is not an error, because another replica reconciles the job.
             outcomes.append("left")
             raise
         finally:
@@ -209,7 +211,7 @@ class Operator:
             metrics.COORDINATORS.labels(state).set_function(functools.partial(self._coordinators, answers=answers))
 
     def _terms(self) -> list[Leader]:
-        """Return the current terms. Also called by the thread that serves Prometheus."""
+        """Return the current terms. The thread that serves Prometheus also calls this."""
         return list(self.leaders.values())
 
     def _coordinators(self, *, answers: bool) -> int:
@@ -218,8 +220,8 @@ class Operator:
     async def act(self, shard: int) -> None:
         """Act for one term.
 
-        It starts without the previous term's state, because another replica may have changed
-        things.
+        The term starts without the previous term's state, because another replica may have changed
+        things since then.
         """
         leader = self.leaders[shard] = Leader(self.settings, self.rest, self.coordinators, shard, self.schema)
         try:
@@ -230,8 +232,8 @@ class Operator:
     async def act_when_elected(self) -> None:
         """Act while this replica holds a Lease, or always if there are no Leases.
 
-        Ends only with an error. A replica that is newer than the CRD leaves the Leases to replicas
-        of the previous release, which it would otherwise replace.
+        This ends only with an error. A replica that is newer than the CRD leaves the Leases to
+        replicas of the previous release, because it would otherwise replace them.
         """
         looking = asyncio.create_task(self.schema.run())
         try:
@@ -246,9 +248,9 @@ class Operator:
 
     @property
     def ready(self) -> bool:
-        """Whether this replica does its work.
+        """Whether this replica is doing its work.
 
-        A leader must have read everything; any other replica must have read the Leases recently.
+        A leader must have read everything. Any other replica must have read the Leases recently.
         """
         if not self.schema.fits:
             return False
@@ -259,7 +261,7 @@ class Operator:
 
 @asynccontextmanager
 async def serve_probes(operator: Operator, address: str, port: int) -> AsyncIterator[None]:
-    """Serve `/healthz` (the event loop is alive) and `/readyz` (this replica does its work)."""
+    """Serve `/healthz` (the event loop is alive) and `/readyz` (this replica is doing its work)."""
     app = web.Application()
 
     async def healthz(request: web.Request) -> web.Response:
@@ -319,8 +321,9 @@ async def run_until_signal(settings: Settings) -> None:
 
 
 def main() -> int:
-    """Run the operator, and return the exit code, which is 2 for wrong settings or missing
-    credentials.
+    """Run the operator and return the exit code.
+
+    The code is 2 if settings are invalid or credentials are missing.
     """
     try:
         settings = Settings.from_environment()

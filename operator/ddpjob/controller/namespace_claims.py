@@ -1,7 +1,7 @@
 """Claims namespaces, so that only the first of two operators acts on the jobs of a namespace.
 
-Otherwise each would mistake the other's key for a change of its own and restart every job forever.
-Helm prevents most such installations, but not all.
+Otherwise each operator would mistake the other's key for a change to its own key, and would restart
+every job forever. Helm prevents most such installations, but not all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Claim(Lease):
 
 
 class _Namespace:
-    """State of one namespace. `due` and `renewed` are monotonic seconds."""
+    """The state of one namespace. `due` and `renewed` are in monotonic seconds."""
 
     def __init__(self, claim: _Claim) -> None:
         self.claim, self.lock = claim, asyncio.Lock()
@@ -50,10 +50,10 @@ class NamespaceClaims:
     async def mine(self, name: str) -> bool:
         """Whether this release acts in a namespace.
 
-        An unclaimed namespace is claimed. Raises Unavailable.
+        If the namespace is unclaimed, claim it. Raises Unavailable.
         """
         if name not in self._namespaces:
-            # Namespaces without recent calls have no jobs left and may be gone.
+            # A namespace that was not requested recently has no jobs left, and may be gone.
             left = time.monotonic() - CLAIM_SECONDS
             self._namespaces = {n: k for n, k in self._namespaces.items() if k.due > left or k.lock.locked()}
             self._namespaces[name] = _Namespace(_Claim(self.rest, name, CLAIM_NAME, self.release))
@@ -68,7 +68,7 @@ class NamespaceClaims:
         try:
             held = await known.claim.hold()
         except ApiError as error:
-            # The operator may not hold Leases there, or the namespace is being deleted.
+            # The operator may not hold Leases in the namespace, or the namespace is being deleted.
             log.info("namespace %s is not claimed: %s", name, error)
             held = True
         except Unavailable:

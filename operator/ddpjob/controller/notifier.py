@@ -30,19 +30,20 @@ SECONDS = 10.0
 """Timeout of one attempt, from the DNS lookup to the response headers. The body is not read."""
 TRIES = 10
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
-"""Seconds between attempts: doubled each time, or as long as the receiver asks for. All attempts
-together take about 10 minutes."""
+"""Delays in seconds between attempts. The delay doubles each time, unless the receiver requests a
+different one. All attempts together take about 10 minutes."""
 WORKERS = 2
-"""Number of workers per receiver. If two namespaces use a receiver, each has one."""
+"""Number of workers per receiver. If two namespaces use a receiver at the same time, each gets
+one."""
 LONGEST_URL = 4096
 EVERYBODY = "*"
-"""Stands for all namespaces in a receiver's list."""
+"""Represents all namespaces in a receiver's list."""
 
 
 class Unsent(Exception):
-    """An attempt failed. `pause` is the number of seconds that the receiver asks for.
+    """An attempt failed. `pause` is the delay in seconds that the receiver requests.
 
-    The message does not contain the URL, because that is a credential.
+    The message does not contain the URL, because the URL is a credential.
     """
 
     def __init__(self, message: str, pause: float = 0.0) -> None:
@@ -54,23 +55,23 @@ class Unsent(Exception):
 class Receivers:
     """The receivers, and the namespaces that may use each one.
 
-    `folder` holds a file with the URL for each receiver.
+    `folder` contains one file per receiver, with its URL.
     """
 
     namespaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     folder: Path = Path("/nonexistent")
     link: str = ""
-    """URL of a page about a job, with {namespace} and {job}."""
+    """URL of a page about a job, with the placeholders {namespace} and {job}."""
 
     def usable_in(self, namespace: str) -> frozenset[str]:
-        """Return names of the receivers that jobs of a namespace may use."""
+        """Return the names of the receivers that jobs in a namespace may use."""
         return frozenset(n for n, allowed in self.namespaces.items() if {namespace, EVERYBODY} & set(allowed))
 
     def url(self, name: str) -> str:
         """Read a receiver's URL.
 
-        It is read for each attempt, since a mounted Secret may change while the operator runs.
-        Raises Unsent.
+        The URL is read for each attempt, because a mounted Secret may change while the operator
+        runs. Raises Unsent.
         """
         try:
             with (self.folder / name).open() as file:
@@ -91,7 +92,7 @@ class Receivers:
 
 @dataclass
 class _Sending:
-    """A notification that is being sent, or whose outcome is not in a status yet."""
+    """A notification that is being sent, or whose outcome no status contains yet."""
 
     receiver: str
     body: Json
@@ -127,9 +128,9 @@ class Notifier:
             await self._session.close()
 
     def send(self, key: JobKey, id: str, receiver: str, body: Json) -> None:
-        """Begin to send.
+        """Start to send a notification.
 
-        A known id is ignored, unless the job now names a different receiver.
+        A known id is ignored, unless the job now uses a different receiver.
         """
         known = self._sending.setdefault(key, {}).get(id)
         if known is not None and (known.receiver == receiver or known.outcome is not None):
@@ -138,9 +139,9 @@ class Notifier:
         self._queue(receiver).add((key, id))
 
     def outcomes(self, key: JobKey, pending: Iterable[str]) -> dict[str, NotificationOutcome]:
-        """Return outcomes of the job's notifications that are pending in its status.
+        """Return the outcomes of the job's notifications that are pending in its status.
 
-        The others are forgotten.
+        Notifications of the job that are no longer pending are forgotten.
         """
         if key not in self._sending:
             return {}
@@ -162,7 +163,7 @@ class Notifier:
         return self._queues[receiver][0]
 
     async def _attempt(self, receiver: str, id: _Id) -> float | None:
-        """Try once. Return the seconds until the next attempt, or None if this was the last one."""
+        """Make one attempt. Return the seconds until the next one; None if this was the last."""
         key, name = id
         sending = self._sending.get(key, {}).get(name)
         if sending is None or sending.outcome is not None or sending.receiver != receiver:

@@ -68,7 +68,7 @@ BUILD_INFO.labels(installed_version(), platform.python_version()).set(1)
 # --- the event loop ---------------------------------------------------------------------------------------------
 
 TURNS_SECONDS = 60.0
-"""Minimum number of seconds for which a turn is remembered; the maximum is twice that."""
+"""Minimum time in seconds for which a turn is remembered. The maximum is twice as long."""
 
 
 class TurnMeter(selectors.DefaultSelector):
@@ -81,7 +81,7 @@ class TurnMeter(selectors.DefaultSelector):
         super().__init__()
         self._clock = clock
         self._began: float | None = None
-        """When the current turn began; None while the loop waits."""
+        """When the current turn began; None while the loop is waiting."""
         self._kept = 0, 0.0, 0.0
         """The number of the current period, and the longest turns in it and in the previous one."""
 
@@ -98,7 +98,7 @@ class TurnMeter(selectors.DefaultSelector):
             self._began = self._clock()
 
     def longest(self) -> float:
-        """Return the seconds of the longest recent turn, including the current one.
+        """Return the duration in seconds of the longest recent turn, including the current one.
 
         May be called from any thread.
         """
@@ -116,18 +116,18 @@ class TurnMeter(selectors.DefaultSelector):
 # --- the port ---------------------------------------------------------------------------------------------------
 
 CONNECTIONS = 16
-"""Maximum number of simultaneous scrapes. More are refused, because anybody may connect."""
+"""Maximum number of simultaneous scrapes. More are refused, because anyone may connect."""
 PATIENCE = 10.0
-"""Maximum number of seconds that a client may be silent."""
+"""Maximum time in seconds for which a client may be silent."""
 FRESH_SECONDS = 0.5
-"""Seconds for which the same text is served again."""
+"""How long a created text is reused, in seconds."""
 SHARE = 0.1
-"""Share of a CPU's time that creating texts may take. A text about many jobs takes long to create,
-so it is served for longer."""
+"""Maximum share of a CPU's time for creating texts. A text about many jobs takes long to create, so
+it is served for longer."""
 
 
 class Page:
-    """The text of all metrics as a WSGI application, cached for a moment for all clients."""
+    """The text of all metrics as a WSGI application, cached briefly for all clients."""
 
     def __init__(self, render: Callable[[], bytes] = generate_latest) -> None:
         self._render = render
@@ -175,7 +175,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:  # A thread could not be started.
+        except BaseException:  # The thread could not be started.
             self._free.release()
             raise
 

@@ -34,34 +34,35 @@ class Settings:
     key: bytes
     """Secret of at least 16 bytes, shared by all replicas. The jobs' tokens are derived from it."""
     namespaces: tuple[str, ...] = ()
-    """Watched namespaces; empty: all."""
+    """Watched namespaces; if empty, all are watched."""
     peer: Json | None = None
     """The operator's pods as a NetworkPolicy peer, in JSON. Without it, jobs do not get a
     NetworkPolicy."""
     metrics_peers: tuple[Json, ...] = ()
-    """Peers that may reach the coordinators to read metrics: a list in JSON."""
+    """Peers that may connect to the coordinators to read metrics, as a JSON list."""
     workers: int = 16
     """Maximum number of jobs reconciled at the same time."""
     lease_namespace: str = ""
-    """Namespace of the Lease for leader election; empty: no election (one replica)."""
+    """Namespace of the Lease for leader election. If it is empty, there is no election, and only
+    one replica may run."""
     lease_name: str = "ddpjob-operator"
     shards: int = 1
     """Number of shards into which the namespaces are divided, each with a Lease. Up to that many
     replicas act at the same time."""
     identity: str = "ddpjob-operator"
     address: str = "0.0.0.0"
-    """The address that serves health and metrics: the pod's own IPv4 or IPv6 address."""
+    """The address at which health and metrics are served: the pod's own IPv4 or IPv6 address."""
     health_port: int = 8080
     metrics_port: int = 9090
-    """Port for metrics; 0: no metrics."""
+    """Port for metrics; 0 disables them."""
     log_level: str = "INFO"
     receivers: Receivers = field(default_factory=Receivers)
-    """RECEIVERS is {NAME: [NAMESPACE, ...]} in JSON, "*" for all namespaces. RECEIVERS_FOLDER has a
-    file per name, with its URL. NOTIFY_LINK is the URL of a page about a job, with {namespace} and
-    {job}."""
+    """RECEIVERS is {NAME: [NAMESPACE, ...]} in JSON, where "*" means all namespaces.
+    RECEIVERS_FOLDER contains a file per name, with the receiver's URL. NOTIFY_LINK is the URL of a
+    page about a job, with the placeholders {namespace} and {job}."""
     node_health: HealthSignals = field(default_factory=HealthSignals)
-    """NODE_CONDITIONS (TYPE=STATUS) and NODE_TAINTS (keys) of unhealthy nodes, as lists in JSON. A
-    final * makes an entry a prefix."""
+    """NODE_CONDITIONS (TYPE=STATUS) and NODE_TAINTS (keys) that mark unhealthy nodes, as JSON
+    lists. A final * makes an entry a prefix."""
     code_image: str = Platform.git_image
     """The image whose git clones spec.code.git."""
     classes: JobClasses = field(default_factory=JobClasses)
@@ -165,13 +166,13 @@ _OF_A_HEALTHY_NODE = {
     "Ready": "True",
     **dict.fromkeys(("MemoryPressure", "DiskPressure", "PIDPressure", "NetworkUnavailable"), "False"),
 }
-"""Kubernetes' own conditions."""
+"""Kubernetes' own conditions, with their status on a healthy node."""
 
 
 def _signals(conditions: tuple[str, ...], taints: tuple[str, ...]) -> HealthSignals:
     """Read the signals.
 
-    Raises SettingsError if a signal does not show an unhealthy node or already has a different
+    Raises SettingsError if a signal does not indicate an unhealthy node, or already has a different
     meaning.
     """
     pairs = []

@@ -8,7 +8,7 @@ the rules here only say which replica should take which Lease.
   free for PATIENCE per Lease that it holds, so that others can take it first.
 - A replica with at least two fewer shards than another one asks that one for a shard by writing its
   own name into an annotation of the Lease. The holder stops acting for that shard and releases it.
-- The number of shards is in the Leases' names. As long as any Lease of a different number is held,
+- The Leases' names contain the number of shards. As long as a Lease for a different number is held,
   this replica takes none, because the two numbers put the same namespace into different shards.
 
 Example with 4 shards:
@@ -43,10 +43,10 @@ from ddpjob.controller.kube.rest import ApiError, Rest
 log = logging.getLogger("ddpjob.election")
 
 WANTED_BY = "ddpjob.io/wanted-by"
-"""Annotation of a Lease with the name of a replica that asks the holder to release it."""
+"""Annotation on a Lease with the name of a replica that asks the holder to release it."""
 PATIENCE = 3 * RETRY_SECONDS
-"""Seconds for which a Lease must have been free, per Lease that a replica already holds, before the
-replica takes it too."""
+"""How long a Lease must have been free before a replica that already holds Leases takes it too, in
+seconds per Lease held."""
 
 
 def shard_of(namespace: str, count: int) -> int:
@@ -60,7 +60,7 @@ def shard_of(namespace: str, count: int) -> int:
 class Shards:
     """The Leases of `count` shards, as seen by one replica.
 
-    A single shard's Lease is called `name`.
+    If there is only one shard, its Lease is called `name`.
     """
 
     def __init__(self, rest: Rest, namespace: str, name: str, identity: str, count: int) -> None:
@@ -80,13 +80,13 @@ class Shards:
     def asks(self, holder: str) -> bool:
         """Whether to ask `holder` for one of its shards now.
 
-        The holder must still have at least as many as this replica afterwards.
+        The holder must still have at least as many shards as this replica afterwards.
         """
         theirs = Counter(lease.holder for lease in self.leases)[holder]
         return theirs >= self.held + 2 and time.monotonic() - self._asked >= LEASE_SECONDS
 
     def has_asked(self) -> None:
-        """Take note of a request, so that the next one waits for a while."""
+        """Record a request, so that the next one waits for a while."""
         self._asked = time.monotonic()
 
     async def another_number_is_held(self) -> bool:
@@ -120,7 +120,8 @@ class ShardLease(Lease):
         super().__init__(rest, namespace, name, identity)
         self.shards = shards
         self.held, self.holder = False, ""
-        """Whether this replica holds the Lease, and the last known holder (empty: nobody)."""
+        """Whether this replica holds the Lease, and the last known holder, which is empty if there
+        is none."""
         self._free_since: float | None = None
 
     async def hold(self) -> bool:
@@ -133,8 +134,9 @@ class ShardLease(Lease):
     async def _is_alone(self) -> bool:
         """Whether no Lease of a different shard count is held.
 
-        Otherwise release this Lease and wait a moment. Two replicas configured with different
-        counts may take Leases at the same time; each detects the other here and retries later.
+        If one is held, release this Lease and wait a moment. Two replicas configured with different
+        counts may take Leases at the same time. Each one then detects the other here and retries
+        later.
         """
         if not await self.shards.another_number_is_held():
             return True
@@ -149,7 +151,7 @@ class ShardLease(Lease):
     def observe(self, found: Json | None) -> None:
         super().observe(found)
         if found is None and self.holder not in ("", self.identity) and time.monotonic() - self._seen < LEASE_SECONDS:
-            return  # The Lease was deleted; its holder will write it again.
+            return  # The Lease was deleted, and its holder will write it again.
         holder = (found or {}).get("spec", {}).get("holderIdentity") or ""
         free = holder != self.identity and not self.is_held_by_another(found)
         self.holder = "" if free else holder

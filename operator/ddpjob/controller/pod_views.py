@@ -30,7 +30,8 @@ from ddpjob.objects.workload import COORDINATOR_SET, LABEL_SHAPE, NODE_SET
 
 _LONGEST_TEXT = 1000
 _LONGEST_ENDING = 4096
-"""Maximum number of characters read from a container's /dev/termination-log, as in Kubernetes."""
+"""Maximum number of characters read from a container's /dev/termination-log. Kubernetes has the
+same limit."""
 _MOST_CONTAINERS = 64
 """Maximum number of containers read from a pod. Its main container is always included."""
 _LARGEST_LABEL = 2**31
@@ -42,8 +43,8 @@ _MAIN = (TRAINER_CONTAINER, COORDINATOR_CONTAINER)
 def read_pod(body: Mapping[str, Any]) -> PodView:
     """Read a job's Pod object. Raises KeyError or ValueError if its labels are missing or wrong.
 
-    Anybody who may create pods can give them a job's labels, so the part kept of each pod is
-    bounded.
+    Anyone who may create pods can give them a job's labels, so only a bounded part of each pod is
+    kept.
     """
     meta, spec, status = body["metadata"], body.get("spec", {}), body.get("status", {})
     labels = meta.get("labels", {})
@@ -84,9 +85,9 @@ def read_pod(body: Mapping[str, Any]) -> PodView:
 
 
 def _devices(spec: Mapping[str, Any]) -> dict[str, int]:
-    """Return the devices that a pod's containers request together.
+    """Return the devices that a pod's containers request in total.
 
-    Such resources have a domain and are counted in whole numbers.
+    Such resources have a domain in their name and are counted in whole numbers.
     """
     found: dict[str, int] = {}
     for container in spec.get("containers", ())[:_MOST_CONTAINERS]:
@@ -97,10 +98,10 @@ def _devices(spec: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _default_memory(meta: Mapping[str, Any], spec: Mapping[str, Any]) -> str:
-    """Return the memory limit that a LimitRange has set; empty if the pod's maker set one.
+    """Return the memory limit that a LimitRange has set; empty if the pod's author set one.
 
-    The admission plugin notes in an annotation which values it has set, as in `LimitRanger plugin
-    set: cpu, memory request for container trainer; memory limit for container trainer`.
+    The admission plugin records in an annotation which values it has set, such as `LimitRanger
+    plugin set: cpu, memory request for container trainer; memory limit for container trainer`.
     """
     said = str((meta.get("annotations") or {}).get(_OF_LIMIT_RANGE, "")).partition(": ")[2].split("; ")
     for container in spec.get("containers", ()):
@@ -205,7 +206,7 @@ def read_workload(body: Mapping[str, Any]) -> WorkloadView:
 
 
 def _said(conditions: Mapping[str, Any], held: set[str], status: Mapping[str, Any]) -> str:
-    """Return Kueue's explanation of why a Workload is evicted or waiting."""
+    """Return Kueue's explanation for why a Workload is evicted or waiting."""
     if "Evicted" in held and "QuotaReserved" in held:
         return str(conditions["Evicted"].get("message", ""))[:_LONGEST_TEXT]
     if "QuotaReserved" not in held:
@@ -220,7 +221,7 @@ def _flavors(assignment: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
-    """Return the fields that passed admission checks add to the pods of a pod set."""
+    """Return the fields that successful admission checks add to the pods in a pod set."""
     changes = PodChanges()
     for check in status.get("admissionChecks") or ():
         for update in check.get("podSetUpdates") or ():
@@ -230,7 +231,7 @@ def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
 
 
 def added(changes: PodChanges, more: Mapping[str, Any], selector: Mapping[str, str] | None) -> PodChanges:
-    """Return these changes together with those of a flavor or an admission check.
+    """Return these changes together with the changes of a flavor or an admission check.
 
     The latter are the selector, and the tolerations, labels and annotations in `more`.
     """

@@ -5,7 +5,7 @@ images, so one that hangs, floods or lies must harm only its own job. Still, a b
 job within a moment, even with a thousand jobs.
 
 - The coordinator holds a request until it has news, or for `progress_seconds`. A quiet job thus
-  costs one request in 10 s, and proportionally fewer with more than JOBS jobs.
+  costs one request every 10 s, and proportionally fewer with more than JOBS jobs.
 - News is a change that affects decisions (`_news`): a break, a different state or round, or
   different members, but not the step. It wakes the job, but not twice within WAKE_SECONDS.
 - The first BURST requests are PAUSE seconds apart, later ones SLOW_PAUSE. A coordinator that always
@@ -38,32 +38,33 @@ from ddpjob.engine.ports import JobKey
 
 log = logging.getLogger("ddpjob.coordinator")
 PROGRESS_SECONDS, LONGEST_WAIT = 10.0, 60.0
-"""Seconds for which a coordinator holds a request without news, which limits the age of its
+"""How long, in seconds, a coordinator holds a request without news. This limits the age of its
 progress. PROGRESS_SECONDS applies to up to JOBS jobs and grows in proportion beyond that.
 Coordinators themselves enforce the upper limit."""
 JOBS = 50
 PAUSE, SLOW_PAUSE = 0.1, 1.0
-"""Seconds between requests to one coordinator: for the first BURST requests, and for later ones."""
+"""Delay in seconds between requests to one coordinator: for the first BURST requests, and for later
+ones."""
 BURST = 10
 WAKE_SECONDS = 1.0
-"""Minimum number of seconds between wake-ups of one job. The first news after a quiet second wakes
+"""Minimum delay in seconds between wake-ups of one job. The first news after a quiet second wakes
 it at once."""
 FIRST_RETRY, LONGEST_RETRY = 0.5, 10.0
-"""Seconds between retries. The longest one is also the time that a user waits for the current state
-after a network has recovered."""
+"""Delays in seconds between retries. The longest one is also how long a user waits for the current
+state after a network has recovered."""
 LONGEST_SHARE = 30.0
-"""Maximum number of seconds that a coordinator with a large report waits for the reports of
+"""Maximum time in seconds that a coordinator with a large report waits for the reports of
 others."""
 STALE_SECONDS = 3.0
-"""Seconds without a response after which a coordinator's report is dropped."""
+"""How long a coordinator may be silent, in seconds, before its report is dropped."""
 READ_BYTES = 25_000_000
-"""Maximum size of all coordinators' reports in bytes per second: about half of what one CPU can
-read."""
+"""Maximum number of bytes of reports per second from all coordinators, about half of what one CPU
+can read."""
 
 
 @dataclass
 class FollowedCoordinator:
-    """A job whose coordinator is followed. Times are on the event loop's clock."""
+    """A job whose coordinator is followed. Times are given by the event loop's clock."""
 
     target: Target
     task: asyncio.Task[None] | None = None
@@ -74,19 +75,20 @@ class FollowedCoordinator:
     news: Any = None
     failures: int = 0
     size: int = 0
-    """Size of its last response in bytes."""
+    """Size of the coordinator's last response in bytes."""
     credit: float = BURST
     woken: float = field(default=float("-inf"))
     wake: asyncio.TimerHandle | None = None
     refusal: str = ""
-    """Why its last response could not be used; empty if it could, or if there was none."""
+    """Why the coordinator's last response could not be used. Empty if it could be used, or if there
+    was none."""
 
 
 class ReportWatch:
     """Follows coordinators.
 
-    `wake(job)` is called when the job's coordinator reports a break or a different state, or falls
-    silent.
+    `wake(job)` is called when the job's coordinator reports a break or a different state, or stops
+    responding.
     """
 
     def __init__(self, wake: Callable[[JobKey], None], client: CoordinatorClient | None = None) -> None:
@@ -103,7 +105,7 @@ class ReportWatch:
         await self._client.close()
 
     def follow(self, key: JobKey, target: Target | None) -> None:
-        """Follow this coordinator instead of the job's previous one; None: stop following."""
+        """Follow this coordinator instead of the job's previous one. None stops following."""
         before = self._followed.get(key)
         if (before.target if before is not None else None) == target:
             return
@@ -121,7 +123,7 @@ class ReportWatch:
     def report(self, key: JobKey) -> Report | None:
         """Return the job's last report.
 
-        None while its coordinator does not respond or has not been asked.
+        The result is None while its coordinator does not respond or has not been asked.
         """
         followed = self._followed.get(key)
         return followed.report if followed is not None else None
@@ -129,13 +131,13 @@ class ReportWatch:
     def refusal(self, key: JobKey) -> str:
         """Return why the coordinator's last response could not be used.
 
-        Empty if it could be used, or if there was none.
+        The result is empty if it could be used, or if there was none.
         """
         followed = self._followed.get(key)
         return followed.refusal if followed is not None else ""
 
     def count(self, *, answers: bool) -> int:
-        """Return how many coordinators have responded (or have not responded) to the last request.
+        """Return how many coordinators responded to the last request, or how many did not.
 
         May be called from any thread.
         """
@@ -167,20 +169,21 @@ class ReportWatch:
         return min(LONGEST_WAIT, PROGRESS_SECONDS * max(1.0, len(self._followed) / JOBS))
 
     def _share(self, followed: FollowedCoordinator, size: int) -> float:
-        """Return the seconds within which all coordinators may send as much as last time.
+        """Return how long to wait so that all reports stay below READ_BYTES per second.
 
-        If it is less, return the seconds within which all may send as much as this one. A large
-        report thus waits only if many reports are large, and a small report never waits for them.
+        The wait is long enough to read the last report of every coordinator or, if that is shorter,
+        as many reports of this `size` as there are coordinators. A large report thus waits only if
+        many reports are large, and a small report never waits for large ones.
         """
         self._bytes += size - followed.size
         followed.size = size
         return min(LONGEST_SHARE, min(self._bytes, len(self._followed) * size) / READ_BYTES)
 
     def _pause(self, followed: FollowedCoordinator) -> float:
-        """Return the pause.
+        """Return the delay before the next request.
 
-        A coordinator that always has news is asked once a second, which is as often as it can wake
-        its job.
+        A coordinator that always has news is asked once a second, because it cannot wake its job
+        more often.
         """
         now = _now()
         followed.credit = min(BURST, followed.credit + now - followed.answered) - 1
@@ -237,15 +240,15 @@ def _jitter() -> float:
 
 
 def _news(report: Report) -> Any:
-    """Return the parts of a report whose change is a reason to reconcile at once.
+    """Return the parts of a report that require a reconcile at once if they change.
 
-    For progress, only the set of reported figures counts.
+    For progress, only the set of reported figures matters, not their values.
     """
     members = [(m.pod, m.state) for m in report.members]
     lost = [m.pod for m in report.lost]
     settings = report.nodes, report.min_nodes, report.hang_after, report.hangs, report.backoff
     last = [i.id for i in report.incidents[-1:]]
     recovery = report.recovery.last_seconds, progress_news(report.progress)
-    # The time changes with each report, because clocks are compared each time.
+    # The time differs in each report, because clocks are compared each time.
     overdue = report.overdue and (report.overdue.where, report.overdue.activity)
     return report.state, report.round, last, members, lost, len(report.notes), settings, recovery, overdue

@@ -22,12 +22,11 @@ log = logging.getLogger("ddpjob.schema")
 
 LOOK_SECONDS, RETRY_SECONDS = 60.0, 2.0
 UNKNOWN_SECONDS = 45.0
-"""Seconds for which an unknown schema may keep the operator from acting; after that it acts
-unchecked. A schema is unknown after 429 and 5xx, if the index does not list it, or if its request
-gets no response although the API server responds to others.
-"""
+"""How long, in seconds, an unknown schema may keep the operator from acting. Afterwards the
+operator acts without the check. A schema is unknown after 429 and 5xx, if the index does not list
+it, or if its request gets no response although the API server responds to others."""
 INDEX = "/openapi/v3"
-"""The index of schemas. Every authenticated client may read it, so the right to read CRDs is not
+"""The index of schemas. Every authenticated client may read it, so no permission to read CRDs is
 needed."""
 _API, _SCHEMA = f"apis/{GROUP}/{VERSION}", ".".join([*reversed(GROUP.split(".")), VERSION, KIND])
 _NOT_INSTALLED = ("status",)
@@ -36,18 +35,18 @@ REMEDY = "kubectl apply --server-side --force-conflicts --filename charts/ddpjob
 
 
 class ServedSchema:
-    """Looks at the API server's schema every minute.
+    """Checks the API server's schema every minute.
 
-    While the schema lacks fields, it looks every RETRY_SECONDS.
+    While the schema lacks fields, it is checked every RETRY_SECONDS.
     """
 
     def __init__(self, rest: Rest) -> None:
         self.rest = rest
         self.missing: tuple[str, ...] | None = None
-        """Status fields that the API server would drop; None: not known yet."""
+        """Status fields that the API server would drop; None if they are not known yet."""
         self._fits = asyncio.Event()
         self._seen = ""
-        """Address of the last schema that was read. It contains the schema's hash."""
+        """URL of the last schema that was read. It contains the schema's hash."""
         self._logged = float("-inf")
         self._unknown_since: float | None = None
 
@@ -77,8 +76,8 @@ class ServedSchema:
                 elif now() - self._unknown_since >= UNKNOWN_SECONDS:
                     self._judge(self.missing or ())
             except Exception as error:
-                # The right may be missing, or a proxy in the way. The check is helpful but not
-                # required.
+                # The permission may be missing, or a proxy may block the request. The check is
+                # helpful but not required.
                 log.log(
                     logging.DEBUG if self.missing == () else logging.INFO,
                     "the served schema could not be checked: %r",
@@ -88,7 +87,7 @@ class ServedSchema:
             await asyncio.sleep(LOOK_SECONDS if self.fits else RETRY_SECONDS)
 
     async def look(self) -> None:
-        """Compare the served schema once with what the operator writes."""
+        """Compare the served schema once with the fields that the operator writes."""
         index = await self.rest.request("GET", INDEX)
         address = str(index["paths"].get(_API, {}).get("serverRelativeURL", ""))
         if not address:
@@ -109,7 +108,7 @@ class ServedSchema:
             self._judge(self.missing)
 
     async def _rest_answers(self) -> bool:
-        """Whether the API server responds to requests for anything except a schema."""
+        """Whether the API server responds to requests for anything other than a schema."""
         try:
             await self._is_served()
         except Unavailable as error:
@@ -119,7 +118,7 @@ class ServedSchema:
         return True
 
     async def _is_served(self) -> bool:
-        """Whether discovery knows the resource. The index may be late or filtered by a proxy."""
+        """Whether discovery lists the resource. The index may be late, or filtered by a proxy."""
         try:
             found = await self.rest.request("GET", f"/{_API}")
         except ApiError as error:
@@ -150,7 +149,7 @@ class ServedSchema:
 
 
 def lacking(ours: Mapping[str, Any], served: Any, path: str = "status") -> Iterator[str]:
-    """Yield paths of fields in this release's schema that the served schema would drop."""
+    """Yield the paths of fields in this release's schema that the served schema would drop."""
     served = served if isinstance(served, Mapping) else {}
     if served.get("x-kubernetes-preserve-unknown-fields"):
         return

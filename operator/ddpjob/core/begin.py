@@ -1,12 +1,13 @@
-"""Decides a job's generation and slots when it begins, resumes, changes or yields its room.
+"""Decides a job's generation and slots when it begins, resumes, changes or gives up its nodes.
 
 A generation is one coordinator with its pods (`plan.slots`). The question here is whether the
 current generation still fits the job, and if not, how much of it must be replaced.
 
 - A new job begins generation 0.
-- If pods would be made differently now, a new generation replaces all of them. That is so after a
-  change of the operator's key or of the spec that pods are made from, and if a missing pod cannot
-  get the same runtime as its peers. The restart is planned, so it does not count.
+- If pods would now be built differently, a new generation replaces all of them. This happens after
+  a change to the operator's key or to the spec that pods are built from. It also happens if a
+  missing pod cannot get the same runtime as its peers. The restart is planned, so it does not
+  count.
 - A different spec.nodes or spec.spares resizes the generation in place. Additional nodes join
   through a later restart by the coordinator. Fewer nodes restart the group now. A new generation is
   needed only for a `command`, or if missing pods could not join their peers.
@@ -45,7 +46,7 @@ from ddpjob.core.view import View
 
 @dataclass(frozen=True)
 class Begun:
-    """The view with the slots that the job should have, and the events about a change."""
+    """The view with the slots that the job should have, and the events that report a change."""
 
     view: View
     events: list[Event]
@@ -78,12 +79,12 @@ def begin(view: View) -> Begun:
 
 
 def _lay_out(view: View) -> tuple[JobStatus, list[Event]]:
-    """Return the status with slots that fit the spec, and the events about a change."""
+    """Return the status with slots that fit the spec, and the events that report a change."""
     job, status = view.job, view.status
     if not status.slots:
         return begin_generation(view), []
     if view.world.problems:
-        return status, []  # pods cannot be built from this spec
+        return status, []  # Pods cannot be built from this spec.
     suspended = status.holds(ConditionType.SUSPENDED)
     fitting = fits(view)
     if fitting and is_outdated(view):
@@ -120,7 +121,7 @@ def _resize(view: View) -> tuple[JobStatus, list[Event]]:
     """Return the status with slots added or dropped in the current generation, and the event.
 
     Additional nodes join through a later restart by the coordinator. Fewer nodes restart the group
-    now. Fewer spares do so only if a dropped pod trains and cannot be kept (`keep_training`).
+    now. Fewer spares restart it only if a dropped pod trains and cannot be kept (`keep_training`).
     """
     job, status = view.job, view.status
     message = _new_size(view)

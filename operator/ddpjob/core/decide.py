@@ -1,4 +1,4 @@
-"""Makes the one decision about a job: from what was observed, what to write and do.
+"""Decides, from one observation of a job, what to write to its status and which actions to take.
 
 Each reconcile calls `decide` once with three values: the job, the observed world and the time. It
 returns one `Decision`, which `engine.apply` performs. An operator may die at any point, so only the
@@ -62,9 +62,10 @@ decision ends the reconcile; otherwise the next gate gets its view."""
 
 
 def decide(job: DDPJob, world: World, now: datetime) -> Decision:
-    """Return what a job's status should be and what should be done at `now` (timezone-aware UTC).
+    """Return the status that a job should have, and the actions to take.
 
-    `job` holds the spec and the last written status; `world` was observed after `job` was read.
+    `job` holds the spec and the last written status. `world` was observed after `job` was read.
+    `now` is timezone-aware UTC.
 
     The function is pure: the same arguments always give the same decision. The decision may be
     performed twice, because creations are named by index and attempt, and deletions carry a uid. If
@@ -99,7 +100,7 @@ def _decide(view: View) -> Decision:
 def _run(view: View) -> Decision:
     """Return the decision for a job that should run.
 
-    The order of these lines matters. Whether the job ends is known only after `follow`. Only a job
+    The order of these steps matters. Whether the job ends is known only after `follow`. Only a job
     that continues gets new actions, conditions and messages to the coordinator.
     """
     begun = begin(view)
@@ -119,7 +120,7 @@ def _run(view: View) -> Decision:
 
 
 def _end_from_outside(begun: Begun, followed: Followed) -> Decision | None:
-    """Return the end of a job that has reached its deadline or has an object that is invalid."""
+    """Return the end of a job that has reached its deadline or has an invalid object."""
     view = begun.view
     if _is_too_late(view) and not is_done(followed.ends):
         return fail(view, _deadline_exceeded(view.job))
@@ -150,7 +151,7 @@ def _restart_events(followed: Followed) -> list[Event]:
 
 
 def _wake(view: View, followed: Followed, *, quiet: bool, held: datetime | None) -> float:
-    """Return the seconds until the next reconcile. A `quiet` reconcile had no actions."""
+    """Return the seconds until the next reconcile. `quiet` is true if this one had no actions."""
     world = view.world
     blocked = bool(world.rejections or world.problems) or view.claim_problem is not None
     quiet = quiet and not followed.news and not followed.undecided and not _is_somebody_silent(view)
@@ -198,6 +199,6 @@ def _with_budget_restored(view: View) -> tuple[JobStatus, list[Event]]:
 
 
 def _is_somebody_silent(view: View) -> bool:
-    """Whether a pod or the coordinator is silent, so that it may soon be declared lost."""
+    """Whether a pod or the coordinator is silent and may soon be declared lost."""
     world = view.world
     return bool(world.silent) or any(lost_since(pod, world, view.now) is not None for pod in world.pods)

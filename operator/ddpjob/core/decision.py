@@ -1,4 +1,4 @@
-"""The outcome of a reconcile: status to write, actions, events, and when to reconcile again."""
+"""The outcome of a reconcile: the status to write, actions, events, and when to reconcile again."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ BLOCKED_POLL = 10.0
 
 @dataclass(frozen=True)
 class CreateService:
-    """Create the headless service of the job."""
+    """Creates the headless service of the job."""
 
 
 @dataclass(frozen=True)
 class CreateClaim:
-    """Create the PersistentVolumeClaim of storage.checkpoints.claimTemplate."""
+    """Creates the PersistentVolumeClaim of storage.checkpoints.claimTemplate."""
 
 
 @dataclass(frozen=True)
 class CreateRuntime:
-    """Create the ConfigMap with the runtime of the job's pods, named `status.runtime`."""
+    """Creates the ConfigMap with the runtime of the job's pods, named `status.runtime`."""
 
 
 @dataclass(frozen=True)
 class CreateBudget:
-    """Create the PodDisruptionBudget of the job's node pods."""
+    """Creates the PodDisruptionBudget of the job's node pods."""
 
 
 @dataclass(frozen=True)
 class CreatePolicy:
-    """Create the NetworkPolicy of the job's pods. If it is rejected, the job runs without it."""
+    """Creates the NetworkPolicy of the job's pods. If it is rejected, the job runs without it."""
 
 
 @dataclass(frozen=True)
 class CreateToken:
-    """Create the Secret with the job pods' token. The operator never reads it."""
+    """Creates the Secret with the job pods' token. The operator never reads it."""
 
 
 @dataclass(frozen=True)
 class CreateGang:
-    """Create the generation's PodGroup: the scheduler places its pods at once or not at all."""
+    """Creates the generation's PodGroup: the scheduler places its pods at once or not at all."""
 
 
 @dataclass(frozen=True)
 class CreateWorkload:
-    """Create the Workload that asks Kueue for the quota of all the job's pods."""
+    """Creates the Workload that asks Kueue for the quota of all the job's pods."""
 
     name: str
     replaces: str = ""
-    """Name of the Workload that holds the job's quota until this Workload, with a different number
-    of pods, is admitted."""
+    """Name of the Workload that holds the job's quota. This Workload, which has a different number
+    of pods, replaces it when it is admitted."""
 
 
 @dataclass(frozen=True)
 class CreateCoordinator:
-    """Create the coordinator pod for the status's generation and attempt."""
+    """Creates the coordinator pod for the status's generation and attempt."""
 
 
 @dataclass(frozen=True)
 class CreateNode:
-    """Create the pod of a slot."""
+    """Creates the pod of a slot."""
 
     index: int
     attempt: int
@@ -74,18 +74,18 @@ class CreateNode:
 
 @dataclass(frozen=True)
 class DeletePod:
-    """Delete a pod. The uid is a precondition, so a newer pod of that name is never deleted."""
+    """Deletes a pod. The uid is a precondition, so a newer pod of that name is never deleted."""
 
     name: str
     uid: str
     grace: int | None = None
-    """Grace period in seconds; None means the pod's own. 0 deletes the pod without waiting until
-    its host confirms the end."""
+    """Grace period in seconds; None means the pod's own. 0 deletes the pod without waiting for its
+    host to confirm that it has ended."""
 
 
 @dataclass(frozen=True)
 class DeleteGang:
-    """Delete the PodGroup of an earlier generation or an ended job. Its uid is a precondition."""
+    """Deletes the PodGroup of an earlier generation or an ended job. Its uid is a precondition."""
 
     name: str
     uid: str
@@ -93,7 +93,7 @@ class DeleteGang:
 
 @dataclass(frozen=True)
 class DeleteWorkload:
-    """Delete a Workload. Its uid is a precondition."""
+    """Deletes a Workload. Its uid is a precondition."""
 
     name: str
     uid: str
@@ -101,7 +101,7 @@ class DeleteWorkload:
 
 @dataclass(frozen=True)
 class MarkWorkload:
-    """Report to Kueue that a Workload's pods are running, or that they have ended for good."""
+    """Reports to Kueue that a Workload's pods are running, or that they have ended for good."""
 
     name: str
     uid: str
@@ -113,7 +113,7 @@ class MarkWorkload:
 
 @dataclass(frozen=True)
 class ReleaseWorkload:
-    """Release the quota of an evicted Workload, which then waits in its queue again."""
+    """Releases the quota of an evicted Workload, which then waits in its queue again."""
 
     name: str
     uid: str
@@ -121,7 +121,7 @@ class ReleaseWorkload:
 
 @dataclass(frozen=True)
 class LabelPod:
-    """Change the role label of a pod that the coordinator has taken into the group or left out."""
+    """Changes the role label of a pod that the coordinator has taken into the group or left out."""
 
     name: str
     uid: str
@@ -130,12 +130,12 @@ class LabelPod:
 
 @dataclass(frozen=True)
 class DeleteJob:
-    """Delete the job itself after its time to live."""
+    """Deletes the job itself after its time to live."""
 
 
 @dataclass(frozen=True)
 class NotifyCoordinator:
-    """Send `POST /v1/VERB` to the coordinator at `endpoint` (host:port).
+    """Sends `POST /v1/VERB` to the coordinator at `endpoint` (host:port).
 
     The message may be lost. Nothing depends on its arrival.
     """
@@ -147,7 +147,7 @@ class NotifyCoordinator:
 
 @dataclass(frozen=True)
 class SendNotification:
-    """Post a notification to a receiver without waiting. A later World holds the outcome."""
+    """Posts a notification to a receiver without waiting. A later World holds the outcome."""
 
     id: str
     receiver: str
@@ -155,7 +155,7 @@ class SendNotification:
 
 
 Preparation = CreateService | CreateClaim | CreateRuntime | CreateBudget | CreatePolicy | CreateToken | CreateGang
-"""Creations of the objects that pods need."""
+"""Actions that create the objects that pods need."""
 Creation = Preparation | CreateWorkload | CreateCoordinator | CreateNode
 Queueing = DeleteWorkload | MarkWorkload | ReleaseWorkload
 Change = DeletePod | DeleteGang | DeleteJob | LabelPod | Queueing
@@ -170,12 +170,12 @@ class Event:
     reason: str
     message: str
     once: bool = False
-    """Whether the event is skipped if the cluster still has the same event of this job."""
+    """Whether to skip the event if the cluster still has an identical event for this job."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the job failed: reason and message of its condition Failed."""
+    """Why the job failed: the reason and message of its Failed condition."""
 
     reason: str
     message: str

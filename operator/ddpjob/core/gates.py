@@ -65,7 +65,7 @@ def pass_unless_suspended(view: View) -> View | Decision:
 
 
 def pass_with_class(view: View) -> View | Decision:
-    """Let a job that begins take its class, and show in the status which class applies."""
+    """Apply its class to a job that begins, and show in the status which class applies."""
     fault, taken = find_class_fault(view), take_class(view)
     if fault is not None:
         return _without_class(view, *fault)
@@ -75,7 +75,7 @@ def pass_with_class(view: View) -> View | Decision:
 
 
 def _without_class(view: View, reason: str, message: str) -> Decision:
-    """Return the decision for a job that cannot have its class.
+    """Return the decision for a job that cannot get its class.
 
     A new job that violates the class's rules fails. Other jobs wait without pods.
     """
@@ -91,7 +91,7 @@ def _without_class(view: View, reason: str, message: str) -> Decision:
 
 
 def pass_with_quota(view: View) -> View | Decision:
-    """Remove the pods of a queued job that has no quota. Give other jobs the granted size."""
+    """Remove the pods of a queued job without quota, and give a job with quota the granted size."""
     granted = with_grant(view)
     if not is_queued(granted.with_status(view.job.status)):
         return granted
@@ -109,7 +109,7 @@ def _without_quota(view: View) -> Decision:
     if had is not None:
         held = next((w for w in view.world.workloads if w.uid == had.uid), None)
         lost = next((w for w in view.world.workloads if w.evicted and w.grant is not None), None)
-        # Name the queue that had granted the quota. The label may now name a different one.
+        # Use the queue that granted the quota, because the label may now name a different one.
         queue = next((w.asks[0] for w in (held, lost) if w is not None and w.asks[0]), view.job.queue)
         if lost is None and held is not None and held.admitted and not (held.finished or held.leaving):
             why = f"the quota that queue {queue} has granted no longer fits the job's spec"

@@ -39,11 +39,12 @@ _OF_THE_POD = frozenset({"name", "emptyDir", "configMap", "secret", "projected",
 
 
 ONLY_COPY, STATE = "OnlyCopy", "the newest state"
-"""Why a pod is kept: the reason in conditions and events, and words in each message about it."""
+"""The reason, in conditions and events, for keeping a pod, and the words for the state in
+messages."""
 
 
 def find_holders(view: View) -> frozenset[str]:
-    """Return the names of the pods that hold the job's newest state, if it is in no other place.
+    """Return the names of the pods that hold the job's newest state, if it is stored nowhere else.
 
     These are the training pods or, while no group trains, the pods that trained before the last
     break.
@@ -80,7 +81,7 @@ def _mounts_a_volume(spec: JobSpec) -> bool:
 def explain_kept(view: View) -> str:
     """Return why pods beyond spec.nodes and spec.spares stay for now; empty if no such pod stays.
 
-    A lower size drops the last slots. They stay for now if only their pods hold the newest state.
+    A smaller size drops the last slots, but they stay while only their pods hold the newest state.
     """
     going = {pod.name for pod in view.pods[view.job.spec.pods :] if pod is not None}
     holders = find_holders(view) if going else frozenset()

@@ -1,12 +1,13 @@
-"""Decides the order of ranks for spec.rankOrder, so that nodes in one place are neighbours.
+"""Decides the order of ranks for spec.rankOrder, so that nearby nodes get neighbouring ranks.
 
 The rings and trees of NCCL and gloo connect ranks in order, without regard to the network between
 Kubernetes nodes. If neighbouring ranks are in different racks, every byte crosses the slow links
-several times. `spec.rankOrder` names labels of Kubernetes nodes, the widest place first. Only the
+several times. `spec.rankOrder` lists labels of Kubernetes nodes, the widest level first. Only the
 operator can read these labels, so it sends the order to the coordinator as a list of pods.
 
-- A node's place consists of its values for these labels and its own name (`place_of`). If a label
-  is missing, the node is a separate place from that level on.
+- A node's place consists of its Kubernetes node's values for these labels and that Kubernetes
+  node's name (`place_of`). If a label is missing, the Kubernetes node is a separate place from that
+  level on.
 - Places are sorted by their lowest index, level by level, so index 0 is always first, and its logs,
   metrics and checkpoints stay where users look for them.
 
@@ -33,12 +34,13 @@ from ddpjob.core.view import View
 from ddpjob.core.world import HostView
 
 Place = tuple[str, ...]
-"""A node's place: a value for each label, the widest place first, then its Kubernetes node. From
-the first missing label on, the Kubernetes node's name replaces the unknown values."""
+"""A node's place: its value for each label, from the widest level to the narrowest, and then its
+Kubernetes node. From the first missing label on, the Kubernetes node's name replaces the unknown
+values."""
 
 
 def order_pods(view: View) -> tuple[str, ...]:
-    """Return the names of the slots' pods in rank order. Pods in unknown places are left out.
+    """Return the names of the slots' pods in rank order, without the pods whose place is unknown.
 
     Without spec.rankOrder the result is empty, because ranks then follow the indices.
     """
@@ -46,8 +48,9 @@ def order_pods(view: View) -> tuple[str, ...]:
         return ()
     hosts, places, names = view.world.hosts, dict[int, Place](), dict[int, str]()
     for index, pod in enumerate(view.pods):
-        # A Kubernetes node that the watch has not shown yet will be known soon. If `hosts` is None,
-        # the operator may not watch nodes, so every pod gets a place of its own.
+        # A Kubernetes node that the watch has not reported yet will be known soon, so its pod is
+        # left out. If `hosts` is None, the operator may not watch nodes, so every pod gets a place
+        # of its own.
         if pod is not None and pod.host and (hosts is None or pod.host in hosts):
             names[index] = pod.name
             places[index] = place_of(pod.host, (hosts or {}).get(pod.host), view.job.spec.rank_order)
@@ -55,9 +58,9 @@ def order_pods(view: View) -> tuple[str, ...]:
 
 
 def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool, str, str]:
-    """Return status, reason and message of the condition RanksOrdered for a running group.
+    """Return the status, reason and message of the RanksOrdered condition for a running group.
 
-    `group` has the names of the group's pods in rank order.
+    `group` lists the names of the group's pods in rank order.
     """
     labels, hosts = view.job.spec.rank_order, view.world.hosts
     if hosts is None:

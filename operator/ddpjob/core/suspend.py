@@ -2,7 +2,7 @@
 
 Scripts must be able to save, nothing may be left running, and a resume must find a new plan.
 
-1. A group that has already finished its work makes the job complete. It is not suspended.
+1. If the group has already finished its work, the job is complete and is not suspended.
 2. The slots are planned again as a new generation, so a resume only has to create the pods.
 3. Nodes are deleted with their grace period. The coordinator is deleted last, because nodes need it
    until they have ended. It does not wait for a pod that should have ended long ago.
@@ -60,8 +60,9 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
     states = [status.rendezvous.state, *(s.state for s in status.slots)]
     created = view.coordinator is not None or any(pod is not None for pod in view.pods)
     if created or any(state is not SlotState.PLANNED for state in states):
-        # A pod may exist that the status does not show yet. Its name is used up too. The old
-        # template hash and runtime are kept, so that `begin` compares the spec at the resume.
+        # A pod may exist that the status does not show yet, and its name cannot be used again. The
+        # old template hash and runtime are kept, so that `begin` compares the spec when the job
+        # resumes.
         status = replace(begin_generation(view), template_hash=status.template_hash, runtime=status.runtime)
     leaving = [p for p in view.world.pods if is_left(p, view.world)]
     if events is None:
@@ -112,9 +113,10 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
 
 
 def _send_away(view: View, leaving: list[PodView]) -> list[Action]:
-    """Return messages to the coordinators about pods whose launchers have missed their deletion.
+    """Return messages that tell coordinators which pods' launchers have missed their deletion.
 
-    There may be a coordinator of an earlier generation, so each one is notified at its own address.
+    A coordinator of an earlier generation may still exist, so each one is notified at its own
+    address.
     """
     port = view.job.spec.rendezvous.endpoint_port
     coordinators = (p for p in leaving if p.role is Role.COORDINATOR and p.address and p.main.running)
@@ -124,7 +126,7 @@ def _send_away(view: View, leaving: list[PodView]) -> list[Action]:
 def is_left(pod: PodView, world: World) -> bool:
     """Whether the pod still has to end.
 
-    A pod whose program has ended may still have a running sidecar, which is ignored on a dead host.
+    A sidecar may still be running after the pod's program has ended. On a dead host, it is ignored.
     """
     return not pod.ended or (has_leftovers(pod) and not is_down(pod.host, world.hosts))
 

@@ -29,9 +29,9 @@ class View:
     now: datetime
 
     def with_status(self, status: JobStatus) -> View:
-        """Return the same job, world and time with a changed status.
+        """Return a view of the same job, world and time with a changed status.
 
-        If the status object is the same, return the same view.
+        If the status object is the same, return this view.
         """
         if status is self.status:
             return self
@@ -51,13 +51,13 @@ class View:
 
     @cached_property
     def pods(self) -> tuple[PodView | None, ...]:
-        """The pod of every slot's current attempt, in slot order; None where it does not exist."""
+        """The pod of every slot's current attempt, in slot order; None if it does not exist."""
         by_name = self.world.nodes_by_name
         return tuple(by_name.get(node_pod_name(self.job, i, slot.attempt)) for i, slot in enumerate(self.status.slots))
 
     @cached_property
     def coordinator(self) -> PodView | None:
-        """The pod of the current coordinator: its own, or slot 0's in placement Master."""
+        """The pod of the current coordinator: its own, or slot 0's pod with placement Master."""
         rendezvous = self.status.rendezvous
         if self.job.spec.rendezvous.placement is Placement.MASTER:
             name = node_pod_name(self.job, 0, self.status.slots[0].attempt) if self.status.slots else ""
@@ -67,7 +67,7 @@ class View:
 
     @cached_property
     def current_names(self) -> frozenset[str]:
-        """Names of the pods that should exist: every slot's and the coordinator's."""
+        """Names of the pods that should exist: the pods of all slots, and the coordinator's pod."""
         rendezvous = self.status.rendezvous
         names = {node_pod_name(self.job, i, s.attempt) for i, s in enumerate(self.status.slots)}
         return frozenset(names | {coordinator_pod_name(self.job, rendezvous.generation, rendezvous.attempt)})
@@ -106,5 +106,5 @@ class View:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a reported value is a finite number. JSON's true and NaN are not."""
+    """Whether a reported value is a finite number. The values true and NaN of JSON are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")

@@ -7,7 +7,7 @@ no pod is created until every claim exists, suits the number of nodes, and holds
 - A claim from `claimTemplate` is used only if this job made it, or an earlier job with the same
   name made it from an equal template. If it is lost with its checkpoints, no new pod is created.
 - A checkpoint folder belongs to the first job that begins with it, until that job has ended or is
-  deleted. A suspended job keeps its folder. Another job that names the same folder of the same
+  deleted. A suspended job keeps its folder. Another job with the same folder of the same
   volume waits (`FolderTaken`), because it would continue and overwrite the first job's training.
   Jobs share a folder only if all of them set `exclusive: false`.
 
@@ -38,14 +38,17 @@ FIELD = "spec.storage.checkpoints.claimTemplate"
 
 @dataclass(frozen=True)
 class Unusable:
-    """Why pods are not created, and what to do."""
+    """Why pods are not created, and what the user can do."""
 
     reason: str
     message: str
 
 
 def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
-    """Return why a claim cannot serve the job's pods, for the first such claim; None if all can."""
+    """Return why a claim cannot serve the job's pods; None if all claims can.
+
+    The result describes the first such claim.
+    """
     template = job.spec.storage.claim_template
     if world.folder_user:
         return Unusable(FOLDER_TAKEN, _taken(job, world.folder_user))
@@ -76,7 +79,7 @@ def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
 
 
 def find_folder_user(job: DDPJob, others: Iterable[DDPJob]) -> str:
-    """Return the name and phase of another job that has this job's folder; empty if it is free.
+    """Return the name and phase of another job that uses this job's folder; empty if it is free.
 
     A job that already has its folder keeps it, so only jobs that begin or wait are judged. If two
     jobs begin at once, the older one gets the folder.
@@ -116,7 +119,10 @@ def _is_exclusive(job: DDPJob) -> bool:
 
 
 def _has_its_folder(job: DDPJob) -> bool:
-    """Whether the job has begun to use its folder. A job that was suspended early may not have."""
+    """Whether the job has begun to use its folder.
+
+    A job that was suspended early may not have used it yet.
+    """
     status, scheduled = job.status, job.status.condition(ConditionType.SCHEDULED)
     if not status.slots or (scheduled is not None and scheduled.reason == FOLDER_TAKEN):
         return False
@@ -171,7 +177,7 @@ def _goes_with_job(job: DDPJob, claim: ClaimView) -> Unusable | None:
     """Return why a claim would be deleted with the job although the spec does not request it.
 
     A claimTemplate cannot change, but it can be removed and added again with a different
-    `whenDeleted`. Owners of a claim that no job made are ignored, because its author chose them.
+    `whenDeleted`. If no job made the claim, its owners are ignored, because its author chose them.
     """
     template = job.spec.storage.claim_template
     delete = template is not None and template.when_deleted is WhenDeleted.DELETE and claim.name == job.made_claim
@@ -189,9 +195,9 @@ def _goes_with_job(job: DDPJob, claim: ClaimView) -> Unusable | None:
 def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
     """Return why an existing claim cannot serve as the claim that the job makes; None if it can.
 
-    It can if this job, or an earlier job with the same name, made it from an equal template. Names
-    are unique in a namespace, so the earlier job is gone. This job's own template may have changed
-    too, because it can be removed and added again.
+    The claim can serve if this job, or an earlier job with the same name, made it from an equal
+    template. Names are unique in a namespace, so the earlier job is gone. This job's own template
+    may have changed too, because it can be removed and added again.
     """
     what = f"the claim {claim.name}, which {FIELD} makes,"
     if any(uid != job.uid for uid in claim.owners):
@@ -210,9 +216,9 @@ def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
 
 
 def _lost(job: DDPJob, claim: ClaimView) -> Unusable | None:
-    """Return that the claim with the job's checkpoints is gone; None if it never existed.
+    """Describe how the job's checkpoints were lost with their claim; None if there were none.
 
-    The job must not train from scratch unnoticed.
+    A job that has lost its checkpoints must not train from scratch unnoticed.
     """
     if not (job.status.trained and job.status.claim_made):
         return None

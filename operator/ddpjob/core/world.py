@@ -25,7 +25,8 @@ CODE_CONTAINER = "ddpjob-code"
 """The init container that clones spec.code.git."""
 
 NAME_TAKEN = 409
-"""HTTP status Conflict: the `Rejection.status` if another owner's object has the name."""
+"""HTTP status Conflict: the `Rejection.status` if an object with the name belongs to another
+owner."""
 
 OUT_OF_SERVICE_TAINT = "node.kubernetes.io/out-of-service"
 
@@ -41,9 +42,9 @@ LABEL_ROUND = "ddpjob.io/round"
 LABEL_ISOLATED = "ddpjob.io/isolated"
 LABEL_BUDGET = "ddpjob.io/disruption-budget"
 ANNOTATION_GROUP = "scheduling.k8s.io/group-name"
-"""Annotation of a pod that names its PodGroup for Volcano."""
+"""Annotation on a pod that names its PodGroup for Volcano."""
 ANNOTATION_TEMPLATE = "ddpjob.io/claim-template"
-"""Annotation of a claim that a job has made. The value is the mark of the claimTemplate."""
+"""Annotation on a claim that a job has made. The value is a hash of the claimTemplate."""
 
 
 class Role(StrEnum):
@@ -55,7 +56,7 @@ class Role(StrEnum):
 
 
 NODE_ROLES = (Role.NODE, Role.SPARE)
-"""Roles of slots' pods. The coordinator chooses which of them train, and the label follows."""
+"""Roles of the slots' pods. The coordinator chooses which pods train, and the label follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,15 +103,15 @@ class PodView:
     status_reason: str = ""
     status_message: str = ""
     unschedulable: str = ""
-    """The scheduler's message while it finds no host for the pod."""
+    """The scheduler's message if it finds no host for the pod."""
     gated: str = ""
-    """Kubernetes' message while scheduling gates keep the pod from the scheduler."""
+    """Kubernetes' message while scheduling gates hold the pod back from the scheduler."""
     scheduled: datetime | None = None
     """When the pod was bound to its host."""
     prepared: bool | None = None
     """Whether the pod's volumes and network are ready; None if the kubelet does not report it."""
     disruption: str = ""
-    """Reason of the condition DisruptionTarget, such as PreemptionByScheduler or
+    """Reason of the DisruptionTarget condition, such as PreemptionByScheduler or
     EvictionByEvictionAPI."""
     disruption_message: str = ""
     containers: Mapping[str, ContainerView] = field(default_factory=dict)
@@ -157,9 +158,10 @@ class HealthSignals:
     """
 
     conditions: tuple[tuple[str, str], ...] = ()
-    """Types with their bad statuses, such as ("AcceleratedHardwareReady", "False")."""
+    """Condition types with the status that means unhealthy, such as ("AcceleratedHardwareReady",
+    "False")."""
     taints: tuple[str, ...] = ()
-    """Keys of taints."""
+    """Keys of taints that mark a node as unhealthy."""
 
     def against(self, conditions: Iterable[Mapping[str, Any]], taints: Iterable[Mapping[str, Any]]) -> str:
         """Describe the first sign of a fault; empty if there is none.
@@ -196,15 +198,15 @@ class HostView:
     """When the operator last saw `ready` change, by its own clock (see `remembered`). None if
     unknown."""
     out_of_service: bool
-    """Whether an administrator has marked the host with a taint as shut down. Nothing is running on
-    it."""
+    """Whether an administrator has marked the host as shut down, with the out-of-service taint.
+    Nothing is running on it."""
     deleted: bool = False
     """Whether the host's object has been deleted since the operator first saw it."""
     unhealthy: str = ""
     """The fault that a health agent reports with a condition or a taint; empty if there is none."""
     unhealthy_since: datetime | None = None
-    """When the operator saw the fault begin, by its own clock. None if the fault was already there
-    when the operator first saw the host."""
+    """When the operator saw the fault begin, by its own clock. None if the host already had the
+    fault when the operator first saw it."""
     schedulable: bool = True
     """Whether the host is not cordoned, and all of its taints could be read."""
     taints: tuple[tuple[str, str, str], ...] = ()
@@ -220,7 +222,7 @@ class HostView:
 
     @classmethod
     def read(cls, body: Mapping[str, Any], signals: HealthSignals | None = None) -> HostView:
-        """Read a Node object, whose health is judged by `signals`.
+        """Read a Node object, and judge its health by `signals`.
 
         Raises KeyError if the body has no name.
         """
@@ -242,7 +244,10 @@ class HostView:
 
 
 def _devices(allocatable: Mapping[str, Any]) -> dict[str, int]:
-    """Return the resources of device plugins: whole numbers, with a domain in the name."""
+    """Return the resources that come from device plugins.
+
+    Their names have a domain, and their amounts are whole numbers.
+    """
     return {name: int(n) for name, n in allocatable.items() if "/" in name and str(n).isdecimal()}
 
 
@@ -252,8 +257,8 @@ def remembered(
     """Return the hosts that were `found`, with the operator's memory of them from `before`.
 
     The operator remembers since when each host has been ready, not ready or unhealthy, and which
-    hosts were deleted. A host that was never seen may be newer than the list, so it counts as
-    unknown, not as deleted. If a host is already unhealthy when it is first seen, the beginning of
+    hosts were deleted. A host that was never seen counts as unknown, not as deleted, because it may
+    be newer than the list. If a host is already unhealthy when it is first seen, the beginning of
     the fault is unknown.
     """
     hosts = {}
@@ -285,17 +290,17 @@ class ClaimView:
     made_by: str = ""
     """UID of the job that made the claim, possibly an earlier job; empty if no job made it."""
     made_for: str = ""
-    """Name of that job."""
+    """Name of the job that made the claim."""
     template: str = ""
-    """The mark of the claimTemplate that the claim was made from."""
+    """Hash of the claimTemplate from which the claim was made."""
     owners: tuple[str, ...] = ()
-    """UIDs of the objects with which the claim is deleted."""
+    """UIDs of the objects that own the claim. It is deleted with them."""
     deleting: bool = False
 
 
 _POLICY = re.compile(r"admission webhook|AdmissionPolicy|denied", re.IGNORECASE)
-"""Messages of the API server if a webhook or an admission policy rejects an object, or if the
-webhook is unreachable."""
+"""Matches the API server's messages if a webhook or an admission policy rejects an object, or if
+the webhook is unreachable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,13 +311,13 @@ class Rejection:
     status: int
     message: str
     optional: bool = False
-    """Whether the job runs without the object."""
+    """Whether the job can run without the object."""
 
     @property
     def final(self) -> bool:
         """Whether the same object will always be rejected, because its content is invalid.
 
-        An admission policy rejects with the same HTTP statuses, but the policy may change.
+        An admission policy rejects objects with the same HTTP statuses, but the policy may change.
         """
         return self.status in (400, 422) and not _POLICY.search(self.message)
 
@@ -323,12 +328,12 @@ class Rejection:
 
     @property
     def of_gang(self) -> bool:
-        """Whether the object is the PodGroup. Users can set the job to run without a PodGroup."""
+        """Whether the object is the PodGroup. Users can configure the job to run without one."""
         return self.object.startswith("PodGroup ")
 
     @property
     def of_budget(self) -> bool:
-        """Whether the object is the PodDisruptionBudget, which pods do not need in order to run."""
+        """Whether the object is the PodDisruptionBudget. Pods can run without it."""
         return self.object.startswith("PodDisruptionBudget ")
 
     @property
@@ -347,7 +352,7 @@ class NotificationOutcome:
 
     delivered: bool
     message: str = ""
-    """Why the notification was given up."""
+    """Why the notification was abandoned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,7 +362,7 @@ class WorkloadView:
     name: str
     uid: str
     asks: tuple[str, str] = ("", "")
-    """Names of the LocalQueue, and of the WorkloadPriorityClass or PriorityClass."""
+    """Names of the LocalQueue and of the WorkloadPriorityClass or PriorityClass."""
     shape: str = ""
     """The hash of what each pod needs (see `core.plan.queue`)."""
     reserved: bool = False
@@ -368,40 +373,41 @@ class WorkloadView:
     finished: str = ""
     """Why the Workload has finished; empty if it has not."""
     ready: bool = False
-    """Whether Kueue knows that the pods are running."""
+    """Whether Kueue has been notified that the pods are running."""
     leaving: bool = False
     """Whether the Workload's deletion was requested."""
     message: str = ""
     """Kueue's message about why the Workload is waiting or evicted."""
     grant: QueueStatus | None = None
-    """What Kueue has granted; None until the Workload is admitted."""
+    """The size and flavors that Kueue has granted; None until the Workload is admitted."""
     flavors: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     """Names of the ResourceFlavors for the slots' pods, and for the coordinator's pod."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Everything that a reconcile has observed of one job, at one moment."""
+    """Everything that a reconcile has observed about one job at one moment."""
 
     pods: tuple[PodView, ...] = ()
     departed: tuple[PodView, ...] = ()
     """The last known state of pods that are gone, from their deletion events."""
     has_service: bool = False
     has_budget: bool = False
-    """Whether the job's PodDisruptionBudget (which has the job's name) exists."""
+    """Whether the job's PodDisruptionBudget exists. It has the job's name."""
     runtime: str = ""
-    """Name of the ConfigMap with the runtime of the job's pods; empty if it does not exist."""
+    """Name of the ConfigMap that contains the runtime of the job's pods; empty if it does not
+    exist."""
     runtime_offered: str = ""
     """Name of the runtime ConfigMap that this version of the operator would create."""
     key_mark: str = ""
-    """A mark of the key from which the jobs' tokens are derived. Pods with tokens from different
-    keys reject each other."""
+    """Short hash of the key from which the jobs' tokens are derived. Pods reject each other if
+    their tokens come from different keys."""
     has_token: bool = False
     """Whether the Secret with the token has been created. The operator cannot read it, so it may
     have been deleted since."""
     report: Report | None = None
     report_refused: str = ""
-    """Why the coordinator's last response could not be used; empty if it could, or if the
+    """Why the coordinator's last response could not be used. Empty if it could be used, or if the
     coordinator has not responded."""
     report_seconds: float = 0.0
     """Maximum age in seconds of the coordinator's report, if news in it wakes the job; 0 if only
@@ -410,8 +416,8 @@ class World:
     """Whether the cluster serves the PodGroups of the job's scheduler and lets the operator list
     them."""
     gangs: Mapping[str, str] = field(default_factory=dict)
-    """The uids of the job's PodGroups by name. The uid is empty if the deletion of the PodGroup was
-    requested."""
+    """The uids of the job's PodGroups by name. The uid is empty if the deletion of that PodGroup
+    was requested."""
     serves_queues: bool | None = None
     """Whether the cluster serves Kueue's Workloads and lets the operator read them. None if this
     operator does not support queues."""
@@ -419,22 +425,22 @@ class World:
     """The job's Workloads, sorted by name."""
     claims: tuple[ClaimView, ...] = ()
     folder_user: str = ""
-    """Name and phase of another job that has this job's checkpoint folder; empty if it is free."""
+    """Name and phase of another job that uses this job's checkpoint folder; empty if it is free."""
     claim_template: str = ""
-    """The mark of the job's own claimTemplate."""
+    """Hash of the job's own claimTemplate."""
     hosts: Mapping[str, HostView] | None = None
-    """Kubernetes nodes by name; nothing is known about a missing name. None if the operator may not
-    watch them."""
+    """Kubernetes nodes by name. A missing name means that nothing is known about that node. None if
+    the operator may not watch nodes."""
     problems: tuple[str, ...] = ()
     """Faults of the podTemplate, one sentence each."""
     rejections: tuple[Rejection, ...] = ()
     """Objects that the API server rejected when the job's last decision was applied, except
     optional objects."""
     deletion_refused: str = ""
-    """A pod whose deletion the API server has refused, and the reason; empty if there is no such
+    """A pod whose deletion the API server refused, and the reason; empty if there is no such
     pod."""
     policy: str = ""
-    """Name of the NetworkPolicy that the operator makes for the job; empty if it makes none."""
+    """Name of the NetworkPolicy that the operator creates for the job; empty if it creates none."""
     has_policy: bool = False
     """Whether the NetworkPolicy exists."""
     policy_refused: str = ""
@@ -444,13 +450,14 @@ class World:
     outcomes: Mapping[str, NotificationOutcome] = field(default_factory=dict)
     """Outcomes of the job's delivered or abandoned notifications, by id."""
     link: str = ""
-    """URL of a page about the job, to which notifications link; empty if unknown."""
+    """URL of a page about the job, for links in notifications; empty if unknown."""
     offer: Offer = field(default_factory=Offer)
     """The class that the job would get if it started now."""
     others_wait: bool = False
     """Whether another job waits for room in the cluster."""
     one_host: bool = False
-    """Whether the cluster has only one host, so that pods cannot avoid it."""
+    """Whether the cluster has only one host, so that a replacement cannot be placed on a different
+    one."""
 
     def nodes(self) -> tuple[PodView, ...]:
         """Return the slots' pods, including spares."""
@@ -475,7 +482,7 @@ class World:
 
     @cached_property
     def silent(self) -> Mapping[str, datetime]:
-        """Pods that run but have lost their connection to the coordinator, and since when."""
+        """Running pods that have lost their connection to the coordinator, and since when."""
         if self.report is None:
             return {}
         connected = {member.pod for member in self.report.members}

@@ -1,7 +1,8 @@
-"""`ddpjob dashboard`: read-only pages about the jobs of a place, for a browser.
+"""`ddpjob dashboard`: read-only web pages about the jobs of a cluster or of this machine.
 
-It uses the words and numbers of `client`. `fleet` follows the jobs, `job_views` shapes objects for
-the pages, `gate` decides who has access, and `web_server` serves the pages. `viewers` is the gate
-of a dashboard in a cluster, where each viewer reads with their own token. Texts from jobs (names,
-messages, logs) remain text in every page: templates escape them, and scripts set them as text.
+The pages use the words and numbers of `client`. `fleet` follows the jobs, `job_views` shapes
+objects for the pages, `gate` decides who has access, and `web_server` serves the pages. `viewers`
+is the gate of a dashboard in a cluster, where each viewer reads with their own token. Texts from
+jobs (names, messages, logs) remain text in every page: templates escape them, and scripts set them
+as text.
 """

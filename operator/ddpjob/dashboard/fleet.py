@@ -1,4 +1,4 @@
-"""Follows all jobs of a place in threads, and keeps the words and numbers for the list."""
+"""Follows all jobs of a cluster or of this machine in threads, and keeps the rows of the list."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class FleetRow:
     pods_useful: int = 0
     """Number of pods that take new steps, as far as is known."""
     repeated_seconds: float = 0.0
-    """Seconds of the job's time in which steps were repeated, as far as known."""
+    """Time in seconds that the job spent on repeated steps, as far as known."""
     unknown_repeats: int = 0
     """Number of restarts with an unknown number of repeated steps."""
     gpus_training: int = 0
@@ -94,13 +94,13 @@ def key_of(body: Json) -> Key:
 def read_job(body: Json) -> DDPJob:
     """Read a job, possibly from a local record.
 
-    A local record has no uid and may hold anything, so this may raise any Exception.
+    A local record has no uid and may hold anything, so this may raise any exception.
     """
     return DDPJob.read({**body, "metadata": {"uid": "", **body["metadata"]}})
 
 
 def fleet_row(body: Json) -> FleetRow:
-    """Return the row of a job.
+    """Return a job's row in the list.
 
     A job that cannot be read gets a row too, so that it does not break the page for others.
     """
@@ -201,7 +201,7 @@ class Goodput:
     reported count as new.
     """
     seconds: float
-    """Time in seconds for which the jobs were followed."""
+    """How long the jobs were followed, in seconds."""
     unknown: int
     """Number of restarts in this time with an unknown number of repeated steps."""
 
@@ -211,7 +211,7 @@ class Fleet:
 
     Use it as a context manager, which reads all jobs once (raises Mistake) and then follows them
     until it exits. Each of `backends` lists its own jobs, such as those of one namespace, and is
-    followed in a thread.
+    followed in its own thread.
     """
 
     def __init__(self, *backends: Backend, clock: Callable[[], float] = time.monotonic) -> None:
@@ -264,8 +264,9 @@ class Fleet:
         self._since = now
 
     def _account_restarts(self, before: FleetRow, row: FleetRow) -> None:
-        """Subtract the time of repeated steps that were first seen only after the repetition was
-        over.
+        """Subtract the time of repeated steps.
+
+        This is only done for a repetition that was first seen after it was over.
         """
         again = max(0.0, row.repeated_seconds - before.repeated_seconds) * before.pods_useful
         self._useful_seconds = max(0.0, self._useful_seconds - again)
@@ -280,19 +281,19 @@ class Fleet:
             return self._rows.get(key)
 
     def job_version(self, key: Key) -> int:
-        """Return a number that increases with each change of a job; 0 if there is no such job."""
+        """Return a number that increases with each change to a job; 0 if there is no such job."""
         with self._lock:
             return self._versions.get(key, 0)
 
     def samples(self, key: Key) -> CurveSamples:
-        """Return a copy of what the job has reported since the dashboard started."""
+        """Return a copy of the samples that the job has reported since the dashboard started."""
         with self._lock:
             return deepcopy(self._samples.get(key) or CurveSamples())
 
     def _follow(self, backend: Backend) -> None:
         while not self._stop.is_set():
             try:
-                # Jobs that were deleted since the last look are missing from the list.
+                # Without `known`, jobs that were deleted since the last list would go unnoticed.
                 known = [{"metadata": {"namespace": of, "name": name}} for of, name in self._keys(backend)]
                 for body, gone in backend.changes(None, known=known):
                     if self._stop.is_set():
@@ -311,9 +312,10 @@ class Fleet:
                     self._fail(backend, error)
 
     def _fail(self, backend: Backend, error: Exception) -> None:
-        """Keep the rows of a place that does not respond.
+        """Record why a backend failed.
 
-        Rows of a place that refuses access are dropped.
+        Rows of a backend that does not respond are kept. If it refuses access, its rows are
+        dropped.
         """
         self._failures[backend] = str(error) if isinstance(error, Mistake) else f"{type(error).__name__}: {error}"
         if isinstance(error, Mistake) and error.denied:

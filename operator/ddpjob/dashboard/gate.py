@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 class Shared:
     """Results that viewers of the same view share for a moment.
 
-    The work therefore does not grow with the number of viewers.
+    Sharing keeps the work from growing with the number of viewers.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,9 @@ class Shared:
 class FleetView:
     """The jobs that holders of a credential may see, with all state kept about them.
 
-    Views do not share any state. `scoped` returns the jobs in one namespace of the place that the
-    fleet follows. `commands` is true if the view may run commands in pods at a viewer's request.
-    `past` means that the jobs are gone and only their leftovers are known.
+    Views do not share any state. `scoped` returns the backend for one namespace. `commands` is true
+    if the view may run commands in pods at a viewer's request. `past` is true if the jobs are gone
+    and only the records that they left are known.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class FleetView:
     async def run(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Run a function in a thread of this view.
 
-        One viewer's slow requests therefore do not delay another's. Raises AccessRefused once the
-        view is closed, because the viewer has signed out in another window or now has different
-        rights.
+        Each view has its own threads, so that one viewer's slow requests do not delay another's.
+        Raises AccessRefused once the view is closed, because the viewer has signed out in another
+        window or now has different rights.
         """
         if self.closed.is_set():
             raise AccessRefused(401, "Open the page again", "This view was closed while its page was being rendered.")
@@ -107,7 +107,7 @@ class Gate(Protocol):
 
 
 class OneSession:
-    """The gate of `ddpjob dashboard`: one view for everybody with the token.
+    """The gate of `ddpjob dashboard`: one view for everyone who has the token.
 
     The printed address contains the token.
     """
@@ -149,7 +149,7 @@ class OneSession:
 def own_host(header: str, names: Collection[str]) -> bool:
     """Whether the Host header can only mean this server, which has these names.
 
-    A name that an attacker's DNS points here (DNS rebinding) is not one of these names.
+    This rejects other names that an attacker's DNS resolves to this server (DNS rebinding).
     """
     name = host_name(header)
     with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Shapes jobs for the pages: the sorted and filtered list, and one job's details."""
+"""Prepares jobs for the pages: the sorted and filtered list, and one job's details."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\
 
 
 def plain(text: str) -> str:
-    """Return text without terminal commands, which jobs may write."""
+    """Return text without the terminal commands that jobs may write."""
     return "".join(c for c in _CONTROL.sub("", text) if c.isprintable() or c in "\n\t")
 
 
@@ -43,7 +43,7 @@ def plain(text: str) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """The list's selection and order of jobs, as given by the query in its address."""
+    """The jobs that the list shows and their order, as given by the query in the page's address."""
 
     words: str = ""
     state: str = ""
@@ -53,7 +53,7 @@ class Choice:
 
     @classmethod
     def read(cls, query: Mapping[str, str]) -> Choice:
-        """Read a query, which may come from anybody."""
+        """Read a query, which may contain anything."""
         page, sort = query.get("page", ""), query.get("sort", "")
         state = query.get("state", "")
         return cls(
@@ -92,7 +92,7 @@ SORTS: dict[str, Callable[[FleetRow, datetime], Any]] = {
 
 @dataclass(frozen=True)
 class Listed:
-    """A page of the list, and totals over all its jobs."""
+    """A page of the list, and totals over all pages."""
 
     rows: list[FleetRow]
     found: int
@@ -229,8 +229,9 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
 
 
 def _repeated_seconds(restart: Restart) -> float:
-    """Return for how long steps were repeated after a restart; infinite while they are being
-    repeated.
+    """Return how long steps were repeated after a restart, in seconds.
+
+    The time is infinite while they are still being repeated.
     """
     unfinished = restart.repeated_steps and restart.seconds is not None
     return restart.repeated_seconds if restart.repeated_seconds is not None else math.inf if unfinished else 0.0
@@ -302,7 +303,7 @@ def trained_curves(series: MetricSeries, by: str = "step") -> Json:
 
 
 def reported_curves(samples: CurveSamples, unit: str, by: str = "step") -> Json:
-    """Return curves of what a job has reported since the dashboard started following it."""
+    """Return curves of the values reported since the dashboard started following the job."""
     curves, where = [], {"step": samples.steps, "time": samples.times, "epoch": samples.epochs}[by]
     for title, values in (("loss", samples.losses), (unit, samples.speeds)):
         pairs = [(x, y) for x, y in zip(where, values, strict=True) if not (math.isnan(x) or math.isnan(y))]
@@ -345,7 +346,7 @@ _IN_BACKTICKS = re.compile(r"`([^`\n]{1,200})`")
 
 
 def with_code(text: str) -> Markup:
-    """Return text as HTML, with what is in backticks as code. Everything is escaped first."""
+    """Return text as HTML, with text in backticks as code. Everything is escaped first."""
     return Markup(_IN_BACKTICKS.sub(r"<code>\1</code>", str(escape(text))))
 
 
@@ -358,5 +359,8 @@ def metrics_of(status: JobStatus) -> list[tuple[str, str]]:
 
 
 def _figure(name: str, value: float) -> str:
-    """Return a metric; the accuracy in percent, as every other display has it."""
+    """Format a metric.
+
+    Accuracy is shown in percent, as in every other display.
+    """
     return f"{value:.2%}" if name == "accuracy" and 0 <= value <= 1 else f"{value:.5g}"

@@ -39,11 +39,11 @@ MOST_VIEWS = 64
 """Maximum number of views. Each holds its jobs' rows and a watch per namespace."""
 MOST_SESSIONS = 1000
 MOST_OF_A_USER = 4
-"""Maximum number of a user's views and sessions, so that one user with many tokens does not
-displace other users."""
+"""Maximum number of a user's views and sessions. It prevents one user with many tokens from
+displacing other users."""
 MOST_OF_A_NAMESPACE = 16
-"""Maximum number of views and sessions of a namespace's service accounts, since its admins can
-create any number of accounts."""
+"""Maximum number of views and sessions of the service accounts in a namespace. The namespace's
+admins can create any number of accounts."""
 MOST_NAMESPACES = 16
 _MOST_WAITING = 64
 """Maximum number of requests whose tokens are being checked."""
@@ -70,7 +70,10 @@ class _Session:
 
 @dataclass
 class _Opened:
-    """A view, and when its token was last checked. `scope` has its namespaces; empty means all."""
+    """A view, and when its token was last checked.
+
+    `scope` lists the view's namespaces; empty means all.
+    """
 
     view: FleetView
     api: BearerServer
@@ -86,11 +89,11 @@ class _Opened:
 
 
 class Viewers:
-    """A gate (`gate.Gate`).
+    """The gate of a dashboard in a cluster (`gate.Gate`).
 
     `url` and `ca` belong to the API server. `names` are host names under which a TLS-terminating
     proxy forwards requests here. `namespaces` are used for viewers who may not read all namespaces
-    and do not name any.
+    and do not choose any.
     """
 
     def __init__(self, url: str, ca: str, names: Sequence[str] = (), namespaces: Sequence[str] = ()) -> None:
@@ -222,7 +225,7 @@ class Viewers:
     # --- views
 
     async def _view(self, token: str, chosen: tuple[str, ...]) -> FleetView:
-        """Return the view of a token, whose last check must be recent.
+        """Return the view of a token, after a new check if the last one is too old.
 
         Raises AccessRefused, NotKnown and other Mistakes.
         """
@@ -240,7 +243,7 @@ class Viewers:
                 self._locks.pop(key, None)
 
     async def _judged(self, key: tuple[bytes, tuple[str, ...]], token: str) -> _Opened:
-        """Check what the token may read now.
+        """Check what the token may read now, and return its view.
 
         A view with different rights is closed, together with its cache.
         """
@@ -335,9 +338,9 @@ class Viewers:
     def _make_room(self, user: str) -> None:
         """Close the least recently used views if there are too many.
 
-        There are limits for a user, for a service account's namespace, and in total. If there are
-        too many in total, close a view of the user with the most views if this user has fewer,
-        otherwise an idle view. Raises HTTPServiceUnavailable if no view can be closed.
+        There are limits for a user, for a service account's namespace, and in total. At the total
+        limit, a view of the user with the most views is closed if this user has fewer. Otherwise an
+        idle view is closed. Raises HTTPServiceUnavailable if no view can be closed.
         """
         by_use = sorted(self._views.items(), key=lambda item: item[1].used)
         for key in _beyond_limits({key: opened.view.user for key, opened in by_use}, user):
@@ -356,7 +359,7 @@ class Viewers:
     async def _look_after(self) -> None:
         """Close unused views, and check the tokens of viewers who only read a stream.
 
-        Expired sessions end even if their viewers do not come back.
+        Expired sessions end even if their viewers send no more requests.
         """
         while True:
             await asyncio.sleep(TRUST_SECONDS)
@@ -410,7 +413,7 @@ def _may_list(api: BearerServer, namespace: str) -> bool:
 
 
 def _owner(user: str) -> str:
-    """Return who is responsible for a user: a service account's namespace, or the user itself."""
+    """Return the account whose limits apply: a service account's namespace, or the user itself."""
     account = _SERVICE_ACCOUNT.fullmatch(user)
     return f"system:serviceaccounts:{account[1]}" if account else user
 
@@ -418,7 +421,7 @@ def _owner(user: str) -> str:
 def _beyond_limits(users: Mapping[_K, str], user: str) -> list[_K]:
     """Return the views or sessions to close before the user gets one more.
 
-    The limits are those for users and namespaces; the oldest are closed first.
+    This enforces the limits for users and namespaces. The oldest are closed first.
     """
     own = [key for key, other in users.items() if other == user]
     over = own[: max(0, len(own) - MOST_OF_A_USER + 1)]
@@ -450,9 +453,10 @@ def _own_form(request: web.Request) -> None:
 
 
 def _cookie(request: web.Request) -> str:
-    """Return a cookie's name.
+    """Return the name of the session cookie.
 
-    With TLS, only this host can set the cookie; on loopback, the name differs between ports.
+    With TLS, only this host can set a cookie of this name. On loopback, the name differs between
+    ports.
     """
     own = own_port(request)
     return f"ddpjob-{own}" if is_loopback(host_name(request.headers.get("Host", ""))) else "__Host-ddpjob"

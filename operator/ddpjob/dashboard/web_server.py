@@ -74,18 +74,18 @@ LOG_STREAMS = 16
 _LOG_PODS = 16
 """Maximum number of pods in the log of a whole job."""
 _LOG_LINES = 500
-"""Number of each pod's last lines with which a log begins."""
+"""How many of each pod's last lines a log begins with."""
 _LINE = 4000
 """Maximum number of characters in a log line; the rest is cut off."""
 _BATCH = 500
 _FRESH_SECONDS = 1.0
-"""Seconds for which data read about a job is reused for other viewers."""
+"""How long data about a job is reused for other viewers, in seconds."""
 _CURVES_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 _BODY = 32 << 10
 """Maximum size of a form in bytes."""
 _SILENCE_SECONDS = 15.0
-"""Seconds after which a stream without news sends a comment, so that a disconnected viewer is
+"""A stream without news sends a comment after this many seconds, so that a disconnected viewer is
 noticed."""
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".txt": "text/plain", ".svg": "image/svg+xml"}
 _NAME = r"{namespace:[a-z0-9][-a-z0-9.]{0,252}}/{name:[a-z0-9][-a-z0-9.]{0,252}}"
@@ -101,7 +101,7 @@ _log = logging.getLogger(__name__)
 class Read:
     """A job read at one moment, for a page.
 
-    `faults` lists what else could not be read and why.
+    `faults` maps each part that could not be read to the reason.
     """
 
     body: Json
@@ -287,7 +287,7 @@ class Dashboard:
         )  # fmt: skip
 
     async def compare_page(self, request: web.Request) -> web.Response:
-        """Show several jobs side by side: their curves, and a table of what differs."""
+        """Show several jobs side by side: their curves, and a table of their differences."""
         view, keys = _view(request), _chosen(request)
         bodies = [await self._body(view, key) for key in keys]
         for body in bodies:
@@ -328,7 +328,7 @@ class Dashboard:
         return web.Response(body=self._files[name], content_type=kind, headers={"Cache-Control": "no-cache"})
 
     async def curves(self, request: web.Request) -> web.Response:
-        """Return JSON for the page's script.
+        """Return a job's curves as JSON for the page's script.
 
         On a cluster, the trainer's file is in a pod, and is not read unless `pods=1` is given.
         """
@@ -579,9 +579,10 @@ def _local_time(moment: datetime | None) -> str:
 async def serve(
     gate: Gate, *, host: str | None, port: int, started: Callable[[int], None], tls: ssl.SSLContext | None = None
 ) -> None:
-    """Serve until cancelled. `host=None` means every address. `started` gets the port.
+    """Serve until cancelled.
 
-    Raises OSError if the server cannot listen.
+    `host=None` means every address. `started` is called with the port. Raises OSError if the server
+    cannot listen.
     """
     runner = web.AppRunner(
         Dashboard(gate).app(), access_log=None, keepalive_timeout=75, shutdown_timeout=2.0, handler_cancellation=True

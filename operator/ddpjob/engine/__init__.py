@@ -1,4 +1,5 @@
-"""Shared by Kubernetes and the process backend: observe, decide, apply, and the port `Cluster`.
+"""The part that both backends share: observe, decide and apply, and the port `Cluster`.
 
-Both backends implement `Cluster`. Only `apply` makes changes. Imports `core`, `objects` and `api`.
+Kubernetes and the process backend both implement `Cluster`. Only `apply` makes changes. The package
+imports `core`, `objects` and `api`.
 """

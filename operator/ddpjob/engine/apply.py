@@ -85,7 +85,7 @@ MESSAGES_SECONDS = 5.0
 class Applied:
     """The outcome of `apply`: the job as written, and all rejected objects.
 
-    Optional objects are included.
+    The rejected objects include optional ones.
     """
 
     job: DDPJob
@@ -93,7 +93,7 @@ class Applied:
 
 
 async def apply(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
-    """Perform a decision. Repeating it does no harm.
+    """Perform a decision. Performing it twice does no harm.
 
     Raises Conflict before anything is done, and Unavailable at any point.
     """
@@ -163,10 +163,11 @@ async def _create(
 ) -> tuple[Rejection, ...]:
     """Create the objects that pods need, then the pods.
 
-    The first batch is one pod, and each later batch is twice as large, until a pod is rejected,
-    because a quota or a webhook that rejects one pod usually rejects all of them. Coordinators are
-    not counted. A coordinator is created with the first node, since each is useless without the
-    other. Return the rejections sorted by name, because a condition shows the first one.
+    The first batch is one pod, and each later batch is twice as large. After a pod is rejected, no
+    further batch is created, because a quota or a webhook that rejects one pod usually rejects all
+    of them. Coordinators are not counted. A coordinator is created together with the first node,
+    because each is useless without the other. Return the rejections sorted by name, because a
+    condition shows the first one.
     """
     rejections: list[Rejection] = []
     granted = job.granted(status)
@@ -194,7 +195,7 @@ async def _create(
 
 
 async def _create_one(cluster: Cluster, job: DDPJob, manifest: Json) -> None:
-    """Create an object. If the namespace requires runAsNonRoot, create the pod with it.
+    """Create an object. A pod gets runAsNonRoot if the namespace requires it.
 
     Raises the same errors as Cluster.create.
     """

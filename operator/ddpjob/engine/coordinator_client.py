@@ -30,16 +30,17 @@ from ddpjob.objects.platform import Platform
 log = logging.getLogger("ddpjob.coordinator")
 
 SECONDS = 2.0
-"""Timeout of a request in seconds, in addition to the time for which a long poll is held."""
+"""Timeout of a request in seconds, in addition to the time for which a long poll may be held."""
 CONNECT_SECONDS = 1.5
-"""Connect timeout, longer than the second after which Linux retransmits a lost SYN."""
+"""Connect timeout in seconds. It is longer than the second after which Linux retransmits a lost
+SYN."""
 SMALL = 64 * 1024
-"""Maximum size in bytes of responses that any number of coordinators may send at the same time."""
+"""Maximum size in bytes of a response that any number of coordinators may send at the same time."""
 LARGE_ANSWERS = 64
 """Maximum number of responses larger than SMALL that are read at the same time."""
 SAME_CLOCK = timedelta(seconds=1)
-"""A clock that differs by less is treated as equal to the local clock, because the difference
-includes the time that the response took."""
+"""A clock that differs by less than this is treated as equal to the local clock, because the
+difference includes the time that the response took."""
 LONGEST_AGE = timedelta(days=3650)
 
 
@@ -76,7 +77,7 @@ class CoordinatorClient:
     def session(self) -> aiohttp.ClientSession:
         """Return the session. It belongs to the event loop in which it is created.
 
-        It does not limit connections; the code that opens links does.
+        The session does not limit connections, because the code that opens links does.
         """
         if self._opened is None:
             self._opened = aiohttp.ClientSession(
@@ -98,13 +99,13 @@ class CoordinatorClient:
         return self._last
 
     async def report(self, target: Target) -> Report | None:
-        """Return the coordinator's report; None without a readable response."""
+        """Return the coordinator's report; None if there is no readable response."""
         try:
             return await self.link(target).report()
         except UNREACHABLE:
             return None
         except Exception as error:
-            # Whatever the coordinator sends, the job is reconciled without the report.
+            # The job is reconciled without the report, whatever the coordinator sends.
             log.warning(
                 "%s", describe_error(f"the report of the coordinator at {target.endpoint} cannot be used", error)
             )
@@ -150,9 +151,9 @@ class CoordinatorLink:
     async def report(self, known: Report | None = None, wait: float = 0.0) -> Report:
         """Read `GET /status`.
 
-        With a `known` report, wait up to `wait` seconds for news beyond it. Raises one of
-        UNREACHABLE without a response, and any other error for a response that cannot be trusted or
-        read.
+        If a report is already `known`, wait up to `wait` seconds for a newer one. Raises one of
+        UNREACHABLE if there is no response, and a different error if the response cannot be trusted
+        or read.
         """
         path = STATUS_PATH
         if known is not None:
@@ -163,7 +164,7 @@ class CoordinatorLink:
     async def request(self, method: str, path: str, body: bytes = b"", wait: float = 0.0) -> bytes:
         """Return the authenticated response to a request. Raises the same errors as `report`."""
         async with asyncio.timeout(wait + SECONDS):
-            # Another request may change the instance meanwhile.
+            # Another request may change the instance in the meantime.
             nonce, instance = secrets.token_hex(16), self._instance
             status, headers, content = await self._ask(method, path, body, nonce, instance)
             offered = headers.get(INSTANCE_HEADER, "")[:64]
@@ -190,7 +191,7 @@ class CoordinatorLink:
             if answer.headers.get("Content-Encoding", "identity") != "identity":
                 raise ValueError(f"the response is encoded: {answer.headers['Content-Encoding'][:40]!r}")
             async with asyncio.timeout(SECONDS):
-                # A long poll's wait is over when the response begins.
+                # The wait of a long poll is over when the response begins.
                 content = await self._read(answer.content)
             return answer.status, answer.headers, content
 
@@ -279,7 +280,7 @@ def _on_our_clock(record: Any, received: datetime, offset: timedelta) -> Any:
 
 
 def _moment(moment: datetime, received: datetime, name: str) -> datetime:
-    """Check a time in a report.
+    """Check a time in a report and return it.
 
     Only the end of a wait may lie in the future, even if a clock is wrong.
     """

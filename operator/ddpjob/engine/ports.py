@@ -41,7 +41,7 @@ class Conflict(Exception):
 
 
 class Refused(Exception):
-    """The API server rejects an object or a job's status.
+    """The API server rejected an object or a job's status.
 
     `status` is the HTTP status, and `message` explains it.
     """
@@ -66,7 +66,7 @@ class NamespaceEnding(Unavailable):
 class ReportPending(Unavailable):
     """The coordinator's first report was requested a moment ago.
 
-    The job's state depends on that report.
+    The state of the job depends on that report.
     """
 
 
@@ -91,7 +91,7 @@ class Cluster(Protocol):
         """Create an object; succeed if this job already has it. Raises NameTaken, Refused."""
 
     async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
-        """Request a pod's deletion with a grace period in seconds (None: the pod's own).
+        """Request the deletion of a pod with a grace period in seconds; None means the pod's own.
 
         Succeed if the pod is gone or has a different uid. A refusal is not an error: the next
         observation shows it, and the deletion is retried after a while.
@@ -107,16 +107,16 @@ class Cluster(Protocol):
     async def change_workload(
         self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
     ) -> None:
-        """Write the Workload that `change` returns for the current one; None means no change.
+        """Replace a Workload with the one that `change` returns for it; None means no change.
 
-        Succeed if the Workload is gone or has a different uid. A refusal is not an error either.
-        Raises Conflict.
+        Succeed if the Workload is gone or has a different uid. A refusal is not treated as an
+        error. Raises Conflict.
         """
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
         """Set a pod's role label; succeed if the pod is gone or has a different uid.
 
-        A refusal is not an error either.
+        A refusal is not treated as an error.
         """
 
     async def notify(self, job: DDPJob, endpoint: str, verb: str, body: Json) -> None:

@@ -41,9 +41,9 @@ async def reconcile(
 ) -> float | None:
     """Bring one job a step closer to its spec.
 
-    Return the seconds until the next reconcile; None if only a change to the job makes one
-    necessary. `outcome` is called with the word to count: done, conflict or unavailable. A bug in
-    this program raises an exception, which also appears in an event of the job.
+    Return the seconds until the next reconcile; None if only a change to the job requires one.
+    `outcome` is called with the word to count: done, conflict or unavailable. A bug in this program
+    raises an exception, which also appears in an event of the job.
     """
     try:
         delay = await _reconcile(cluster, key, clock)
@@ -71,7 +71,7 @@ async def _reconcile(cluster: Cluster, key: JobKey, clock: Callable[[], datetime
     except (Conflict, Unavailable):
         raise
     except Exception as defect:
-        # Otherwise only the log would show why nothing happens, but the job's owner may not be able
+        # Otherwise only the log would show why nothing happens, and the job's owner may not be able
         # to read the log.
         await apply(cluster, seen.job, Decision(seen.job.status, events=(_failed(defect),)))
         raise

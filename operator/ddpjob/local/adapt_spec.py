@@ -41,7 +41,8 @@ class LocalSpec:
 
     spec: JobSpec
     gpus: tuple[str, ...]
-    """This machine's GPUs, as named in CUDA_VISIBLE_DEVICES; empty: training uses the CPU."""
+    """This machine's GPUs, as named in CUDA_VISIBLE_DEVICES. If there are none, training uses the
+    CPU."""
     data: Path | None
     code: Path | None
     """The folder for spec.code."""
@@ -54,7 +55,7 @@ class LocalSpec:
     def visible_gpus(self, index: int) -> str | None:
         """Return CUDA_VISIBLE_DEVICES for the node in slot `index`.
 
-        None means that it is unchanged from this shell.
+        None means that the shell's value is kept.
         """
         if not self.gpus:
             return "" if self.spec.gpu_resource == NVIDIA else None
@@ -102,10 +103,11 @@ def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
 
 
 def _adapted(spec: JobSpec, given: Path | None, code: Path | None, *, on_cpu: bool) -> JobSpec:
-    """Return the spec without class, time to live, gang, rank order and receiver.
+    """Return the spec in the form that this machine can run.
 
-    Folders stay, so a time to live is useless. --data is applied, and nccl is not used on the CPU.
-    A script below CODE_FOLDER is in `code`.
+    Class, gang, rank order and receiver are removed. So is the time to live, because folders are
+    kept. --data is applied, and nccl is not used on the CPU. A script below CODE_FOLDER is taken
+    from `code`.
     """
     storage = spec.storage
     if given is not None and (storage.data is None or storage.data.url):
@@ -188,7 +190,7 @@ def _and_spares(spec: JobSpec) -> str:
 
 
 def too_many_nodes(local: LocalSpec, nodes: int) -> str:
-    """Return why a job cannot have this many nodes here; empty if it can."""
+    """Return the reason why a job cannot have this many nodes here; empty if it can."""
     wanted = (nodes + local.spec.spares) * local.spec.gpus_per_node
     if local.gpus and wanted > len(local.gpus):
         return f"{nodes} nodes{_and_spares(local.spec)} need {wanted} GPUs, but this machine has {len(local.gpus)}"
@@ -224,7 +226,10 @@ def _data_note(spec: JobSpec, data: Path | None, options: Options) -> Iterator[s
 
 
 def _working_dir(spec: JobSpec, code: Path | None) -> Path:
-    """Return the folder of spec.workingDir here. Below CODE_FOLDER, it is in the fetched code."""
+    """Return this machine's folder for spec.workingDir.
+
+    A folder below CODE_FOLDER is in the fetched code.
+    """
     if code is None:
         return Path(spec.working_dir or Path.cwd())
     given = Path(spec.working_dir or CODE_FOLDER)
@@ -237,7 +242,10 @@ def _code_note(spec: JobSpec, options: Options) -> Iterator[str]:
 
 
 def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Options, *, fetched: bool) -> Iterator[str]:
-    """Note missing folders and scripts. Code that is fetched later is checked by the launcher."""
+    """Yield a message for each missing folder or script.
+
+    Code that is fetched later is checked by the launcher.
+    """
     if options.data is not None and not options.data.is_dir():
         yield f"--data {options.data}: no such folder"
     if fetched:
@@ -256,7 +264,7 @@ def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Optio
 
 
 def _without_torch(spec: JobSpec) -> Iterator[str]:
-    """Note that this Python has no torch.
+    """Yield a message if this Python does not have torch.
 
     For instance, pipx may have installed the command separately from the user's own Python. A job
     with PYTHONPATH among its variables may find torch there.
@@ -273,9 +281,9 @@ def _without_torch(spec: JobSpec) -> Iterator[str]:
 
 
 def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
-    """Note that a module was not found.
+    """Yield a message if a module was not found.
 
-    This is only a note, because the job's own variables may name other folders.
+    The message is only a warning, because the job's own variables may add other folders.
     """
     top = spec.module.partition(".")[0] if spec.module and "$(" not in spec.module else ""
     if not top or not working_dir.is_dir() or (working_dir / top).is_dir() or (working_dir / f"{top}.py").exists():
@@ -288,7 +296,7 @@ def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
 
 
 def _rights_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
-    """Note that the program in `command` is a local file without execute permission."""
+    """Yield a message if the program in `command` is a local file without execute permission."""
     program = working_dir / spec.command[0] if spec.command and "/" in spec.command[0] else None
     if program is not None and program.is_file() and not os.access(program, os.X_OK):
         yield f"spec.command: {spec.command[0]} cannot be executed; run chmod +x {shlex.quote(str(program))}"
@@ -311,7 +319,7 @@ _OBJECTS = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap", "resourceF
 
 
 def _unreadable(spec: JobSpec) -> Iterator[str]:
-    """Yield variables of the script that would be missing here."""
+    """Yield a message for each variable of the script that would be missing here."""
     trainer, where = _trainer(spec)
     lists = [("spec", spec.env), (where, trainer.get("env") or ())]
     for path, entries in lists:
@@ -328,8 +336,9 @@ def _unreadable(spec: JobSpec) -> Iterator[str]:
 
 
 def _without_credentials(spec: JobSpec, options: Options) -> Iterator[str]:
-    """Note that a bucket's Secret is in the cluster, and that this shell does not have its
-    values.
+    """Yield a message for each bucket whose Secret has no substitute in this shell.
+
+    The Secret itself is in the cluster.
     """
     data = spec.storage.data if options.data is None else None
     missing = [name for name in SECRET_KEYS if name != "AWS_SESSION_TOKEN" and not os.environ.get(name)]

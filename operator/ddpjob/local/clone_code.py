@@ -14,11 +14,11 @@ _SHOWN = 500
 
 
 class CloneError(Exception):
-    """The commit cannot be cloned. The message has git's own words."""
+    """The commit cannot be cloned. The message quotes git."""
 
 
 def clone(git: GitCode, folder: Path) -> None:
-    """Clone the commit into the folder, unless it is there. Raises CloneError, OSError."""
+    """Clone the commit into the folder, unless it is already there. Raises CloneError, OSError."""
     if shutil.which("git") is None:
         raise CloneError("spec.code.git: this machine has no git; install it, or name a folder with --workdir DIR")
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Derives a container's environment, command and arguments as the kubelet does.
 
-They are added to this shell's environment.
+The container's variables are added to this shell's environment.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
     """Return the variables of a container's `env`.
 
     A reference to a Secret or ConfigMap gets the value of the shell variable with the same name, if
-    there is one. The keys of the buckets of data and code have a prefix here but not in the shell.
+    there is one. The keys of the data and code buckets have a prefix here but not in the shell.
     """
     variables: dict[str, str] = {}
     for entry in container.get("env", ()):

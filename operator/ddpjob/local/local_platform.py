@@ -1,4 +1,4 @@
-"""Overrides for running the same spec on one machine."""
+"""Overrides platform settings to run the same spec on one machine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from ddpjob.objects.platform import Platform
 
 _LOWEST, _HIGHEST = 20000, 32000
 """Range of ports below the kernel's ephemeral ports, so that an outgoing connection cannot take a
-port between its choice and its use.
-"""
+port after it was chosen and before it is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,10 @@ class LocalPlatform(Platform):
 
     @property
     def cluster(self) -> str:
-        """The machine's name, because each run has a different key."""
+        """The machine's name.
+
+        The mark of the key does not identify the machine, because each run has a different key.
+        """
         return socket.gethostname()
 
     def token_secret(self, job: DDPJob) -> str:

@@ -35,7 +35,7 @@ def runs_folder() -> Path:
 
 
 class _Below:
-    """A file or folder with this name in a folder."""
+    """Descriptor for the file or folder with this name in a folder."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -92,9 +92,9 @@ class JobFolder(_Folder):
     requests = _Below("requests")
     checkpoints = _Below("checkpoints")
     disposable = _Below(_DISPOSABLE)
-    """A file that exists while all these checkpoints are disposable.
+    """A file that exists while all of the job's checkpoints are disposable.
 
-    That is the case if every run with them had a claimTemplate with whenDeleted Delete.
+    They are disposable if every run that used them had a claimTemplate with whenDeleted Delete.
     """
     data = _Below("data")
     code = _Below("code")

@@ -1,4 +1,4 @@
-"""A pod on this machine: one process group per container, reported as by a kubelet."""
+"""A pod on this machine: one process group per container, reported as a kubelet would."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Pod:
     """A pod that starts its containers when it is constructed.
 
     Raises OSError if their logs cannot be written. `inherited` is the environment to which the
-    manifest's variables are added. `delay` is in seconds; a command that cannot be executed then
-    fails with a shell's exit code. `devices` are the machine's devices that the pod may use, by
-    resource name.
+    manifest's variables are added. The containers start after `delay` seconds. With a delay, a
+    command that cannot be executed fails with a shell's exit code. `devices` are the machine's
+    devices that the pod may use, by resource name.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class Pod:
     # --- observation
 
     def poll(self, now: datetime) -> bool:
-        """Detect main processes that have ended and kill any processes they left behind.
+        """Detect main processes that have ended, and kill any processes they left behind.
 
-        Return whether there were any.
+        Return whether any main process has ended.
         """
         changed = False
         for started in self._started:
@@ -205,7 +205,7 @@ class Pod:
 
 
 def _termination_message(started: Started, *, failed: bool) -> str:
-    """Return the termination file, or the end of the log.
+    """Return the content of the termination file, or the end of the log.
 
     The log is used if a failed container did not write the file (FallbackToLogsOnError).
     """

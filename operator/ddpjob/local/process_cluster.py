@@ -1,4 +1,4 @@
-"""`Cluster` on this machine: process groups as pods, the status in a file, the rest in memory."""
+"""Implements `Cluster` on this machine, with process groups as pods and the status in a file."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from ddpjob.objects.service import RUNTIME_FOLDER, runtime_name
 log = logging.getLogger("ddpjob.local")
 
 SPARE_SECONDS = 0.5
-"""How much later a lost pod of a job with spares is replaced.
+"""How many seconds later a lost pod is replaced if the job has spares.
 
-A new pod takes a processor for seconds, for which the group that restarts with the spare would
-otherwise wait.
+A new pod occupies a processor for seconds, and would slow down the group that restarts with the
+spare.
 """
 
 
@@ -55,7 +55,8 @@ class TimedEvent:
 class ProcessCluster:
     """Implements `ddpjob.engine.ports.Cluster` for one job.
 
-    Only the event loop's thread may use it. `ports` are the first coordinator's, from `free_ports`.
+    Only the event loop's thread may use it. `ports` come from `free_ports` and are for the first
+    coordinator.
     """
 
     def __init__(
@@ -142,8 +143,8 @@ class ProcessCluster:
         return Observation(job, world)
 
     def _note_stall(self, report: Report | None) -> None:
-        # Until the job has reported a step, the coordinator measures the time until the next round
-        # runs.
+        # Without a reported step, the coordinator measures the time until the next round runs,
+        # which is not a stall.
         seconds = report.recovery.last_seconds if report is not None and report.progress.get("step") else None
         if seconds is not None and seconds not in self.stalls:
             self.stalls.append(seconds)

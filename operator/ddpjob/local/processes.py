@@ -58,10 +58,11 @@ def find(marks: Mapping[str, str]) -> list[int]:
 
 
 def _environment(process: str) -> bytes:
-    """Return a process's environment. Raises OSError if it has ended or is another user's.
+    """Return a process's environment.
 
-    A process that is executing a new program (exec) has no environment yet, so this waits.
-    Otherwise the process would be overlooked and survive when the job's processes are killed.
+    Raises OSError if the process has ended or belongs to another user. A process that is executing
+    a new program (exec) has no environment yet, so this waits. Otherwise the process would be
+    overlooked and survive when the job's processes are killed.
     """
     deadline = time.monotonic() + _EXEC_SECONDS
     while not (found := Path(process, "environ").read_bytes()) and time.monotonic() < deadline:
@@ -110,7 +111,8 @@ def send_group(leader: int, number: signal.Signals) -> None:
 def reap_orphans(own: Collection[subprocess.Popen[bytes]]) -> None:
     """Reap adopted children that have ended.
 
-    Children in `own` are polled instead, which reaps them for their owners.
+    Children in `own` are polled instead. Polling reaps them too, and their owners learn how they
+    ended.
     """
     # Process ids may be reused after a process has ended.
     by_pid = {process.pid: process for process in own if process.returncode is None}
@@ -172,9 +174,9 @@ def descendants(pid: int) -> list[int]:
 def end_children(others: Collection[int], own: Collection[subprocess.Popen[bytes]], seconds: float = 5.0) -> list[int]:
     """Kill and reap all children except `others`.
 
-    Return the ids of those that remain after `seconds`. `own` are the children that have a Popen.
-    Adopted children may lack marks, because they have a different environment or because a program
-    has overwritten it with its title.
+    Return the ids of those that remain after `seconds`. `own` are the children that have a Popen
+    object. Children are not selected by marks, because adopted ones may lack them: their
+    environment may be different, or a program may have overwritten it with its title.
     """
     deadline = time.monotonic() + seconds
     while left := set(children()) - set(others):

@@ -56,9 +56,9 @@ def held(folder: JobFolder) -> Iterator[None]:
 
 
 def _locked(descriptor: int) -> bool:
-    """Try to lock for 0.2 s.
+    """Try to lock the file, for up to 0.2 s.
 
-    A single failure is meaningless, because `runner` holds the lock for an instant.
+    A single failed attempt is meaningless, because `runner` holds the lock for an instant.
     """
     for _ in range(10):
         try:
@@ -71,10 +71,11 @@ def _locked(descriptor: int) -> bool:
 
 
 def _unlocked_runner(folder: JobFolder) -> int | None:
-    """Return the process whose pods use the folder although it is not locked.
+    """Return the id of a process whose pods use the folder although it is not locked.
 
-    The folder was removed together with the lock. A killed run's pods end within a moment, and
-    their leftovers have a different parent.
+    This happens if the folder was removed, together with the lock, while the job ran. The pods of a
+    killed run do not count: they end within a moment, and leftover processes have a different
+    parent.
     """
     marks = {"DDPJOB_NAME": folder.name, "DDPJOB_CHECKPOINT_DIR": str(folder.checkpoints)}
     deadline = time.monotonic() + _ENDING_SECONDS
@@ -104,7 +105,7 @@ def runner(folder: JobFolder) -> int | None:
 
 
 def holds(folder: JobFolder, pid: int) -> bool:
-    """Whether this process has the lock open.
+    """Whether process `pid` has the lock open.
 
     The id may come from another machine or container. Raises PermissionError for another user's
     process.

@@ -34,7 +34,7 @@ from ddpjob.local.record import refuse, requests, write_record
 TICK = 0.25
 """Seconds between checks for requests and updates of the display."""
 RECONCILE_SECONDS = 0.5
-"""Maximum number of seconds between reconciles while the job runs. It is small because the
+"""Maximum number of seconds between reconciles while the job runs. It can be this small because the
 coordinator's report costs one request on loopback."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -123,7 +123,7 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
 
 
 def _set_aside(checkpoints: Path, earlier: Path) -> None:
-    """Move the checkpoints.
+    """Move the checkpoints to `earlier`.
 
     If the folder is a link, for instance to a larger disk, both old and new checkpoints stay on
     that disk.
@@ -258,7 +258,7 @@ class Runner:
             path.unlink(missing_ok=True)
 
     def _scale(self, nodes: int) -> str:
-        """Scale the job. Return why this is refused; empty if it succeeds."""
+        """Scale the job, and return the reason if this is refused; empty if it succeeds."""
         refused = too_many_nodes(self.cluster.local_spec, nodes)
         self._note(f"scale to {count(nodes, 'node')}: {refused or 'spec.nodes has changed'}")
         if not refused:
@@ -273,10 +273,10 @@ class Runner:
     def _display(self, update: Callable[[], None]) -> None:
         """Update the display.
 
-        Output errors must not interrupt training or keep a signal from it. A reader that is gone
-        (`| head`) counts as a signal, like Ctrl-C. Ctrl-C also ends `tee`, which counts as one
-        signal, not two. A closed terminal sends SIGHUP; without that signal, or on a full disk,
-        training continues without output.
+        Output errors must not interrupt training or keep a signal from it. If the reader of the
+        output has exited (`| head`), that counts as a signal, like Ctrl-C. Ctrl-C also ends `tee`,
+        which counts as one signal, not two. A closed terminal sends SIGHUP; without that signal, or
+        on a full disk, training continues without output.
         """
         try:
             update()

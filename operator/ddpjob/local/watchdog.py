@@ -1,4 +1,4 @@
-"""Kills leftover processes of a job, and deletes its memory, when stdin closes.
+"""Kills leftover processes of a job, and deletes its in-memory folder, when stdin closes.
 
 stdin closes when `ddpjob run` has exited or crashed.
 
@@ -21,7 +21,7 @@ SECONDS = 20.0
 def main() -> None:
     """Wait, then kill every process with DDPJOB_UID=UID in its environment until all are gone.
 
-    FOLDER, the memory for the newest states, is deleted afterwards.
+    FOLDER, which holds the newest states in memory, is deleted afterwards.
     """
     mark = f"DDPJOB_UID={sys.argv[1]}".encode()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

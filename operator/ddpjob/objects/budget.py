@@ -1,5 +1,5 @@
-"""Builds the PodDisruptionBudget, which makes drains evict one node at a time, so the group can
-recover.
+"""Builds the PodDisruptionBudget, which makes drains evict one node at a time so that the group can
+recover in between.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def build_budget(job: DDPJob) -> Json:
     It selects pods by a separate label, since spec.scheduling may change for later pods.
     Coordinators and spares are not selected, because they may be evicted at any time.
 
-    Kubernetes takes the expected number of pods from the job's scale subresource, `spec.nodes`; if
-    spares were selected, it would allow two evictions at once.
+    Kubernetes reads the expected number of pods, `spec.nodes`, from the job's scale subresource. If
+    spares were selected too, it would allow two evictions at once.
     """
     spec = {
         "maxUnavailable": 1,

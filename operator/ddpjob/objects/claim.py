@@ -1,5 +1,5 @@
-"""Builds the PersistentVolumeClaim from storage.checkpoints.claimTemplate, and the template's
-mark.
+"""Builds a PersistentVolumeClaim from storage.checkpoints.claimTemplate, and hashes the
+template.
 """
 
 from __future__ import annotations

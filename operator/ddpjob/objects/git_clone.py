@@ -1,22 +1,23 @@
-"""Clones one commit for spec.code.git before the workers start, by a shell script.
+"""Clones one commit for spec.code.git before the workers start, with a shell script.
 
-On Kubernetes an init container of each node pod runs the script, with the image that the chart
-names, because a job's image need not contain git. On one machine `ddpjob run` runs it with the
-machine's git. Three rules make the same manifest give the same code.
+On Kubernetes, an init container of each node pod runs the script. It uses the image that the chart
+specifies, because a job's image need not contain git. On one machine, `ddpjob run` runs the script
+with the machine's git. Three rules ensure that the same manifest always gives the same code:
 
-1. The manifest names a commit. `ddpjob submit --git URL@REF` resolves REF once; a branch that moves
-   later changes nothing, also for a pod that is replaced days later.
-2. Exactly that commit is fetched, without history. A server that refuses this gets a request for
-   REF; the commit must be in it.
-3. The script gets all values as variables, so no URL or name can become a part of it.
+1. The manifest contains a commit. `ddpjob submit --git URL@REF` resolves REF once. If the branch
+   moves later, nothing changes, even for a pod that is replaced days later.
+2. Exactly that commit is fetched, without history. If the server refuses this, the script fetches
+   REF, which must then contain the commit.
+3. The script gets all values as variables, so a URL or a name cannot become part of its code.
 
 Example: with url https://github.com/me/project, ref main and commit 1f2e..., the script runs
 `git fetch --depth 1 URL 1f2e...` and `git checkout 1f2e...`.
 
-The container runs as a user without rights, with a read-only root. Only it has the credentials, and
-git sends them to this URL only. The trainer's container and the cloned folder do not have them.
+The container runs as an unprivileged user, with a read-only root file system. Only this container
+has the credentials, and git sends them to this URL only. The trainer's container and the cloned
+folder do not have them.
 
-Why: docs/decisions/0029.
+docs/decisions/0029 gives the reasons.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ DONE = ".git/ddpjob-cloned"
 _USER = 65532
 _PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY")
 PAUSES = "1 5 15 30 0"
-"""Seconds after each attempt to fetch. Later attempts are new pods, which recovery counts."""
+"""Seconds to wait after each attempt to fetch. Any later attempt is made by a new pod, which
+recovery counts."""
 
 SCRIPT = f"""\
 set -eu
@@ -66,7 +68,9 @@ echo "code.git: commit $DDPJOB_GIT_COMMIT of $DDPJOB_GIT_URL"
 
 
 def variables(git: GitCode, folder: str, pauses: str) -> dict[str, str]:
-    """Return the script's variables. `pauses`: seconds after each attempt, separated by spaces."""
+    """Return the script's variables. `pauses` are the seconds after each attempt, separated by
+    spaces.
+    """
     return {
         "DDPJOB_CODE_DIR": folder,
         "DDPJOB_GIT_URL": git.url,
@@ -79,7 +83,7 @@ def variables(git: GitCode, folder: str, pauses: str) -> dict[str, str]:
 
 
 def build_clone(git: GitCode, image: str, mount: Json, env: Iterable[Json]) -> Json:
-    """Build the init container. `env` is the job's, whose proxies it uses."""
+    """Build the init container. It uses the proxies in `env`, which is the job's environment."""
     settings = {"safe.directory": "*"}
     found: list[Json] = [v for v in env if v["name"].upper() in _PROXIES and "value" in v]
     if git.secret_name:
@@ -97,7 +101,7 @@ def build_clone(git: GitCode, image: str, mount: Json, env: Iterable[Json]) -> J
     }
     values["GIT_CONFIG_COUNT"] = str(len(settings))
     for number, (key, value) in enumerate(settings.items()):
-        # The kubelet replaces $(NAME) and $$ in values; the helper has neither.
+        # The kubelet replaces $(NAME) and $$ in values; the helper contains neither.
         values |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
     return {
         "name": CODE_CONTAINER,

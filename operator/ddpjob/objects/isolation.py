@@ -18,7 +18,8 @@ TOKEN_KEY = "token"
 def build_token(job: DDPJob, platform: Platform) -> Json:
     """Build the Secret with the job's token, which the `view` role cannot read.
 
-    The operator creates the Secret but never reads it, because its name stands for its content.
+    The operator creates the Secret but never reads it, because the name alone determines its
+    content.
     """
     data = {TOKEN_KEY: platform.token(job)}
     meta = metadata(job, platform.token_secret(job))
@@ -55,9 +56,10 @@ def build_policy(job: DDPJob, platform: Platform) -> Json:
 
 
 def _policy(job: DDPJob, platform: Platform) -> Json:
-    """Return the policy. It selects pods by a separate label.
+    """Return the policy.
 
-    The reason is that spec.network may change for later pods while a job is suspended.
+    It selects pods by a separate label, because spec.network may change for later pods while a job
+    is suspended.
     """
     own = {"matchLabels": {LABEL_UID: job.uid}}
     port = {"protocol": "TCP", "port": job.spec.rendezvous.endpoint_port}

@@ -35,7 +35,7 @@ class Platform:
     code_path: str | None = None
     """A folder to use for spec.code instead of CODE_FOLDER; None: CODE_FOLDER."""
     git_image: str = "docker.io/alpine/git:2.49.1"
-    """The image whose git clones spec.code.git. It has sh."""
+    """The image with the git that clones spec.code.git. It also contains sh."""
     operator_peer: Json | None = None
     """The operator's pods as a NetworkPolicy peer; None: they are unknown, and no policy is
     created."""
@@ -43,8 +43,8 @@ class Platform:
     """More peers that may reach the coordinators' port to read metrics."""
     coordinator_listens_on: str = ""
     """The address that the coordinator and its store listen on. If empty, the coordinator listens
-    on all of its pod's addresses, as the kubelet and `kubectl port-forward` require, but the store,
-    which has no authentication, only on POD_IP."""
+    on all of its pod's addresses, as the kubelet and `kubectl port-forward` require. The store has
+    no authentication, so it then listens only on POD_IP."""
     checkpoints_shared: bool | None = None
     """Whether all nodes see the same checkpoints; None: this depends on the kind of volume."""
 
@@ -83,9 +83,8 @@ class Platform:
 
     @property
     def cluster(self) -> str:
-        """A mark that distinguishes this operator's jobs from jobs of other clusters.
-
-        Those jobs may have the same names.
+        """A mark that distinguishes this operator's jobs from other clusters' jobs of the same
+        name.
         """
         return self.key_mark
 
@@ -99,9 +98,9 @@ class Platform:
     def token_secret(self, job: DDPJob) -> str:
         """Return the name of the Secret with the job's token.
 
-        It changes with the job's UID and the operator's key. It is derived from the key, so that
-        nobody can create a Secret with this name in advance. Empty: the token is in the environment
-        of the job's processes instead.
+        The name changes with the job's UID and the operator's key. It is derived from the key, so
+        that nobody can create a Secret with this name in advance. If the name is empty, the token
+        is in the environment of the job's processes instead.
         """
         mark = hmac.new(self.operator_key, f"secret {job.uid}".encode(), hashlib.sha256).hexdigest()[:10]
         return f"{job.name}-token-{mark}"

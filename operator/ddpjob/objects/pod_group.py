@@ -19,7 +19,7 @@ VOLCANO_API = "scheduling.volcano.sh/v1beta1"
 VOLCANO_KIND = "PodGroup.scheduling.volcano.sh"
 """Used instead of KIND for Volcano's PodGroups."""
 QUEUE_ANNOTATION = "scheduling.volcano.sh/queue-name"
-"""Annotation of pods with Volcano's queue."""
+"""The pod annotation that contains Volcano's queue."""
 
 
 def kind_of(manifest: Json) -> str:
@@ -35,9 +35,9 @@ def kind_for(job: DDPJob) -> str:
 def build_gang(job: DDPJob, status: JobStatus) -> Json:
     """Build the PodGroup of the status's generation. Raises ValueError if it has no gang.
 
-    It includes the coordinator's own pod, so that a job waiting for room does not hold anything.
-    Disruption mode and priority are read with the gate WorkloadAwarePreemption; without it, the API
-    server drops them.
+    The group includes the coordinator's own pod, so that a job waiting for room does not hold
+    anything. Disruption mode and priority are read with the gate WorkloadAwarePreemption; without
+    it, the API server drops them.
     """
     if status.gang is None:
         raise ValueError(f"generation {status.rendezvous.generation} of {job.name} has no gang")
@@ -50,8 +50,8 @@ def build_gang(job: DDPJob, status: JobStatus) -> Json:
     else:
         spec = {
             "schedulingPolicy": {"gang": {"minCount": members}},
-            # A group that can train with fewer nodes loses single pods. Any other group is useless
-            # if one of its pods is missing.
+            # A group that can train with fewer nodes may lose single pods. Any other group is
+            # useless if one of its pods is missing.
             "disruptionMode": "Pod" if job.spec.min_nodes < job.spec.nodes else "PodGroup",
         }
     priority = (template.get("spec") or {}).get("priorityClassName") or job.spec.scheduling.priority_class_name

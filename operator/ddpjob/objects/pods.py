@@ -48,7 +48,7 @@ DATA_PREFIX = "DDPJOB_DATA_"
 """Prefix of the variables for storage.data. The launcher reads them and removes them, including the
 keys, before the workers start."""
 CODE_PREFIX = "DDPJOB_CODE_"
-"""The same for spec.code."""
+"""Prefix of the variables for spec.code. The launcher treats them like those of storage.data."""
 MAX_RESTARTS = 1_000_000
 """The limit given to torchrun. The operator keeps the budget, because it sees every failure."""
 _SHUTDOWN_MARGIN = 2
@@ -63,8 +63,9 @@ that the operator acts first.
 """
 DEFAULT_GRACE = 30
 _NETWORK_SOURCES = frozenset({"persistentVolumeClaim", "nfs", "csi", "azureFile", "cephfs", "glusterfs"})
-"""Volumes that are the same in all pods that name them. csi without a claim usually mounts a bucket
-or a network file system, such as gcsfuse, Azure's files and blobs, or JuiceFS."""
+"""Types of volumes whose files are the same in all pods that use the volume. csi without a claim
+usually mounts a bucket or a network file system, such as gcsfuse, Azure's files and blobs, or
+JuiceFS."""
 _POD_IP: Json = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 _NO_DEVICES: Json = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
 """Keeps NVIDIA's container runtime from adding devices, because CUDA images request all of them by
@@ -167,7 +168,7 @@ def _slot_labels(job: DDPJob, status: JobStatus, role: Role, index: int | None, 
 
 
 def as_non_root(pod: Json) -> Json | None:
-    """Return the pod as a namespace that forbids root admits it.
+    """Return the pod with runAsNonRoot, which a namespace may require.
 
     Return None if podTemplate already sets the user.
     """
@@ -221,8 +222,9 @@ def _affinity(job: DDPJob, status: JobStatus) -> Json:
 
 
 def _elsewhere(status: JobStatus) -> Json:
-    """Build the affinity that keeps pods off avoided nodes if possible."""
-    # A field selector takes one value, and all requirements in a term must hold.
+    """Build the affinity that keeps pods off avoided Kubernetes nodes if possible."""
+    # A field selector takes one value, so each avoided node needs its own. All of them in a term
+    # must hold.
     fields = [
         {"key": "metadata.name", "operator": "NotIn", "values": [avoided.node]} for avoided in status.avoided_nodes
     ]
@@ -409,8 +411,9 @@ def _for_command(job: DDPJob, status: JobStatus, platform: Platform) -> list[Jso
 def _store_elsewhere(job: DDPJob) -> list[str]:
     """Return the setting that keeps torchrun from hosting the coordinator's store.
 
-    torchrun detects by itself that the coordinator's host is not its own, unless they share a pod.
-    Without the setting, `--standalone`, which uses a different endpoint, can host its own store.
+    A `command` gets it only if the coordinator shares a pod with a node. Otherwise torchrun detects
+    by itself that the coordinator's host is a different one, and `--standalone`, which uses a
+    different endpoint, must be able to host its own store.
     """
     shared = job.spec.rendezvous.placement is Placement.MASTER
     return ["is_host=false"] if job.spec.under_torchrun or shared else []
@@ -459,9 +462,9 @@ def _preflight(spec: JobSpec, preflight: Preflight, folder: str) -> str:
 
 
 def _interface(job: DDPJob) -> list[Json]:
-    """Return the libraries' variables unless the user's env sets them.
+    """Return the variables that select the network interface, unless the user's env sets them.
 
-    podTemplate's variables replace these.
+    Variables in podTemplate replace them.
     """
     given, name = {variable["name"] for variable in job.spec.env}, job.spec.network.interface
     variables = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if name else ()
@@ -489,8 +492,8 @@ def _bucket(job: DDPJob, platform: Platform) -> list[Json]:
 def _data_bucket(job: DDPJob) -> list[Json]:
     """Return the variables with storage.data.url for the launcher.
 
-    Other tools do not read variables with these names, since checkpoints may be in a different
-    place.
+    Other tools do not read variables with these names. They read the variables of the checkpoints'
+    bucket, which may be a different one.
     """
     data = job.spec.storage.data
     if data is None or data.url is None:
@@ -577,7 +580,7 @@ def _with_limits(resources: Json) -> Json:
     """Return resources with limits.
 
     A ResourceQuota may require limits, and a LimitRange's limits may be below the requests. Each
-    limit gets a request too, because Kubernetes requests as much as the limit otherwise.
+    limit gets a request too, because Kubernetes would otherwise request as much as the limit.
     """
     given = resources.get("limits", {})
     usual = default_of("spec.rendezvous.resources.requests")
@@ -614,7 +617,8 @@ def _coordinator_arguments(job: DDPJob, status: JobStatus, platform: Platform) -
 
 
 def _runtime_volume(status: JobStatus) -> Json:
-    # Executable, because torchrun in a `command` starts its workers through a runtime file.
+    # The files are executable, because torchrun in a `command` starts its workers through one of
+    # them.
     return {"name": RUNTIME_VOLUME, "configMap": {"name": status.runtime, "defaultMode": 0o555}}
 
 

@@ -1,6 +1,6 @@
 """Builds the headless service that names a job's pods, and the ConfigMap with their runtime.
 
-Why the runtime is in a ConfigMap: docs/decisions/0012. Why one per namespace: docs/decisions/0014.
+docs/decisions/0012 explains why the runtime is in a ConfigMap, and 0014 why each namespace has one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, LABEL_UID, MANAGED_BY
 RUNTIME_FOLDER = Path(protocol.__file__).resolve().parent
 """The package `ddpjob_runtime`; job pods run it by its path."""
 SCRIPTS_PACKAGE = "ddpjob_report"
-"""The package next to it, which training scripts import. It needs `ddpjob_bucket` and `ddpjob_pod`.
+"""The package for training scripts, in the same folder. It needs `ddpjob_bucket` and `ddpjob_pod`.
 """
 
 
@@ -105,7 +105,7 @@ def holds_runtime(config_map: Json) -> bool:
     """Whether pods of this version can mount an existing ConfigMap.
 
     Its content must match its name. A ConfigMap from a different version may have other files, and
-    one that somebody else created may have any content.
+    a ConfigMap that someone else created may have any content.
     """
     data = config_map.get("binaryData") or {}
     if config_map.get("immutable") is not True or config_map.get("data") or set(data) != set(_runtime_files()):
@@ -147,7 +147,7 @@ def runtime_jobs_name(runtime: str) -> str:
 def build_runtime_jobs(job: DDPJob, owners: Iterable[Json]) -> Json:
     """Build an empty ConfigMap that is owned by the namespace's jobs and keeps their runtime.
 
-    The runtime itself is too large to be rewritten for each job that comes or goes.
+    The runtime itself is too large to be rewritten whenever a job is created or deleted.
     """
     return _shared(job, runtime_jobs_name(runtime_name()), owners)
 

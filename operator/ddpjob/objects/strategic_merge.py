@@ -19,12 +19,13 @@ TMP_VOLUME = "ddpjob-tmp"
 def merge_into_node(pod: Json, template: Mapping[str, Any]) -> Json:
     """Merge a node's pod with the whole template.
 
-    In placement Master, the coordinator's container also gets its part.
+    In placement Master, the pod also has the coordinator's container, which gets its part of the
+    template.
     """
     spec = dict(template.get("spec") or {})
     if spec.get("hostNetwork") and spec.get("dnsPolicy", "ClusterFirst") == "ClusterFirst":
-        # This is Kubernetes' default, written or not. On the host network it selects the host's own
-        # name server, which does not know the job's pods.
+        # Kubernetes' default, ClusterFirst, selects the host's own name server for pods on the host
+        # network. That server does not know the job's pods.
         spec["dnsPolicy"] = "ClusterFirstWithHostNet"
     if any(c["name"] == COORDINATOR_CONTAINER for c in pod["spec"]["containers"]):
         spec["containers"] = [*(spec.get("containers") or ()), *_coordinator_containers(spec)]
@@ -40,7 +41,7 @@ def _merged(pod: Json, template: Mapping[str, Any], spec: Mapping[str, Any]) -> 
     for container in merged["spec"]["containers"]:
         _keep_privileges(container.get("securityContext", {}))
     for container in (*(merged["spec"].get("initContainers") or ()), *merged["spec"]["containers"]):
-        # Otherwise the container fails without showing a reason.
+        # Otherwise a failing container would not show a reason.
         container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     _give_temporary_folder(merged["spec"])
     for kind in ("labels", "annotations"):
@@ -105,8 +106,8 @@ these devices, because GKE would take them from training pods, and SR-IOV does n
 for a pod that has not requested it.
 """
 _OF_A_CONTAINER = "container.apparmor.security.beta.kubernetes.io/"
-"""Annotations that end with a container's name. The API server refuses a pod that lacks the
-container."""
+"""Prefix of annotations that end with a container's name. The API server refuses a pod that lacks
+the container."""
 _MACHINE_KEYS = "kubernetes.io/"
 _LOCAL_SOURCES = ("hostPath", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image")
 _DEVICES = ("CharDevice", "BlockDevice", "Socket")
@@ -116,16 +117,16 @@ _DEVICES = ("CharDevice", "BlockDevice", "Socket")
 def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
     """Return the coordinator's pod with the template parts that its image needs to run.
 
-    Claims, fast networks and the nodes' selector are excluded. From nodeSelector and required node
-    affinity only kubernetes.io/ keys are taken (architecture, operating system), because the
-    coordinator does not need a GPU.
+    Claims and fast networks are left out. Of nodeSelector and required node affinity, only the
+    kubernetes.io/ keys (architecture, operating system) are copied, because the coordinator does
+    not need a GPU.
     """
     spec = template.get("spec") or {}
     taken: Json = {field: spec[field] for field in _COORDINATOR_SPEC if field in spec}
     if not _GPU_CLASS.search(spec.get("runtimeClassName") or "nvidia"):
         taken["runtimeClassName"] = spec["runtimeClassName"]
     if "securityContext" in taken:
-        # Kubelets on the nodes' machines may allow sysctls that others refuse.
+        # The kubelets of training machines may allow sysctls that other kubelets refuse.
         taken["securityContext"] = {k: v for k, v in taken["securityContext"].items() if k != "sysctls"}
     selector = {key: value for key, value in (spec.get("nodeSelector") or {}).items() if key.startswith(_MACHINE_KEYS)}
     if selector:
@@ -154,9 +155,10 @@ def trainer_of(spec: Mapping[str, Any]) -> Json:
 
 
 def _machine_terms(spec: Mapping[str, Any]) -> list[Json]:
-    """Return the required terms (one of which must hold), reduced to machine keys.
+    """Return the required node affinity terms, reduced to their kubernetes.io/ keys.
 
-    The result is empty if one of the terms would then allow any machine.
+    A machine must meet one of the terms. The result is empty if one of them would then allow any
+    machine.
     """
     affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
     required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
@@ -174,9 +176,10 @@ def _local_volumes(spec: Mapping[str, Any]) -> list[Json]:
 
 
 def _is_of_a_training_machine(volume: Mapping[str, Any]) -> bool:
-    """Whether the volume is a device, or huge pages, which a container must request.
+    """Whether the volume exists only on training machines.
 
-    On other machines, a pod would wait for such a volume.
+    It is a device, or huge pages, which a container must request. On other machines, a pod would
+    wait for such a volume.
     """
     host, memory = volume.get("hostPath") or {}, (volume.get("emptyDir") or {}).get("medium") or ""
     is_device = host.get("type") in _DEVICES or f"{host.get('path', '')}/".startswith("/dev/")
@@ -184,12 +187,12 @@ def _is_of_a_training_machine(volume: Mapping[str, Any]) -> bool:
 
 
 def _coordinator_containers(spec: Mapping[str, Any]) -> list[Json]:
-    """Return the coordinator's part of the template.
+    """Return a container with the trainer's settings that the coordinator's container needs too.
 
-    The coordinator runs the trainer's image, which has the same needs here.
+    Both run the same image. The list is empty if there are no such settings.
     """
-    # Keep a volume without a name, because the API server refuses it with its path, which the job's
-    # condition shows.
+    # Keep a volume without a name: the API server refuses it, and the job's condition shows the
+    # path from the refusal.
     names = {v.get("name") for v in _local_volumes(spec)}
     trainer = trainer_of(spec)
     container = {field: trainer[field] for field in _COORDINATOR_CONTAINER_FIELDS if field in trainer}

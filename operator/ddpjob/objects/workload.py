@@ -27,7 +27,8 @@ _CONTAINER_FIELDS = ("name", "image", "resources", "restartPolicy")
 
 
 def build_workload(job: DDPJob, platform: Platform, name: str, replaces: str) -> Json:
-    """Build the request for `spec.nodes + spec.spares` slots' pods and the coordinator's own pod.
+    """Build the request for the pods of `spec.nodes + spec.spares` slots and the coordinator's own
+    pod.
 
     `replaces` is the name of the Workload that holds the quota until this one is admitted; empty if
     none does. Kueue takes the priority from `spec.priority`, which a Workload's creator must look
@@ -105,7 +106,10 @@ def released(workload: Json, now: datetime) -> Json | None:
 
 
 def _with_conditions(workload: Json, changes: dict[str, tuple[str, str, str]], now: datetime) -> Json:
-    """Set conditions. `changes` maps a type to its status, reason and message."""
+    """Return the Workload with changed conditions.
+
+    `changes` maps a type to its status, reason and message.
+    """
     status = workload.get("status") or {}
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     for kind, (state, reason, message) in changes.items():

@@ -7,9 +7,9 @@
 Environment: DDPJOB_TOKEN, DDPJOB_GENERATION, DDPJOB_RANK_ORDER (1: the operator will send the order
 of the ranks), DDPJOB_NO_RESTARTS (1: recovery.maxRestarts is 0), POD_IP.
 
-With --store-port a child process hosts the c10d store, and the coordinator ends when the store
-does (exit code 1; 78 without a usable torch). The store listens on one address, which is --host or
-otherwise POD_IP.
+With --store-port, a child process hosts the c10d store, and the coordinator exits when the store
+ends (exit code 1; 78 without a usable torch). The store listens on one address: --host or, if that
+is not set, POD_IP.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ async def _until_asked(server: Server) -> int:
 async def run(arguments: argparse.Namespace, settings: CoordinatorSettings, token: str) -> NoReturn:
     """Serve until asked to exit (exit code 0) or until the store ends (1; 78 without torch).
 
-    SIGTERM ends the process at once with 143, or with 0 after the group has finished, so that its
-    pod is not shown as an error. Never returns. Raises OSError if it cannot listen.
+    SIGTERM ends the process at once with 143. After the group has finished, the code is 0 instead,
+    so that the pod is not shown as failed. Never returns. Raises OSError if it cannot listen.
     """
     server = Server(settings, token, store_ready=arguments.store_port is None)
     rounds = server.coordinator.rounds
@@ -102,7 +102,7 @@ async def run(arguments: argparse.Namespace, settings: CoordinatorSettings, toke
         ends.append(asyncio.ensure_future(_host_store(server, arguments.store_host, arguments.store_port)))
     done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     code = done.pop().result()
-    os._exit(code)  # From Python 3.12 on, closing a server waits for its open connections.
+    os._exit(code)  # Since Python 3.12, closing a server waits for its open connections.
 
 
 def backoff(text: str) -> tuple[float, float]:
@@ -156,9 +156,9 @@ def main() -> None:
     if not token:
         parser.error("the environment variable DDPJOB_TOKEN is missing or empty: set it to the job's token")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))  # PID 1 has blocked it until here.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))  # PID 1 has blocked it until now.
     divert_loggers(log)  # Including asyncio's loggers.
-    raise_open_files()  # One for each pod's connection, and some for strangers.
+    raise_open_files()  # One for each pod's connection, and a few for strangers.
     try:
         asyncio.run(run(arguments, settings, token))
     except OSError as error:

@@ -1,11 +1,11 @@
 """How long a group waits after its own failures if they repeat without progress.
 
-A script that fails at its first step would otherwise restart several times a minute, filling the
-logs and using up its restarts before anybody can look. A job that trains for hours between
-failures, however, should not wait at all.
+Without back-off, a script that fails at its first step would restart several times a minute. It
+would fill the logs and use up its restarts before anybody can look. A job that trains for hours
+between failures, however, should not wait at all.
 
 - After the first failure in a row there is no wait. After the second, the group waits `initial`
-  seconds, and after each later one twice as long as before, up to `maximum`.
+  seconds. Each later wait is twice as long as the one before, up to `maximum`.
 - A row ends when the job makes a step beyond the furthest one so far, or when a round has run for
   HEALTHY_SECONDS. A step that only repeats work lost since the last checkpoint does not end a row.
 - Only failures of the job itself count. After a lost node the next round begins at once.
@@ -17,7 +17,7 @@ Example, initial=10 and maximum=300. The script fails at step 120 each time, aft
 
 A new checkpoint lets it reach step 121: the next failure waits 0 s again.
 
-A job without restarts waits VERDICT_SECONDS instead: meanwhile the operator decides whether the
+A job without restarts waits VERDICT_SECONDS instead. Meanwhile, the operator decides whether the
 failure counts and, if so, ends the job. The operator backs off by the same rule when it replaces
 pods that end soon after they were created (`core/plan/slots.py`).
 """
@@ -25,7 +25,7 @@ pods that end soon after they were created (`core/plan/slots.py`).
 from __future__ import annotations
 
 HEALTHY_SECONDS = 60.0
-"""A round that ran for at least this long is not part of a crash loop."""
+"""A round that has run for at least this long is not part of a crash loop."""
 VERDICT_SECONDS = 5.0
 """How long a job without restarts waits after its own failure. Only the operator knows whether the
 failure counts; if no operator is running, the job should continue."""
@@ -34,7 +34,7 @@ failure counts; if no operator is running, the job should continue."""
 class RoundBackoff:
     """Computes how long the next round waits after failures in a row.
 
-    With `no_restarts`, every failure waits for the operator's verdict.
+    With `no_restarts`, it waits for the operator's verdict after every failure.
     """
 
     def __init__(self, initial: float, maximum: float, *, no_restarts: bool = False) -> None:

@@ -1,12 +1,12 @@
-"""The coordinator's decisions: what members, the operator and the script send changes the report.
+"""The coordinator's decisions: how messages from members, operator and script change the report.
 
 `Coordinator` only distributes each event and reads the report. The decisions are made in:
 
 - `round_sequence`, `formation` and `round`: when a round begins, breaks and ends;
 - `evidence` and `first_cause`: which event broke it;
-- `hang` and `standstill`: whether a group without steps hangs;
+- `hang` and `standstill`: whether a group that makes no steps hangs;
 - `takeover`: how a new coordinator finds the members' round;
-- `witnesses`: whether an unreachable host is lost early.
+- `witnesses`: whether an unreachable host is declared lost early.
 
 After each event, `_advance` does whatever is due. Example: a member reports `failed`. `failure`
 breaks the round, and `_advance` forms the next one as soon as no member has workers.
@@ -51,16 +51,16 @@ from ddpjob_runtime.protocol import (
 )
 
 _NO_STEP = frozenset({ACTIVITY, STRAGGLERS, ROUND, START, ENVIRONMENT, AT_RISK, SNAPSHOT_BYTES})
-"""Keys of a progress report that show no step of the current round."""
+"""Keys of a progress report that do not indicate a step of the current round."""
 
 
 class Coordinator:
-    """Decides for the whole group. It uses no sockets, and time is passed in.
+    """Decides for the whole group. It does not use sockets, and time is passed in.
 
     `clock()` returns Unix seconds and never goes back; `later(seconds, function)` calls the
-    function after that time; `changed()` is called after every change of the report; `log(text)`
-    receives one line for each event; `acknowledges(member)` is whether the kernel of the member's
-    host has acknowledged everything that was sent to it.
+    function after that time; `changed()` is called after every change to the report; `log(text)`
+    receives one line for each event; `acknowledges(member)` returns whether the kernel of the
+    member's host has acknowledged everything that was sent to it.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Coordinator:
         self._notes: dict[tuple[str, str], str] = {}  # (pod, kind) -> why
         self._stop: dict[str, Any] | None = None
         self.news = 0
-        """The report's version, which grows with every change except changes in progress."""
+        """The report's version, which increases with every change except progress."""
         self._started_at = clock()
         self.exit_why: str | None = None
         """Why the coordinator is no longer needed; None as long as it is needed."""
@@ -101,7 +101,7 @@ class Coordinator:
     def hello(
         self, pod: str, index: int, attempt: int, pid: int, send: Send, grace: float = 30.0, resume: Any = None
     ) -> Member | None:
-        """Admit a launcher. Return None if it was asked to leave.
+        """Admit a launcher, and return its member. Return None if the launcher was asked to leave.
 
         Raises:
             ValueError: `resume` is malformed; the message names the field.
@@ -135,7 +135,7 @@ class Coordinator:
             return ToMember.DONE, {}
         if self._stop is not None:
             return ToMember.STOP, self._stop
-        if self.rounds.over:  # The member is looking for the next coordinator; `stop` would end its workers.
+        if self.rounds.over:  # The member is looking for the next coordinator, and `stop` would end its workers.
             return ToMember.ERROR, {"why": f"this coordinator has stopped: {self.exit_why}"}
         why = self.members.why_refused(pod, index, attempt)
         return None if why is None else (ToMember.STOP, {"ok": False, "why": why, "fenced": True})
@@ -184,7 +184,7 @@ class Coordinator:
         self._advance()
 
     def send_away(self, pod: str, why: str) -> None:
-        """Remove a deleted pod and refuse it from now on, unless its workers may be saving.
+        """Remove a deleted pod, and refuse it from now on, unless its workers may be saving.
 
         A launcher that is starting or ready has nothing to save, and has not noticed the deletion.
         """
@@ -197,8 +197,8 @@ class Coordinator:
     def ready(self, member: Member, after: int, host: str, port: int, check: int = 0, watch: int = 0) -> None:
         """Record that the member could begin a round.
 
-        `after` is the last round that it knows of, `watch` the port on which its neighbours watch
-        it.
+        `after` is the last round that it knows of, and `watch` is the port on which its neighbours
+        watch it.
         """
         self.rounds.ready(member, after, host, port, check, watch)
         self._advance()
@@ -233,7 +233,7 @@ class Coordinator:
     def stacks(self, member: Member, number: int, rank: int, text: str, idle: bool | None = True) -> None:
         """Add one rank's stacks in a hung group.
 
-        `idle`: whether the rank has not moved since the last look.
+        `idle` is whether the rank has not moved since the last look.
         """
         self.rounds.stacks(member, number, rank, text, idle)
 
@@ -314,7 +314,7 @@ class Coordinator:
             self._advance()
 
     def stop(self, ok: bool, why: str) -> None:
-        """End every member's workers. No round begins afterwards."""
+        """End every member's workers. No round begins after that."""
         if self.rounds.over:
             return
         self._stop = {"ok": ok, "why": why}
@@ -329,9 +329,9 @@ class Coordinator:
         self._notify()
 
     def replaced(self, generation: int, attempt: int) -> None:
-        """Leave the group to a later coordinator that a member has found at the job's name.
+        """Leave the group to a later coordinator, which a member has found at the job's name.
 
-        This coordinator then exits, so that all members look up the name again, and until then
+        This coordinator then exits, so that all members look up the name again. Until then, it
         judges nothing. An earlier coordinator is ignored.
         """
         if (generation, attempt) <= (self.settings.generation, self.settings.attempt):
@@ -343,7 +343,7 @@ class Coordinator:
     def report_progress(self, report: dict[str, Any]) -> None:
         """Merge a checked progress report; the first one after a restart ends the downtime.
 
-        A report that names a different round than the current one comes from a fenced rank and is
+        A report that names a round other than the current one comes from a fenced rank and is
         ignored.
         """
         current = self.rounds.current
@@ -397,9 +397,9 @@ class Coordinator:
 def _same_workers(old: Member, resumed: Resume | None) -> bool:
     """Whether both sides agree on the round. If not, a line was lost with the old connection."""
     if old.state == MemberState.LEAVING:
-        return True  # The member leaves in any case, and the round breaks once it is gone.
+        return True  # The member is leaving in any case, and the round breaks once it is gone.
     if not old.has_workers:
         return resumed is None or not resumed.has_workers
     # A member without workers repeats its failures and `ready`. That is not a loss, and others may
-    # be saving.
+    # still be saving.
     return resumed is not None and resumed.round == old.round

@@ -1,4 +1,4 @@
-"""Measures how long the job makes no steps after a break."""
+"""Measures how long the job does not make steps after a break."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ class Downtime:
         self.since = self.since or now
 
     def round_runs(self, now: float) -> None:
-        """End the downtime if steps are not reported, because then only rounds are known."""
+        """End the downtime when a round runs, if no steps are reported.
+
+        Rounds are then the only evidence.
+        """
         if not self._steps_are_seen:
             self._end(now)
 
@@ -27,7 +30,7 @@ class Downtime:
             self._end(now)
 
     def forget(self) -> None:
-        """Drop the downtime, because the break belongs to an earlier coordinator."""
+        """Discard the downtime, because the break belongs to an earlier coordinator."""
         self.since = None
 
     def _end(self, now: float) -> None:

@@ -9,11 +9,11 @@ from ddpjob_runtime.coordinator.members import Member, Members
 from ddpjob_runtime.protocol import ToMember
 
 DRAIN_SECONDS = 30.0
-"""Time limit from `restart` to `ready`. A killed worker that holds a device or much memory takes
-many seconds to disappear."""
+"""Time limit from `restart` to `ready`. A killed worker that holds a device or a lot of memory
+takes many seconds to disappear."""
 PLANNED_SLACK = 5.0
-"""How much longer than its grace period a member may take in a planned restart, in which it may
-save."""
+"""How much longer than its grace period a member may take in a planned restart, because it may be
+saving."""
 
 
 class Drains:
@@ -23,7 +23,7 @@ class Drains:
         self._members, self._loop, self._fence = members, loop, fence
 
     def ask(self, member: Member, why: str, planned: bool) -> None:
-        """Ask `member` to end its workers. `planned`: it may use the pod's grace period to save."""
+        """Ask `member` to end its workers. If `planned`, it may use its grace period to save."""
         seconds = member.grace + PLANNED_SLACK if planned else DRAIN_SECONDS
         if member.drain(self._loop.now() + seconds, planned):
             self._loop.later(seconds + 0.001, self._check)

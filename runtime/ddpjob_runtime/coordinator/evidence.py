@@ -1,8 +1,12 @@
 """What is known so far about why a round broke, while reports are still arriving.
 
-The verdict is the first of these that exists: the coordinator's own reason to end the round (a hang
-or a resize), a sure first cause, members that did not return to a new coordinator, any other first
-cause, and a member that left for an unknown reason.
+The verdict is the first of these that exists:
+
+1. the coordinator's own reason to end the round (a hang or a resize);
+2. a sure first cause;
+3. members that did not reconnect to a new coordinator;
+4. any other first cause;
+5. a member that left for an unknown reason.
 """
 
 from __future__ import annotations
@@ -20,9 +24,9 @@ class Evidence:
     def __init__(self) -> None:
         self._failures: list[WorkerFailure] = []
         self._losses: list[MemberLoss] = []
-        self._finishes: list[Finish] = []  # ranks whose node has not finished
-        self._known: Verdict | None = None  # from the beginning: a hang, a planned restart
-        self._absent: Verdict | None = None  # a member never came back, which explains everything except sure failures
+        self._finishes: list[Finish] = []  # of single ranks, whose node has not finished
+        self._known: Verdict | None = None  # known from the start: a hang or a planned restart
+        self._absent: Verdict | None = None  # a member never reconnected; explains everything except sure failures
         self._fallback: Verdict | None = None  # used if nothing better is known
 
     def add_failure(self, failure: WorkerFailure) -> None:
@@ -41,7 +45,7 @@ class Evidence:
 
     @property
     def somebody_leaves(self) -> bool:
-        """Whether a member was asked to end. The others may be saving together with it."""
+        """Whether a member was asked to end. Other members may then be saving together with it."""
         return any(loss.leaving for loss in self._losses)
 
     @property
@@ -58,7 +62,7 @@ class Evidence:
         self._known = Verdict(IncidentKind.HANG, time, details, self._count)
 
     def absent(self, time: float, details: dict[str, Any]) -> None:
-        """Set the cause to members that did not come back to a new coordinator."""
+        """Set the cause to members that did not reconnect to a new coordinator."""
         self._absent = Verdict(IncidentKind.PEER_LOST, time, details, self._count, sure=False)
 
     def came_apart(self, time: float, details: dict[str, Any]) -> None:
@@ -72,7 +76,7 @@ class Evidence:
     def verdict(self, finishes: list[Finish], ended_at: float | None) -> Verdict | None:
         """Return the cause known so far.
 
-        `ended_at`: when members were first asked to end workers.
+        `ended_at` is when members were first asked to end their workers.
         """
         if self._known is not None:
             return self._known
@@ -84,6 +88,6 @@ class Evidence:
     def is_own(self, verdict: Verdict) -> bool:
         """Whether the job itself has failed, so that repeated failures back off.
 
-        The fallback counts as own.
+        The fallback cause counts as the job's own failure.
         """
         return verdict.kind in OWN_FAILURES or verdict is self._fallback

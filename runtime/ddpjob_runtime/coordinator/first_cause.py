@@ -1,19 +1,19 @@
 """Decides which event broke a round: the first cause among failures, losses and departures.
 
-When one rank fails, its peers fail a moment later with connection errors. Their reports arrive in
-any order, and every worker's exit code may be 1. The order of arrival alone does not show the
-cause, because an echo is often reported before the error that caused it.
+When one rank fails, its peers fail a moment later with connection errors. Every worker's exit code
+may be 1. The order in which reports arrive does not show the cause, because a consequence is often
+reported before the error that caused it.
 
-1. Each failure gets a suspicion (`_suspicion`): how likely it is a consequence. A worker's own
-   error has 0, an abort 1, a communication error 2, and any failure after the members were asked to
-   end their workers 3. The least suspicious failure counts, and among equals the earliest.
+1. Each failure gets a suspicion (`_suspicion`), which is how likely it is a consequence. A worker's
+   own error has 0, an abort 1, a communication error 2, and any failure after the members were
+   asked to end their workers 3. The least suspicious failure counts, and among equals the earliest.
 2. If members were lost or have left, only workers' own errors compete with that, by time.
-   Suspicious failures are then consequences. So is a death by signal, because a pod's workers end
-   with it.
+   Suspicious failures are then consequences. So are deaths by signal, because a pod's workers end
+   with the pod.
 3. If only suspicious failures are known, and a worker has ended with 0 before the others, that end
    is the cause: its peers waited for it in a collective.
 
-Example, with all times in seconds on the coordinator's clock, to which each launcher's report is
+Example. All times are in seconds on the coordinator's clock, to which the times in reports are
 converted:
 
     10.02  rank 0  exit code 1  "Connection closed by peer"         suspicion 2
@@ -23,7 +23,7 @@ converted:
 A `Verdict` is `sure` if no later report could change it, as here. If rank 5 has not reported yet,
 the verdict names rank 3 and is not sure, so the coordinator waits for the other members.
 
-Why: docs/decisions/0010. `merge_causes` in the operator adds what Kubernetes knows.
+Why: docs/decisions/0010. `merge_causes` in the operator adds Kubernetes' own information.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ddpjob_runtime import protocol
 from ddpjob_runtime.protocol import IncidentKind, error_mark
 
 DEVICE_ERROR = re.compile(r"unhandled cuda error|\bCuda failure\b", re.I)
-"""How NCCL passes on a driver error about this rank's own device."""
+"""How NCCL reports a driver error about this rank's own device."""
 SIGABRT = 6
 ORDER_SECONDS = 0.05
 """A failure at least this long after the coordinator's `restart` is a consequence of it."""
@@ -54,8 +54,8 @@ class Source:
 class WorkerFailure:
     """A worker process that has ended by itself. `time` is in seconds on the coordinator's clock.
 
-    `oom`: killed at the container's memory limit. `init`: it could not even begin, and a retry
-    would not help.
+    `oom` means that it was killed at the container's memory limit. `init` means that it could not
+    even begin, and a retry would not help.
     """
 
     source: Source
@@ -71,7 +71,7 @@ class WorkerFailure:
 
     @property
     def stepped_aside(self) -> bool:
-        """Whether it saved and exited because another node leaves (perhaps not reported yet)."""
+        """Whether it saved and exited because another node leaves (maybe not reported yet)."""
         return self.exit_code == protocol.EXIT_STEPPED_ASIDE
 
     @property
@@ -89,7 +89,7 @@ class WorkerFailure:
 
 @dataclass(frozen=True)
 class MemberLoss:
-    """A member whose connection has ended, or which has announced its departure (`leaving`)."""
+    """A member whose connection has ended, or that has announced its departure (`leaving`)."""
 
     source: Source
     rank: int | None
@@ -100,9 +100,9 @@ class MemberLoss:
 
 @dataclass(frozen=True)
 class Finish:
-    """An end with exit code 0 of all workers of a member, or of the worker with `rank`.
+    """The end, with exit code 0, of all workers of a member or of the worker with `rank`.
 
-    `node`: its group rank.
+    `node` is the member's group rank.
     """
 
     source: Source
@@ -116,7 +116,7 @@ class Finish:
 class Verdict:
     """The cause of one break.
 
-    `details`: fields of its `Incident`. `sure`: no later report can change it.
+    `details` are fields of its `Incident`. If `sure`, no later report can change the verdict.
     """
 
     kind: IncidentKind
@@ -127,11 +127,13 @@ class Verdict:
 
 
 def _suspicion(failure: WorkerFailure, ended_at: float | None) -> int:
-    """Return how likely a failure is a consequence.
+    """Return how likely a failure is to be a consequence.
 
-    0: its own error; 1: an abort, which communication libraries use when a peer is gone, or an NCCL
-    error about this rank's own device; 2: a communication error; 3: it came after the members were
-    asked to end their workers.
+    - 0: an error of its own.
+    - 1: an abort, which communication libraries use when a peer is gone, or an NCCL error about
+      this rank's own device.
+    - 2: a communication error.
+    - 3: any failure after the members were asked to end their workers.
     """
     if ended_at is not None and failure.time > ended_at + ORDER_SECONDS:
         return 3
@@ -157,7 +159,7 @@ def first_cause(
 ) -> Verdict | None:
     """Return the cause of a broken round; None if nothing is known to have gone wrong.
 
-    `ended_at`: when the members were asked to end their workers. Later failures are consequences.
+    `ended_at` is when the members were asked to end their workers. Later failures are consequences.
     """
     causes = [f for f in failures if _own(f, losses, ended_at)]
     first_failure = min(causes, key=lambda f: (_suspicion(f, ended_at), f.time)) if causes else None
@@ -197,7 +199,7 @@ def _judge_early_finish(finish: Finish, consequences: int) -> Verdict:
 def _find_alike(
     cause: WorkerFailure, failures: list[WorkerFailure], ended_at: float | None
 ) -> set[tuple[str, int | None]]:
-    """Return (pod, rank) of each failure with the cause's error.
+    """Return the (pod, rank) of each failure with the same error as the cause.
 
     The result is empty if any worker has a different error of its own.
     """

@@ -1,14 +1,14 @@
 """Decides when a round begins, with which members, and when it restarts with a different size.
 
-A round with too few nodes wastes the others, but a round that waits wastes the nodes that are
-ready. The rules weigh these costs by what is known about the missing nodes:
+A round that begins with too few nodes wastes the others, but a round that waits wastes the nodes
+that are ready. The rules weigh these costs by what is known about the missing nodes:
 
-- A round of `nodes` begins at once, and a round of fewer than `min_nodes` never.
+- A round of `nodes` nodes begins at once; a round of fewer than `min_nodes` never begins.
 - In between, the first round waits FIRST_GRACE, because pods start at different times.
 - A later round begins at once if as many nodes are ready as the last one had. With fewer, it waits
   SHRINK_GRACE, which is 10 s in Standard and 0 in Fast, where a restart is cheap.
-- A running round that could have more nodes is restarted FILL_SECONDS after it began if the joiners
-  complete it, otherwise after GROW_SECONDS, because every restart costs steps.
+- A running round that could have more nodes is restarted. If the joiners complete it, this happens
+  FILL_SECONDS after it began, otherwise after GROW_SECONDS, because every restart costs steps.
 
 Example, nodes=8 and min_nodes=6:
 
@@ -35,14 +35,14 @@ from ddpjob_runtime.protocol import Mode
 FIRST_GRACE = 30.0
 """Seconds that the first round waits for the other nodes once `min_nodes` are ready."""
 SHRINK_GRACE = {Mode.STANDARD: 10.0, Mode.FAST: 0.0}
-"""The same for later rounds."""
+"""Seconds that a later round with fewer nodes than the last one waits for the other nodes."""
 FILL_SECONDS = 10.0
 """How long a round runs before it is restarted for joiners that complete it."""
 GROW_SECONDS = 60.0
-"""The same for joiners that do not complete it."""
+"""How long a round runs before it is restarted for joiners that do not complete it."""
 ORDER_SECONDS = 10.0
-"""How long a round waits for a new member's position in the order, which the operator knows before
-the pod starts."""
+"""How long a round waits for a new member's position in the order. The operator knows the position
+before the pod starts."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class RankOrder:
         return sorted(chosen, key=lambda m: (m.index != 0, self.places.get(m.pod, last), m.index))
 
     def known_at(self, chosen: Iterable[Member]) -> float:
-        """Return the time until which to wait for these members' positions; 0 for no wait."""
+        """Return the time until which to wait for these members' positions; 0 means do not wait."""
         if not self.expected:
             return 0.0
         return max((m.since + ORDER_SECONDS for m in chosen if m.pod not in self.places), default=0.0)
@@ -82,7 +82,7 @@ def begins_at(
 ) -> float | None:
     """Return when a round of the ready members may begin: 0 for now, None if there are too few.
 
-    `before`: the size of the last round. If as many members are ready again, the round does not
+    `before` is the size of the last round. If as many members are ready again, the round does not
     wait.
     """
     if ready >= size.nodes:
@@ -107,7 +107,7 @@ def choose(ready: list[Member], nodes: int, last: int) -> list[Member]:
 def resizes_at(world: int, since: float | None, ready: int, size: Size) -> float | None:
     """Return when to restart a round of `world` nodes for a different size, or None.
 
-    `since`: when it began to run.
+    `since` is when it began to run.
     """
     if since is None:
         return None

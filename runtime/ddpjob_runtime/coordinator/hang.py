@@ -2,24 +2,24 @@
 
 If one rank stops, all others wait for it in a collective, and nothing fails: the job holds its GPUs
 but does nothing. From outside, that looks like a long evaluation or a slow checkpoint. So time
-alone only raises a suspicion, and what the ranks do decides:
+alone only raises a suspicion, and the ranks' activity decides:
 
 - **Suspicion.** `UsualGaps` learns the gaps between reports for each activity: the start of a
   round, training, and whatever the script reports, such as evaluating. After FACTOR times their
-  99th percentile, and at least LEAST_SECONDS, the ranks are looked at. Before LEAST_GAPS gaps are
-  known, the minimum is longer (UNKNOWN), and at a start much longer.
+  99th percentile, and at least LEAST_SECONDS, the coordinator looks at the ranks. Before LEAST_GAPS
+  gaps are known, the minimum is longer (UNKNOWN), and at a start much longer.
 - **Proof.** If two further looks, LOOK_EVERY seconds apart, show a standstill (`standstill`), the
   round ends as a hang, unless recovery.hangs is Report. The first of them already makes the step
   overdue in the report. If something moves, the next looks come later and later.
-- **hangAfterSeconds** ends the round after that limit without a proof. If the script's steps are
-  not counted, silence proves nothing, so all ranks must have been idle for that time.
+- **hangAfterSeconds** ends the round after that time without a proof. If the script's steps are not
+  counted, silence proves nothing, so all ranks must have been idle for that time.
 - A group that moves but makes no step is reported as overdue after max(300 s, 20 times the longest
   gap), and is never ended without hangAfterSeconds.
 
 Example, with steps of 0.5 s: rank 1 deadlocks in its data loader. The first look comes after 15 s,
 the step is reported as overdue at 20 s, and the round ends at 25 s: "no step for 25 s: rank 1 in
 wait (...), the other ranks wait for it". An evaluation of 60 s gets four looks, each of which shows
-processor time or bytes, and nothing is reported.
+processor time or transferred bytes, so nothing is reported.
 
 A hang counts as a first cause, like any other: docs/decisions/0010. Why hangs end by themselves:
 docs/decisions/0024.
@@ -43,7 +43,7 @@ UNKNOWN = {START: 600.0, TRAINING: 60.0}
 UNKNOWN_ACTIVITY = 120.0
 """Minimum number of seconds without a report while an activity's pace is unknown."""
 LEAST_AT_START = 60.0
-"""The minimum for a start, once an earlier round has made a step."""
+"""Minimum number of seconds for a start, once an earlier round has made a step."""
 LOOK_EVERY, MOST_BETWEEN_LOOKS = 5.0, 30.0
 
 OVERDUE_SECONDS = 300.0
@@ -52,7 +52,7 @@ LEAST_REPORTS = 20
 DUMP_SECONDS = 3.0
 """How long a dump waits for the stacks of all ranks."""
 LAST_STACKS_SECONDS = 0.3
-"""The stacks of one member arrive together within this time."""
+"""All stacks of one member arrive within this time."""
 
 
 class UsualGaps:
@@ -69,7 +69,7 @@ class UsualGaps:
             self._limits.pop(activity, None)
 
     def limit(self, activity: str) -> float:
-        """Return the seconds without a report after which the ranks are looked at."""
+        """Return how long to wait without a report before looking at the ranks, in seconds."""
         if activity not in self._limits:
             self._limits[activity] = self._compute(activity)
         return self._limits[activity]
@@ -87,9 +87,9 @@ class UsualGaps:
 class HangWatch:
     """Knows when the next step is overdue, and when to look at the ranks.
 
-    `hang_after`: seconds without a step after which the round ends as a hang, or None. The time
-    from a round's beginning to its first report has a separate pace, because loading data may take
-    longer than any step.
+    `hang_after` is how many seconds without a step end the round as a hang; None means no limit.
+    The time from a round's beginning to its first report has a separate pace, because loading data
+    may take longer than any step.
     """
 
     def __init__(self, hang_after: float | None, hangs: Hangs) -> None:
@@ -104,7 +104,7 @@ class HangWatch:
         self._suspicion: Suspicion | None = None
 
     def configure(self, hang_after: float | None, hangs: Hangs) -> None:
-        """Replace the limit, and whether hangs are ended."""
+        """Set the limit, and whether hung rounds are ended."""
         self.hang_after, self.hangs = hang_after, hangs
 
     def begin(self, now: float) -> None:
@@ -144,7 +144,7 @@ class HangWatch:
             self.since = now
 
     def forgive(self, seconds: float) -> None:
-        """Ignore `seconds` of the time since the last step, and all looks since then."""
+        """Ignore `seconds` of the time since the last step, and all looks since that step."""
         if self.since is not None:
             self.since += seconds
             self._suspicion = None
@@ -164,7 +164,7 @@ class HangWatch:
         return max(OVERDUE_SECONDS, PACE_FACTOR * pace)
 
     def due(self) -> float | None:
-        """Return the time at which the next step is overdue; None if that is not known."""
+        """Return the time at which the next step is overdue; None if that is unknown."""
         return None if self.since is None or self.limit is None else self.since + self.limit
 
     def looks_at(self) -> float | None:
@@ -175,14 +175,14 @@ class HangWatch:
         return self.since + self._usual.limit(self._phase) if suspicion is None else suspicion.next_at
 
     def suspect(self) -> Suspicion:
-        """Return what the looks since the last step have shown."""
+        """Return the results of the looks since the last step."""
         if self._suspicion is None:
             self._suspicion = Suspicion()
         return self._suspicion
 
 
 class Suspicion:
-    """The looks at the ranks since the last step, and when the next one is."""
+    """The looks at the ranks since the last step, and the time of the next one."""
 
     def __init__(self) -> None:
         self.standstill = Standstill()
@@ -190,12 +190,15 @@ class Suspicion:
         self._pause = LOOK_EVERY
 
     def ask(self, now: float) -> bool:
-        """Begin a look. Return whether it may prove a hang, so that logs should keep its stacks."""
+        """Begin a look.
+
+        Return whether it may prove a hang, in which case logs should keep its stacks.
+        """
         self._asked = now
         return self.standstill.looks == 1
 
     def add(self, now: float, look: Look | None) -> None:
-        """Add a look; None if a member did not respond. Movement makes the next looks rarer."""
+        """Add a look; None if a member did not respond. Movement delays the next looks."""
         if look is None:
             self.standstill = Standstill()
         moved = look is None or not self.standstill.add(now, look)
@@ -206,7 +209,7 @@ class Suspicion:
 class HangDump:
     """Collects the stacks of a round without steps.
 
-    Calls `done` when all stacks have arrived or time is up.
+    It calls `done` when all stacks have arrived or time is up.
     """
 
     def __init__(self, loop: Loop, done: Callable[[], None], stacks: Stacks | None = None) -> None:

@@ -107,7 +107,7 @@ async def _read(first: bytes, reader: asyncio.StreamReader) -> tuple[str, str, d
 async def _answer(
     server: Any, reader: asyncio.StreamReader, method: str, target: str, body: bytes, known: bool
 ) -> tuple[int, str, str]:
-    """Return (status, content type, body). `known`: the client knows the job's token."""
+    """Return (status, content type, body). `known` is whether the client knows the job's token."""
     try:
         url = urlsplit(target)
     except ValueError as error:
@@ -275,7 +275,7 @@ GUARDED = {protocol.STATUS_PATH, *(command.path for command in Command)}
 
 
 async def _wait(server: Any, reader: asyncio.StreamReader, query: dict[str, list[str]]) -> None:
-    """Long poll: wait until the report's `news` changes, the time is up or the client is gone."""
+    """Long poll: wait until the report's `news` changes, time is up, or the client is gone."""
     news, seconds = _number(query, "news"), _number(query, "wait")
     if news is None or seconds is None:
         return

@@ -31,7 +31,8 @@ class Incidents:
     ) -> None:
         """Record a break.
 
-        `details`: fields of `Incident`; `backoff`: how long the next round waits because of it.
+        `details` are fields of `Incident`, and `backoff` is how long the next round waits because
+        of the break.
         """
         incident = Incident(
             self._next_id, time_of(unix_seconds), kind, consequences=consequences, backoff_seconds=backoff, **details

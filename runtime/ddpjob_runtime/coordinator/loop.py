@@ -15,7 +15,7 @@ class Loop:
     """What the decisions need from the event loop.
 
     `now()` returns Unix seconds that never go back; `later(seconds, function)` calls the function
-    after that time; `changed()` must be called after every change of the report; `log(text)` writes
+    after that time; `changed()` must be called after every change to the report; `log(text)` writes
     one line for each event.
     """
 
@@ -46,11 +46,11 @@ class Alarm:
 
 
 async def within(seconds: float, what: Awaitable[T], left: Callable[[], float] = lambda: 0.0) -> T | None:
-    """Await `what`; return its result, or None after a timeout.
+    """Await `what`, and return its result, or None after a timeout.
 
     When the time is up, `left` returns how many more seconds to allow. The wait runs in this task,
-    unlike `asyncio.wait_for` before Python 3.12. When hundreds of members connected at once, a task
-    per line was a third of the work.
+    unlike `asyncio.wait_for` before Python 3.12. When hundreds of members connected at once,
+    creating a task per line was a third of the work.
     """
     task, loop, over = asyncio.current_task(), asyncio.get_running_loop(), False
     assert task is not None
@@ -72,7 +72,7 @@ async def within(seconds: float, what: Awaitable[T], left: Callable[[], float] =
     try:
         return await what
     except asyncio.CancelledError:
-        if not over or (hasattr(task, "uncancel") and task.uncancel()):  # Others may have cancelled the task too.
+        if not over or (hasattr(task, "uncancel") and task.uncancel()):  # Other code may have cancelled the task too.
             raise
         return None
     finally:

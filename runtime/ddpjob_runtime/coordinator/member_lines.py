@@ -1,4 +1,4 @@
-"""Handles each verb of the members' lines, after checking its fields."""
+"""Checks the fields of the members' lines, and handles each verb."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import FromMember, whole_number
 
 LONGEST_AGE = 600.0
-"""Maximum number of seconds from a failure to its report; if longer, a clock was adjusted."""
+"""Maximum number of seconds from a failure to its report; if it is longer, a clock was adjusted."""
 LONGEST_CHECK = 4 * 3600
-"""Maximum number of seconds for which a round may check its links."""
+"""Maximum time in seconds that a round may spend checking its links."""
 
 
 def _ready(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ HANDLERS: dict[str, Callable[[Coordinator, Member, dict[str, Any]], None]] = {
 def read_failure(member: Member, message: dict[str, Any]) -> WorkerFailure:
     """Return the failure that a launcher reports.
 
-    The time is computed from the failure's age, because nodes' clocks differ.
+    Its time is computed from its age, because clocks differ between nodes.
     """
     sent, when = message.get("sent", 0.0), message.get("time", 0.0)
     age: float = sent - when if protocol.is_number(sent) and protocol.is_number(when) else 0.0

@@ -1,4 +1,4 @@
-"""Connected launchers as members, and lists of the lost and dismissed members."""
+"""Connected launchers as members, and the lists of lost and dismissed members."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Send = Callable[[str, "dict[str, Any]"], None]
 
 
 class Member:
-    """A launcher with a connection. Times are on the coordinator's clock, in seconds."""
+    """A connected launcher. Times are in seconds on the coordinator's clock."""
 
     def __init__(self, pod: str, index: int, attempt: int, pid: int, send: Send, grace: float, heard: float) -> None:
         self.pod, self.index, self.attempt, self.pid = pod, index, attempt, pid
@@ -25,14 +25,14 @@ class Member:
         self._state = State(MemberState.STARTING, MEMBER_TRANSITIONS)
         self._tally: Counter[MemberState] = Counter()
         self.round: int | None = None
-        """The last round that it was sent into; `rank` is its group rank there."""
+        """The last round that it was sent into, in which `rank` is its group rank."""
         self.rank: int | None = None
         self.host, self.port, self.ready_at = "", 0, 0.0
         self.watch = 0
-        """Port on which its neighbours watch it; 0: they cannot."""
+        """Port on which its neighbours watch it; 0 if they cannot."""
         self.check = 0
-        """Seconds for which its next round may check the links before workers start; 0: no check is
-        requested."""
+        """How long its next round may check the links before workers start, in seconds; 0 means
+        that no check is requested."""
         self.drain_by: float | None = None
         """The deadline for ending its workers, if it was asked to end them."""
         self.drain_planned = False
@@ -56,7 +56,7 @@ class Member:
         return self.state in (MemberState.RUNNING, MemberState.FINISHED)
 
     def count_in(self, tally: Counter[MemberState]) -> None:
-        """Count its state in `tally` from now on, together with other members' states."""
+        """Count its state in `tally` from now on, which also counts other members' states."""
         self._tally = tally
         self._tally[self.state] += 1
 
@@ -83,7 +83,7 @@ class Member:
     def become_ready(self, host: str, port: int, now: float, check: int = 0, watch: int = 0) -> None:
         """Record that it can begin a round.
 
-        `host`, `port`: address of the store that it would host.
+        `host` and `port` are the address of the store that it would host.
         """
         if self.state != MemberState.READY:
             self.ready_at = now
@@ -96,7 +96,7 @@ class Member:
         self.round, self.rank, self.drain_by = number, rank, None
 
     def resume(self, number: int, rank: int, has_workers: bool) -> None:
-        """Record the round that it is or was in when it returns to a new coordinator."""
+        """Record the round that it is in, or was in, when it returns to a new coordinator."""
         self.round, self.rank = number, rank
         if has_workers:
             self._become(MemberState.RUNNING)
@@ -107,7 +107,7 @@ class Member:
             self._become(MemberState.FINISHED)
 
     def leave(self) -> None:
-        """Record that it was asked to end and will be gone."""
+        """Record that it was asked to end and will soon be gone."""
         self._become(MemberState.LEAVING)
         self.drain_by = None
 
@@ -116,7 +116,7 @@ class Member:
         self._become(MemberState.LOST)
 
     def drain(self, until: float, planned: bool) -> bool:
-        """Set the deadline for ending its workers; return False if an earlier deadline applies."""
+        """Set the deadline for ending its workers. Return False if an earlier deadline applies."""
         self.drain_planned = planned
         if self.drain_by is not None and self.drain_by <= until:
             return False
@@ -131,9 +131,9 @@ class Member:
 class Members:
     """The members (one per index), the missing members, and the pods that are never admitted again.
 
-    Every line from a member requires the number of ready members. They are counted as states
-    change: with a thousand members, checking all of them for each line was half of the work before
-    a round began.
+    Every line from a member requires the number of ready members. It is updated whenever a state
+    changes, because with a thousand members, counting them for each line was half of the work
+    before a round began.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -158,11 +158,11 @@ class Members:
         return self._tally[MemberState.READY]
 
     def ready(self) -> list[Member]:
-        """Return the members that could begin a round, longest waiting first."""
+        """Return the members that could begin a round, in the order in which they became ready."""
         return sorted((m for m in self if m.state == MemberState.READY), key=lambda m: (m.ready_at, m.index))
 
     def admit(self, member: Member) -> None:
-        """Let a new member take its index."""
+        """Assign a new member its index."""
         self.by_index[member.index] = member
         member.count_in(self._tally)
         self._loop.changed()
@@ -172,7 +172,7 @@ class Members:
         self.missing.pop(index, None)
 
     def why_refused(self, pod: str, index: int, attempt: int) -> str | None:
-        """Return why this pod is refused; None if it may join."""
+        """Return why this pod is refused, or None if it may join."""
         why = self._dismissed.get(pod)
         old = self.by_index.get(index)
         if why is None and old is not None and old.attempt > attempt:

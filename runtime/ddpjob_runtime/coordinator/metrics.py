@@ -56,10 +56,9 @@ FAMILIES = {
     ),
     "ddpjob_progress_metric": ("gauge", "Other figures that the script reports, by name"),
 }  # fmt: skip
-"""Type and meaning of each family. The operator and trainer use the same names for these figures.
-"""
+"""Type and meaning of each metric family. The operator and trainer use the same names."""
 LABELS = {"ddpjob_members": "state", "ddpjob_incidents_total": "kind", "ddpjob_progress_metric": "name"}
-"""A family's label in addition to namespace and job_name."""
+"""Each family's label in addition to namespace and job_name."""
 SAVED = {
     CHECKPOINT_TIME: "ddpjob_train_checkpoint_timestamp_seconds",
     COPY_TIME: "ddpjob_train_copy_timestamp_seconds",
@@ -76,7 +75,7 @@ PROGRESS = {
 def render(report: Report, incidents: Mapping[IncidentKind, int]) -> str:
     """Return Prometheus' text format, version 0.0.4.
 
-    `incidents`: the number of incidents of each kind.
+    `incidents` has the number of incidents of each kind.
     """
     lines: list[str] = []
     states = [m.state for m in report.members]

@@ -1,16 +1,16 @@
 """The job's progress: the last value of each figure from the script or the step counter.
 
-Scripts call `ddpjob_report`, and the step counter in the workers reports without their help. Both
-may run in one job, so their reports are merged:
+Scripts call `ddpjob_report`, and the step counter in the workers reports without any help from the
+script. Both may run in one job, so their reports are merged:
 
 - Once the script reports a step, the counter's figures are ignored and its speed is dropped.
 - A figure keeps its value until it is reported again. Figures about ranks end with their round.
 - An activity, such as evaluating, applies until the next report. `shows_life` decides whether a
   report restarts the time limit for hangs. A repeated step does not.
-- Reports about copies in the bucket come from the background and show no life.
+- Reports about copies in the bucket are sent in the background, so they do not show life.
 
-Example: the counter reports step 40, so the progress is 40. The script reports step 2 (it counts
-optimizer steps), and the progress is 2 from then on. The counter's 41 is ignored.
+Example: the counter reports step 40, so the progress is 40. Then the script, which counts optimizer
+steps, reports step 2. The progress is now 2, and the counter's 41 is ignored.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ NUMBERS = ("epoch", "epochs", "step", "steps", "loss", "samplesPerSecond", "eta"
 AUTOMATIC = "automatic"
 """Marks reports from the step counter, which are used until the script reports its own step."""
 ACTIVITY = "activity"
-"""What the script does between steps, such as evaluating. It applies until the next report.
-"""
+"""What the script is doing between steps, such as evaluating. It applies until the next report."""
 
 
 def check(body: Any) -> dict[str, Any]:
@@ -113,7 +112,7 @@ def _may_be_number(value: Any) -> bool:
 def is_of_copies(report: dict[str, Any]) -> bool:
     """Whether a checked report is only about copies in the bucket.
 
-    Copies are made in the background.
+    Such a report does not show that the script is alive, because copies are made in the background.
     """
     metrics = report.get("metrics") or {}
     return (
@@ -124,20 +123,20 @@ def is_of_copies(report: dict[str, Any]) -> bool:
 class MergedProgress:
     """Merges reports.
 
-    Infinite and undefined figures are dropped (JSON has none), as are malformed entries about
-    lagging ranks; the others count.
+    Infinite and undefined figures are dropped, because JSON cannot represent them. Malformed
+    entries about lagging ranks are dropped too.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.updated_at: float | None = None
-        self.position: tuple[float, float] | None = None  # (epoch, step) of the last report that named one
+        self.position: tuple[float, float] | None = None  # (epoch, step) of the last report that had them
         self._script_counts = False
 
     def shows_life(self, report: dict[str, Any]) -> bool:
         """Whether a checked, unmerged report shows more than an already known step."""
         if report.get(AUTOMATIC):
-            return True  # the counter reports only after a step, or when it can no longer count
+            return True  # the counter reports only after a step, or when it can no longer count steps
         if is_of_copies(report):
             return False
         named = {name: report[name] for name in ("epoch", "step") if report.get(name) is not None}
@@ -146,7 +145,7 @@ class MergedProgress:
     def merge(self, report: dict[str, Any], now: float) -> bool:
         """Merge a checked report.
 
-        Return False if it is ignored because the script counts its own steps.
+        Return False if it is ignored because the script itself counts steps.
         """
         if environment := read_environment(report.get(ENVIRONMENT)):
             self.values[ENVIRONMENT] = environment
@@ -174,7 +173,7 @@ class MergedProgress:
             elif name == STRAGGLERS:
                 self.values[name] = read_stragglers(value)
             elif name == START:
-                if "seconds" not in self.values.get(name, {}):  # It is complete then, and does not change.
+                if "seconds" not in self.values.get(name, {}):  # With `seconds`, it is complete and does not change.
                     self.values[name] = read_start(value)
             elif name not in (AUTOMATIC, *FLAGS, RESUMED, ACTIVITY, ROUND, ENVIRONMENT):
                 self.values[name] = value if is_number(value) else None
@@ -206,7 +205,7 @@ class MergedProgress:
 
     @property
     def activity(self) -> str:
-        """The script's activity between steps according to its last report; empty if none."""
+        """The script's activity between steps, as last reported; empty if there is none."""
         return str(self.values.get(ACTIVITY, ""))
 
     def report(self) -> dict[str, Any]:

@@ -1,18 +1,18 @@
 """One round: a fixed group of members from `go` to success or break.
 
 A round ends in one of two ways. It succeeds when the last member's workers have all ended with 0.
-Or it breaks, once: at the first worker failure, loss or departure of a member, hang, or change of
-the group's size. torchrun cannot replace one rank of a running group, so a break ends all workers,
-and the next round starts new ones. A break has two concurrent parts, so that finding the cause
-causes no delay:
+Or it breaks, once, at the first of these events: a worker's failure, the loss or departure of a
+member, a hang, or a change in the group's size. torchrun cannot replace one rank of a running
+group, so a break ends all workers, and the next round starts new ones. A break has two concurrent
+parts, so that finding the cause does not delay the restart:
 
-- The workers end. Members get `restart`, and reply `ready` when their workers are gone. A planned
-  end (a resize, or a node that leaves) lets workers save first; it can become unplanned, but not
-  the reverse.
+- The workers are ended. Members get `restart`, and reply `ready` when their workers are gone. A
+  planned end (a resize, or a node that leaves) lets workers save first; it can become unplanned,
+  but not the reverse.
 - The cause is judged, once. SETTLE_SECONDS after the break, the verdict is final if it is sure and
   no member is silent. Otherwise the judgement waits until every worker has ended.
 
-Example, four nodes, of which one has an error in its program:
+Example: one of four nodes has an error in its program.
 
     0.00  node 2 reports `failed` with a ValueError: the round is BROKEN, everyone gets `restart`
     0.03  nodes 0, 1 and 3 report connection errors, which are evidence and nothing more
@@ -41,7 +41,7 @@ from ddpjob_runtime.coordinator.states import ROUND_TRANSITIONS, RoundState, Sta
 from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE, HEARTBEAT_SECONDS, MemberState, RankLook, ToMember
 
 SETTLE_SECONDS = 0.5
-"""A break's consequences arrive within this time after its cause."""
+"""The consequences of a break arrive within this many seconds after its cause."""
 BUILD_SECONDS = 120.0
 """Time limit from `go` until every member has sent `joined`."""
 QUIET_SECONDS = 2.5 * HEARTBEAT_SECONDS
@@ -80,7 +80,7 @@ class Round:
         self.broken_at: float | None = None
         self._ended_at: float | None = None  # when members were first asked to end workers
         self.ended_planned = False
-        """Whether its members were asked for a planned end, in which workers may save."""
+        """Whether its members were asked to end as planned, so that workers may save."""
         self._dump: HangDump | None = None
         self._hangs = ""
         self._look: HangDump | None = None
@@ -134,16 +134,16 @@ class Round:
     def drains(self) -> bool:
         """Whether `draining` has any members.
 
-        The last member found is checked first, because every line needs this.
+        The member found last time is checked first, because every line needs this.
         """
         known = self._drains
         if known is None or not self._has(known) or not self._may_have_workers(known):
-            # Members mostly end in rank order, so the search from the other end is short.
+            # Members mostly end in rank order, so a search from the other end is short.
             self._drains = next(filter(self._may_have_workers, reversed(self.members.values())), None)
         return self._drains is not None
 
     def _has(self, member: Member) -> bool:
-        """Whether no other member has taken its rank in this round."""
+        """Whether its rank in this round has not been taken by another member."""
         return member.rank is not None and self.members.get(member.rank) is member
 
     def _may_have_workers(self, member: Member) -> bool:
@@ -155,7 +155,7 @@ class Round:
         return self.world - len(self._joined)
 
     def absent_ranks(self) -> list[int]:
-        """Return the ranks that have not started workers or not returned to a new coordinator."""
+        """Return the ranks that have not started workers or not reconnected after a takeover."""
         return [rank for rank in range(self.world) if rank not in self._joined]
 
     # ---- begin, join, run, finish
@@ -166,9 +166,9 @@ class Round:
         for rank, member in self.members.items():
             member.enter(self.number, rank)
         first = self.members[0]
-        # The others' addresses are not sent: with 1,024 nodes, that was a megabyte per member.
+        # Other members' addresses are not sent. With 1,024 nodes, they were a megabyte per member.
         host = [{"rank": 0, "host": first.host, "port": first.port, "pod": first.pod}]
-        # If any member asks for a check, because it is new to these links, every member checks.
+        # If any member asks for a check, because these links are new to it, every member checks.
         check = max(member.check for member in self.members.values())
         common = {"round": self.number, "world": self.world, "members": host, **({"check": True} if check else {})}
         for rank, member in self.members.items():
@@ -192,7 +192,7 @@ class Round:
     def readmit(self, member: Member, rank: int, joined: bool) -> None:
         """Take a member back after a takeover.
 
-        `joined`: its workers were started under the earlier coordinator.
+        `joined` is whether its workers were started under the earlier coordinator.
         """
         assert 0 <= rank < self.world, f"rank {rank} of {self.world}"
         self.members[rank] = member
@@ -200,7 +200,10 @@ class Round:
             self._joined.add(rank)
 
     def run(self) -> bool:
-        """Run if every member's workers exist. Return True if the round begins to run now."""
+        """Begin to run if every member has started its workers.
+
+        Return True if the round begins now.
+        """
         if self.state is not RoundState.BUILDING or not self.complete:
             return False
         self._state.become(RoundState.RUNNING)
@@ -227,7 +230,7 @@ class Round:
     # ---- break
 
     def fail(self, member: Member, failure: WorkerFailure) -> None:
-        """Handle a worker that has ended by itself. Its member ends the others and reports `ready`.
+        """Handle a worker that has ended by itself. Its member ends its other workers.
 
         Exit code 0 is not a failure, but it may be the cause of failures reported with it.
         """
@@ -261,7 +264,7 @@ class Round:
             self._evidence.add_loss(MemberLoss(member.source, member.rank, why, self._loop.now(), leaving=True))
 
     def lose(self, member: Member, was: MemberState, why: str) -> None:
-        """Handle the loss of a member. `was`: its state before."""
+        """Handle the loss of a member. `was` is its previous state."""
         if member.rank in self._finished:
             return
         if self.judged:
@@ -280,7 +283,7 @@ class Round:
     def come_apart(self, member: Member, planned: bool = False) -> None:
         """Break the round because a member has left or is about to leave, for an unknown reason.
 
-        `planned`: an earlier coordinator asked it to leave, and lets workers save.
+        `planned` means that an earlier coordinator asked it to leave and lets workers save.
         """
         why = f"node {member.pod} left the round by itself"
         self._evidence.came_apart(self._loop.now(), {"pod": member.pod, "index": member.index, "message": why})
@@ -288,7 +291,7 @@ class Round:
         self._end_workers(why, planned)
 
     def give_up_absent(self) -> None:
-        """Break the round because members did not return to a new coordinator."""
+        """Break the round because members did not reconnect to a new coordinator."""
         ranks = ", ".join(map(str, self.absent_ranks()))
         why = f"node rank(s) {ranks} of round {self.number} did not reconnect to the restarted coordinator"
         self._evidence.absent(self._loop.now(), {"message": why})
@@ -298,7 +301,7 @@ class Round:
     def restart_with(self, world: int, joiner: Member | None) -> None:
         """End the round as planned, to change its size.
 
-        `joiner`: the first new member if the group grows, otherwise None.
+        `joiner` is the first new member if the group grows, otherwise None.
         """
         why = f"the group continues with {world} instead of {self.world} nodes"
         who = {} if joiner is None else {"pod": joiner.pod, "index": joiner.index}
@@ -327,7 +330,10 @@ class Round:
         dump.request(self.number, self.draining())
 
     def look_closely(self, record: bool, done: Callable[[Look | None], None]) -> None:
-        """Ask what all ranks do, and pass it to `done`, or None if a member does not respond."""
+        """Ask what all ranks are doing.
+
+        `done` gets the result, or None if a member does not respond.
+        """
 
         def end(look: Look | None) -> None:
             self._close_look = None
@@ -339,7 +345,7 @@ class Round:
 
     @property
     def looks_closely(self) -> bool:
-        """Whether `look_closely` waits for its members."""
+        """Whether `look_closely` is still waiting for responses."""
         return self._close_look is not None
 
     def looked(self, member: Member, ranks: list[RankLook]) -> None:
@@ -379,7 +385,7 @@ class Round:
     def _break_up(self) -> None:
         """Mark the round as broken, so that it can no longer succeed.
 
-        Only the first call counts.
+        Only the first call has an effect.
         """
         if self.broken:
             return
@@ -389,7 +395,7 @@ class Round:
         self._loop.later(SETTLE_SECONDS, self._judge_if_clear)
 
     def _end_workers(self, why: str, planned: bool = False) -> None:
-        """Ask all members to end their workers, unless the last request was as urgent."""
+        """Ask all members to end their workers, unless an earlier request was as urgent."""
         if self._owner.over or (self._ended_at is not None and (planned or not self.ended_planned)):
             return
         self._ended_at = self._loop.now() if self._ended_at is None else self._ended_at

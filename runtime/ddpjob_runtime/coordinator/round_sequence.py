@@ -1,15 +1,16 @@
 """The sequence of rounds: form, run, break, find the first cause, form the next.
 
-It uses no sockets, and time is passed in. After each event, `advance` does whatever is due and sets
-an alarm for whatever will be due later.
+It does not use sockets, and time is passed in. After each event, `advance` does whatever is due and
+sets an alarm for whatever will be due later.
 
-Two rounds must never run at the same time: both would write checkpoints, and an old worker may
-still hold the GPU that a new one needs. So a round forms only when no member of the last one may
-have workers. A member that does not end its workers in time is fenced: it is permanently dismissed,
-and the group continues without it. Without that limit, one frozen node would stop the job forever.
+Two rounds must never run at the same time, because both would write checkpoints, and an old worker
+may still hold the GPU that a new worker needs. So a round forms only when no member of the last
+round can have workers. A member that does not end its workers in time is fenced: it is dismissed
+permanently, and the group continues without it. Without that limit, one frozen node would stop the
+job forever.
 
-Round numbers only grow. A returning member can see from the number whether its round is over, and
-coordinators of different attempts use different ranges of numbers.
+Round numbers only grow. A returning member can tell from the number whether its round is over.
+Coordinators of different attempts use different ranges of numbers.
 
 Example, with three nodes, when node 2's machine loses power:
 
@@ -67,7 +68,7 @@ from ddpjob_runtime.protocol import (
 class Rounds:
     """Decides when a round begins and when it ends.
 
-    `progress`: the last values that the script reported.
+    `progress` has the last values that the script reported.
     """
 
     def __init__(self, settings: CoordinatorSettings, members: Members, loop: Loop, progress: MergedProgress) -> None:
@@ -86,9 +87,9 @@ class Rounds:
         self.watch = HangWatch(settings.hang_after, settings.hangs)
         self.overdue: Overdue | None = None
         """The overdue step of the current round, or None."""
-        self._looked_at: float | None = None  # `watch.since` at the last request for stacks
+        self._looked_at: float | None = None  # the value of `watch.since` at the last request for stacks
         self.downtime = Downtime()
-        self._recorded = 0  # the last incident that a member was asked to record
+        self._recorded = 0  # number of the last incident that a member was asked to record
         self.held = False
         """Whether an earlier coordinator's round may be running. Until that is known, no round
         begins or is judged."""
@@ -111,7 +112,7 @@ class Rounds:
     # ---- what is due
 
     def advance(self) -> None:
-        """Do whatever is due now, and set the alarm for what is due later."""
+        """Do whatever is due now, and set the alarm for whatever is due later."""
         if self.over or self.held:
             return
         if self.current is None or self.current.broken:
@@ -261,16 +262,16 @@ class Rounds:
     def _counts_steps(self) -> bool:
         """Whether silence means that the job makes no steps.
 
-        That holds if some steps were counted, and the counter has not reported since then that it
-        can no longer count.
+        This is the case if some steps were counted, and the counter has not reported since then
+        that it can no longer count.
         """
         return self.watch.steps_known and not self._progress.values.get(UNCOUNTABLE)
 
     def _on_look_without_steps(self, since: float, dump: HangDump) -> None:
         """Decide whether a round whose steps are not counted hangs.
 
-        It does not hang while any rank is at work. If that is still unknown, as after the first
-        look, the time limit starts again.
+        It does not hang while any rank is working. If that is still unknown, as it is after the
+        first look, the time limit starts again.
         """
         current = self.current
         if self.watch.since != since or current is None or current.broken or self.watch.hang_after is None:
@@ -303,13 +304,13 @@ class Rounds:
     def ready(self, member: Member, after: int, host: str, port: int, check: int = 0, watch: int = 0) -> None:
         """Record that the member has no workers and could begin a round.
 
-        `after`: the last round that it knows of. `check`: the seconds for which the next round may
-        check the links. `watch`: the port on which its neighbours watch it.
+        `after` is the last round that it knows of, `check` is how many seconds the next round may
+        spend checking the links, and `watch` is the port on which its neighbours watch it.
         """
         if member.state in (MemberState.LEAVING, MemberState.LOST):
             return
         if member.has_workers and member.round is not None and member.round > after:
-            return  # sent before our `go` arrived
+            return  # it was sent before our `go` arrived
         self.last_number = max(self.last_number, after)
         current = self.current
         left = current is not None and current.holds(member) and not current.broken
@@ -384,7 +385,7 @@ class Rounds:
     # ---- ends
 
     def drain(self, member: Member, why: str, planned: bool = False) -> None:
-        """Ask a member to end its workers and report `ready`. If late, the member is fenced."""
+        """Ask a member to end its workers and report `ready`. A late member is fenced."""
         self._drains.ask(member, why, planned)
 
     def _fence_late(self, late: list[Member]) -> None:
@@ -438,7 +439,7 @@ class Rounds:
     def on_verdict(self, judged: Round, verdict: Verdict, own: bool, ran: float) -> None:
         """Record the first cause of a break.
 
-        `own`: it is a failure of the job itself, after a run of `ran` seconds.
+        `own` is whether it is a failure of the job itself. The round ran for `ran` seconds.
         """
         wait = self.backoff.fail(self._now(), ran) if own else 0.0
         pod, message = verdict.details.get("pod") or "no pod", verdict.details["message"]
@@ -456,7 +457,7 @@ class Rounds:
     def release(self) -> None:
         """End the hold.
 
-        The adopted round runs, or breaks because of absent members.
+        The adopted round then runs, or breaks because of absent members.
         """
         self.held = False
         if self.current is not None and not self.over:
@@ -493,12 +494,13 @@ class Rounds:
     def progress(self, alive: bool, activity: str, step: bool) -> None:
         """Process a progress report.
 
-        `alive`: it shows that the job is alive. `step`: it has values of a step.
+        `alive` is whether it shows that the job is alive, and `step` is whether it has values of a
+        step.
         """
         if step:
             self.downtime.step(self._now(), self.state == CoordinatorState.RUNNING)
         if alive:
-            self.watch.step(self._now())  # The gap that ends now belongs to the activity before.
+            self.watch.step(self._now())  # The gap that ends now belongs to the previous activity.
         self.watch.note(activity)
         if alive:
             self._withdraw_overdue()

@@ -1,14 +1,16 @@
 """The coordinator's port, and the decision when a silent member is lost.
 
-A connection's first byte distinguishes members' lines and HTTP (`http_api`).
+The first byte of a connection distinguishes members' lines from HTTP (`http_api`).
 
-A silent member may be dead, suspended, or unreachable together with most others. The loss of a live
-member costs a restart, and waiting for a dead one stops the whole group. So the silence is checked:
+A silent member may be dead, suspended, or unreachable together with most others. Declaring a live
+member lost costs a restart, and waiting for a dead one stops the whole group. So silent members are
+checked:
 
-- After SILENCE_SECONDS the member gets a heartbeat. If its kernel acknowledges that, the process is
-  only suspended, and may be silent for SLOW_SECONDS. Otherwise it is lost after PROBE_SECONDS.
+- After SILENCE_SECONDS, the member gets a heartbeat. If its kernel acknowledges the heartbeat, the
+  process is only suspended, and may be silent for SLOW_SECONDS. Otherwise it is lost after
+  PROBE_SECONDS.
 - If most members are silent, this coordinator or its network is failing. They may be silent for
-  BLIND_SECONDS and are then lost together, so that the operator replaces this coordinator.
+  BLIND_SECONDS. Then all are lost together, so that the operator replaces this coordinator.
 - If a training member's connection ends after a silence, or after a suspension of this process, the
   member has RETURN_SECONDS to reconnect.
 
@@ -52,26 +54,26 @@ PROBE_SECONDS = 1.0
 """How long a silent member's kernel may take to confirm data that was sent. If it does, the member
 is suspended but alive."""
 SLOW_SECONDS, BLIND_SECONDS = 15.0, 30.0
-"""How long a suspended member may be silent, and how long any member may be while most are."""
+"""How long a suspended member may be silent, and how long any may be silent while most are."""
 RETURN_SECONDS = 10.0
-"""How long a member may take to reconnect if its connection ended after a silence, or while this
-process was suspended."""
+"""How long a member may take to reconnect after its connection ended, if it was silent before that
+or this process was suspended."""
 TICK_SECONDS, STALL_SECONDS = 0.25, 1.0
 MAX_BACKLOG = 1024 * 1024
-"""Maximum number of bytes that a member may leave unread before its connection is given up."""
+"""Maximum number of bytes that a member may leave unread before its connection is closed."""
 DEFAULT_GRACE = 30.0
 """A pod's grace period in seconds if its launcher does not send it."""
 MAX_STRANGERS = protocol.MAX_PODS + 512
 """Maximum number of open connections whose peers have not yet proved that they know the job's
 token.
 
-All pods of a job may connect at once, each from its own address, without displacing each other.
-Otherwise, on a slow host, their attempts would be closed and repeated forever.
+All pods of a job may connect at once, each from its own address. They must not displace each other,
+because on a slow host their attempts would then be closed and repeated forever.
 """
 MAX_NONCES = 4096
 """Maximum number of nonces of state-changing requests to remember, so that replays are refused."""
 LOGGED_EVERY = 1.0
-"""Seconds between log lines about strangers."""
+"""Minimum number of seconds between log lines about strangers."""
 BEAT = protocol.encode(FromMember.HEARTBEAT)
 """A heartbeat as launchers send it."""
 POD_NAME = re.compile(rf"[-.\w]{{1,{protocol.MAX_NAME}}}", re.ASCII)
@@ -81,7 +83,7 @@ STARTED_AT = time.time() - time.monotonic()
 def now() -> float:
     """Return Unix seconds that never jump.
 
-    Otherwise a corrected clock would make members look silent, or steps overdue.
+    Otherwise, a correction of the clock would make members look silent, or steps overdue.
     """
     return STARTED_AT + time.monotonic()
 
@@ -97,7 +99,7 @@ class Strangers:
     """Connections whose peers have not proved that they know the job's token.
 
     If there are too many, the oldest connection from the address with the most connections is
-    closed, so that nobody can lock out members and the operator by holding connections open.
+    closed. So nobody can lock out members and the operator by holding connections open.
     """
 
     def __init__(self) -> None:
@@ -117,12 +119,12 @@ class Strangers:
     def recognize(self, writer: asyncio.StreamWriter) -> None:
         """Stop counting this connection as a stranger's.
 
-        The peer has proved that it knows the token, or the connection has ended.
+        Its peer has proved that it knows the token, or it has ended.
         """
         self._open.pop(writer, None)
 
     def complain(self, text: str) -> None:
-        """Log what a stranger did, but so rarely that strangers cannot fill the log."""
+        """Log what a stranger did, but not often enough for strangers to fill the log."""
         moment = time.monotonic()
         if moment < self._logged + LOGGED_EVERY:
             self._unlogged += 1
@@ -140,7 +142,7 @@ class MemberConnection(asyncio.StreamReaderProtocol):
     _on_beat: Callable[[], bool] | None = None
 
     def take_beats(self, on_beat: Callable[[], bool]) -> None:
-        """Call `on_beat` for each heartbeat, and pass on the heartbeat if it returns False."""
+        """Call `on_beat` for each heartbeat. If it returns False, pass the heartbeat on."""
         self._on_beat = on_beat
 
     def data_received(self, data: bytes) -> None:
@@ -166,7 +168,7 @@ class Server:
     def renew(self) -> None:
         """Choose a new random number.
 
-        Proofs made for an earlier number, or for a different coordinator, become invalid.
+        Proofs made for an earlier number become invalid.
         """
         self.instance = secrets.token_hex(16)
         self._used: set[str] = set()
@@ -174,8 +176,8 @@ class Server:
     def use(self, nonce: str) -> bool:
         """Use up a nonce. Return False if it was used before.
 
-        Only a client that knows the token can use up nonces. After MAX_NONCES, all proofs expire,
-        and clients get the new number with the next response.
+        Only a client that knows the token can use up nonces. After MAX_NONCES nonces, all proofs
+        expire, and clients get the new number with the next response.
         """
         if nonce in self._used:
             return False
@@ -189,16 +191,16 @@ class Server:
         self._change = asyncio.Event()
 
     def wait_for_change(self) -> Coroutine[Any, Any, Any]:
-        """Return an awaitable for the next change of the report after this call."""
+        """Return an awaitable that waits for the report's next change after this call."""
         return self._change.wait()
 
     def watch_for_stalls(self) -> None:
         """Detect suspensions of this process from now on.
 
-        They happen when a host is migrated, or has no processor time for this process.
+        A suspension happens when the host is migrated or has no processor time for this process.
 
-        It uses the loop's timers, which run in the order of their times. So a stall is detected
-        before a hang that became due during the stall is judged.
+        Detection uses the loop's timers, which run in the order of their times. So a stall is
+        detected before a hang that became due during the stall is judged.
         """
         asyncio.get_running_loop().call_later(TICK_SECONDS, self._look_for_a_stall, time.monotonic())
 
@@ -293,8 +295,9 @@ class Server:
     def _lose(self, member: Member, why: str) -> None:
         """Report a member as lost, once.
 
-        Silent members must be reported as lost at the same moment. Otherwise they would not look
-        like a partition, and the operator would replace each of them instead of this coordinator.
+        If most members are silent, all of them must be lost at the same moment. Otherwise this
+        would not look like a partition, and the operator would replace each of them instead of this
+        coordinator.
         """
         if member.state == MemberState.LOST:
             return
@@ -302,9 +305,9 @@ class Server:
         self.coordinator.lost(member, why)
 
     def _prove(self, line: bytes, send: Any) -> tuple[str, str] | None:
-        """Answer a member's challenge with one of our own.
+        """Answer a member's challenge with a challenge of our own.
 
-        Return both nonces, the member's first; None if refused.
+        Return both nonces, the member's first; None if the member is refused.
         """
         try:
             challenge = protocol.decode(line)
@@ -350,7 +353,7 @@ class Server:
             log(f"hello from {pod} (index {index}, attempt {attempt}): {resume or 'new'}"[:1000])
             generation = self.coordinator.settings.generation
             if hello.get("generation", generation) != generation:
-                send(ToMember.WELCOME, {"generation": generation})  # the member belongs to a different one and leaves
+                send(ToMember.WELCOME, {"generation": generation})  # the member leaves: its generation differs
                 return None
             member = self.coordinator.hello(pod, index, attempt, pid, send, float(grace), resume)
             if member is not None:
@@ -394,7 +397,10 @@ class Server:
     async def _hear(
         self, member: Member, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, send: Any
     ) -> bytes:
-        """Return the member's next line. Raises ValueError if it is too long, and MemberSilent."""
+        """Return the member's next line.
+
+        Raises MemberSilent, and ValueError if the line is too long.
+        """
         allowed = STARTING_SECONDS if member.state == MemberState.STARTING else protocol.SILENCE_SECONDS
         seconds, probed = allowed, 0.0  # probed: the value of `heard` at the last probe
         while True:
@@ -433,7 +439,7 @@ class Server:
         return silent if len(silent) > max(1, len(others) / 2) else []
 
     def _may_return(self, member: Member) -> bool:
-        """Whether a connection may have ended because its member or this process was suspended."""
+        """Whether a suspension of the member or this process may have ended the connection."""
         stalled = time.monotonic() - self._stood_still < RETURN_SECONDS
         return member.has_workers and (stalled or now() - member.heard > protocol.SILENCE_SECONDS / 2)
 
@@ -447,7 +453,7 @@ class Server:
         shown = {key: value for key, value in message.items() if key not in ("traceback", "text", "ranks")}
         log(f"{member.pod}: {shown}"[:1000])
         if member.state == MemberState.LOST and verb != FromMember.FAILURE:
-            return  # a different pod has taken its index
+            return  # another pod has taken its index
         HANDLERS[verb](self.coordinator, member, message)
 
 
@@ -465,7 +471,7 @@ def _sender(writer: asyncio.StreamWriter) -> Any:
         if writer.is_closing():
             return
         if writer.transport.get_write_buffer_size() > MAX_BACKLOG:
-            writer.transport.abort()  # it reads nothing, so it counts as gone
+            writer.transport.abort()  # it does not read anything, so it counts as gone
             return
         writer.write(protocol.encode(verb, **fields))
 
@@ -473,7 +479,7 @@ def _sender(writer: asyncio.StreamWriter) -> Any:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    """Return a stranger's line; empty if none arrives in time, or if it is too long."""
+    """Return a stranger's line; empty if it does not arrive in time or is too long."""
     with contextlib.suppress(ValueError):
         return await within(HELLO_SECONDS, reader.readline()) or b""
     return b""

@@ -1,4 +1,4 @@
-"""The settings of a coordinator."""
+"""A coordinator's settings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ddpjob_runtime.protocol import Hangs, Mode
 class CoordinatorSettings:
     """The coordinator's arguments, except addresses. Times are in seconds.
 
-    `hang_after`: None means that no time without a step ends a round by itself. `ordered`: the
-    operator will send the order of the ranks, and the first round waits briefly for it.
-    `no_restarts`: recovery.maxRestarts is 0. `hangs`: whether a proved hang ends the round.
+    `hang_after` is None if no silence ends a round by itself. `ordered` means that the operator
+    will send the order of the ranks, so the first round waits briefly for it. `no_restarts` means
+    that recovery.maxRestarts is 0. `hangs` is whether a proved hang ends the round.
     """
 
     nodes: int

@@ -34,7 +34,7 @@ from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import RankLook, ToMember, WaitKind
 
 LEAST_MEMBERS = 3
-"""Fewer members do not show which one waits for the other, unless some are in a collective."""
+"""Fewer members do not show which of them waits for the other, unless one is in a collective."""
 NAMED_RANKS = 8
 
 LOOK_SECONDS = 4.0
@@ -43,15 +43,15 @@ LEAST_LOOKS, SPIN_LOOKS = 2, 6
 """How many looks after the first one must show a standstill, without and with a rank that spins on
 a GPU."""
 LEAST_GAP = 2.0
-"""Two looks closer together than this, in seconds, prove nothing."""
+"""Two looks closer together than this, in seconds, do not prove anything."""
 IDLE_SHARE, IDLE_BYTES = 0.02, 8192
-"""Idle ranks use less of a core, and transfer fewer bytes between two looks. Threads that only
-watch, such as NCCL's, stay below that."""
+"""Idle ranks use a smaller share of a core and transfer fewer bytes between two looks. Threads that
+only watch, such as NCCL's, stay below that."""
 PATIENCE = {
     WaitKind.STOPPED: 60.0, WaitKind.STORAGE: 120.0, WaitKind.ASLEEP: 120.0, WaitKind.TRACED: float("inf"),
 }  # fmt: skip
-"""Seconds for which ranks must stand still if they wait for something that often ends by itself.
-A traced process waits for its debugger."""
+"""How long, in seconds, ranks must stand still if they wait for something that often ends by
+itself. A traced process waits for its debugger."""
 
 FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
 FIRST_CALL_FIRST = "(most recent call last)"
@@ -59,14 +59,15 @@ COLLECTIVE_FILES = re.compile(
     r"/torch/distributed/(?!checkpoint/|elastic/|launcher/)|/torch/nn/parallel/distributed\.py$|/horovod/"
     r"|/ddpjob_pod/(own_work|rank_snapshots)\.py$"
 )
-"""Files whose functions wait for other ranks. `own_work` wraps torch's."""
+"""Files whose functions wait for other ranks. `own_work` wraps torch's functions."""
 DEBUGGERS = re.compile(r'File "[^"]*(/[pb]db\.py"|/pydevd|/debugpy/)')
 BACKWARD = "_engine_run_backward"
 """DDP exchanges gradients in this call."""
 
 
 class Look:
-    """Collects one look. Calls `done` with all ranks' places; None if a member did not respond."""
+    """Collects one look. It calls `done` with the places of all ranks, or None if a member did not
+    respond."""
 
     def __init__(self, loop: Loop, members: list[Member], done: Callable[[Look | None], None]) -> None:
         self._done, self._missing = done, {member.index for member in members}
@@ -76,7 +77,7 @@ class Look:
         loop.later(LOOK_SECONDS, lambda: self._end(None))
 
     def request(self, number: int, members: list[Member], record: bool) -> None:
-        """Ask the members of round `number`. `record`: their logs keep these stacks."""
+        """Ask the members of round `number`. If `record`, their logs keep these stacks."""
         for member in members:
             member.send(ToMember.LOOK, {"round": number, "record": record})
 
@@ -103,9 +104,9 @@ class Standstill:
         self._before: Look | None = None
         self._since, self._spins = 0.0, False
         self.looks = 0
-        """How many looks in a row have shown a standstill."""
+        """Number of looks in a row that have shown a standstill."""
         self.awaited: frozenset[int] = frozenset()
-        """The ranks that the others wait for; all if every rank is in a collective."""
+        """The ranks that the others wait for; all ranks if every rank is in a collective."""
 
     def add(self, now: float, look: Look) -> bool:
         """Compare with the last look. Return False if something has moved since then."""
@@ -120,7 +121,7 @@ class Standstill:
         return True
 
     def is_proved(self, now: float) -> bool:
-        """Whether the ranks will not continue by themselves."""
+        """Whether it is proved that the ranks will not continue by themselves."""
         if self._before is None or self.looks < (SPIN_LOOKS if self._spins else LEAST_LOOKS):
             return False
         waits = [self._before.ranks[rank].wait for rank in self.awaited]
@@ -172,8 +173,8 @@ def _describe_wait(look: RankLook) -> str:
 class Stacks:
     """The stacks of a round without steps, by rank.
 
-    `members`: who runs each rank; `apart`: the ranks that the others wait for, empty if unknown;
-    `waits`: what else is known about a rank.
+    `members` has the member that runs each rank. `apart` has the ranks that the others wait for; it
+    is empty if unknown. `waits` has whatever else is known about a rank.
     """
 
     def __init__(
@@ -188,8 +189,8 @@ class Stacks:
     def culprit(self) -> Member | None:
         """Return the member that the others wait for; None if the stacks do not show it.
 
-        It is the only member with a failed rank. Otherwise, it is the only member outside of the
-        collective that the others are in, or at places where no other member's ranks are.
+        This is the only member with a failed rank. If there is none, it is the only member outside
+        the collective that the others are in, or at places where no other member's ranks are.
         """
         failed = {m.index: m for r, m in self.members.items() if self.texts[r].startswith(protocol.RANK_FAILED)}
         if failed:
@@ -209,7 +210,7 @@ class Stacks:
         return next(m for m in self.members.values() if m.index == apart[0])
 
     def describe(self) -> tuple[str, str]:
-        """Return (where each rank is, all stacks within the traceback's limit).
+        """Return a description of where each rank is, and all stacks up to the traceback's limit.
 
         Ranks that have ended or failed are named first, then ranks that the others wait for.
         """
@@ -264,9 +265,9 @@ def _innermost(text: str) -> re.Match[str] | None:
 def _main_thread(text: str) -> str:
     """Return the main thread's part of a dump.
 
-    The workers' faulthandler dumps only the main thread, headed "Stack". A script's own handler
-    dumps all threads, and calls the one that received the signal "Current thread". In a dump from
-    outside, the main thread comes last.
+    The workers' faulthandler dumps only the main thread, under the heading "Stack". A script's own
+    handler dumps all threads, and calls the one that received the signal "Current thread". In a
+    dump from outside, the main thread comes last.
     """
     blocks = re.split(r"^(?=(?:Current thread|Thread) )", text, flags=re.M)
     current = [block for block in blocks if block.startswith("Current thread")]

@@ -12,7 +12,7 @@ from ddpjob_runtime.protocol import CoordinatorState, MemberState
 class RoundState(Enum):
     """The states of a round.
 
-    `JUDGED`: its first cause is decided; its workers may still be ending.
+    `JUDGED` means that its first cause is decided, although its workers may still be ending.
     """
 
     BUILDING = "Building"
@@ -41,7 +41,7 @@ ROUND_TRANSITIONS: Mapping[RoundState, set[RoundState]] = {
     RoundState.SUCCEEDED: set(),
     RoundState.SUPERSEDED: set(),
 }
-"""Superseded: a member has returned from a later round that an earlier coordinator began."""
+"""A round becomes Superseded when a member returns from a later round of an earlier coordinator."""
 
 COORDINATOR_TRANSITIONS: Mapping[CoordinatorState, set[CoordinatorState]] = {
     CoordinatorState.FORMING: {
@@ -65,8 +65,8 @@ COORDINATOR_TRANSITIONS: Mapping[CoordinatorState, set[CoordinatorState]] = {
     CoordinatorState.SUCCEEDED: set(),
     CoordinatorState.STOPPED: set(),
 }
-"""Back to Forming: the round was superseded. Succeeded without Running: all members of a round
-that was taken over had already finished."""
+"""The state returns to Forming if the round was superseded. It becomes Succeeded without Running if
+all members of a round that was taken over had already finished."""
 
 S = TypeVar("S", bound=Enum)
 

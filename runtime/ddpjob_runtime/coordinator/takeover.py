@@ -1,16 +1,17 @@
-"""How a coordinator replaces another one while the members' round continues undisturbed.
+"""Lets a coordinator replace an earlier one while the members' round continues undisturbed.
 
-The coordinator is one process and keeps nothing on disk, so a new one begins without any knowledge.
-Meanwhile the members continue to train. They report everything that matters in their hello: the
-number and size of their round, their rank, and whether their workers are running. The danger is
-that a new coordinator begins a second, concurrent round with the members that have returned so far.
+The coordinator is a single process and does not keep anything on disk, so a new one begins without
+any knowledge. Meanwhile the members continue to train. They report everything that matters in their
+hello: the number and size of their round, their rank, and whether their workers are running. The
+danger is that a new coordinator begins a second, concurrent round with the members that have
+returned so far.
 
-So from the first hello on, no round begins or is judged (`hold`) until enough is known:
+So from the first hello on, no round begins or is judged (`hold`) until one of these is known:
 
 - Every rank of the round is back: the round continues.
-- ADOPT_SECONDS have passed: the round breaks, because of the ranks that did not return.
+- ADOPT_SECONDS have passed: the round breaks because of the ranks that did not return.
 - The round is known to be over, or as many pods are gone as ranks are absent: the remaining members
-  have BROKEN_SECONDS.
+  have BROKEN_SECONDS to return.
 
 Example, with four nodes in round 7, when the coordinator's pod is replaced:
 
@@ -42,7 +43,7 @@ ADOPT_SECONDS = 45.0
 runs, they look for the next one every 10 s, and a name server may return the old address for 30 s.
 """
 BROKEN_SECONDS = 5.0
-"""The same, once the round is known to be over."""
+"""How long members may take to return once the round is known to be over."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Resume:
     world: int
     state: MemberState
     planned: bool = False
-    """Whether it was asked to end that round's workers, which may save first."""
+    """Whether it was asked to end that round's workers, which may save before they end."""
 
     @property
     def has_workers(self) -> bool:
@@ -84,7 +85,7 @@ class Resume:
 
 
 class Takeover:
-    """Readmits members to the rounds that they come from."""
+    """Readmits members to the rounds that they were in."""
 
     def __init__(self, rounds: Rounds, members: Members, loop: Loop, attempt: int) -> None:
         self._rounds, self._members, self._loop, self._attempt = rounds, members, loop, attempt
@@ -110,7 +111,7 @@ class Takeover:
             self._end()
 
     def resume(self, member: Member, resumed: Resume) -> None:
-        """Put a member back into its round, or notify it that the round no longer exists."""
+        """Put a member back into its round, or notify it that this round no longer exists."""
         rounds = self._rounds
         if rounds.current is None or resumed.round > rounds.current.number:
             # This coordinator has not begun a round with this number.
@@ -148,8 +149,8 @@ class Takeover:
         if current is None:
             known = self._members.ready_count >= self._rounds.size.nodes
         else:
-            # The absent members' names are unknown, so if as many pods are gone, assume that these
-            # are the same. Members that were asked to save may take long, also before they find
+            # The absent members' names are unknown. So if as many pods are gone, assume that they
+            # are the same. Members that were asked to save may take long, even before they find
             # this coordinator.
             over = current.broken and not current.ended_planned
             known = over or len(self._gone) >= current.absent

@@ -2,20 +2,20 @@
 
 The server waits 6 s for a silent member, because a network may fail briefly and restarts cost work.
 With a ready spare, little is at stake: the spare takes over, and the silent member becomes the
-spare when it comes back. So a loss is decided within a second if two witnesses saw it:
+spare when it reconnects. So a loss is decided within a second if two witnesses have seen it:
 
-- a neighbour in the ring of the round (`launcher/neighbours.py`) has reported that its last byte
-  was not acknowledged for 0.5 s, and has not withdrawn that;
-- this coordinator's own connection does not acknowledge a heartbeat within CONFIRM_SECONDS.
+- a neighbour in the round's ring (`launcher/neighbours.py`) has reported that its last byte was not
+  acknowledged for 0.5 s, and has not withdrawn that report;
+- a heartbeat on this coordinator's own connection is not acknowledged within CONFIRM_SECONDS.
 
 A report makes the coordinator look at all members, not only at the reported one. If most of them
 are silent, this coordinator is the one that is partitioned, and no member is lost. A spare counts
-only if it acknowledges the heartbeat too. There must be a spare for each lost member; otherwise the
+only if it too acknowledges the heartbeat. There must be a spare for each lost member; otherwise the
 server's limits decide.
 
 A link that is down for less than 0.5 s cannot cause a loss. Both kernels resend every 0.2 s
-(`resend_often`), so the heartbeat is acknowledged 0.7 s after the beginning of the outage at the
-latest, and the coordinator looks after 0.85 s at the earliest.
+(`resend_often`), so the heartbeat is acknowledged at most 0.7 s after the beginning of the outage,
+and the coordinator looks after at least 0.85 s.
 
 Example with 8 nodes and a spare. The host of rank 3 loses its network at 0.0 s:
 
@@ -40,7 +40,7 @@ CONFIRM_SECONDS = 0.35
 LATE_SECONDS = 0.3
 """If a look is this late, this process or its host was stopped, and the look is repeated."""
 FRESH_SECONDS = 2.0
-"""How long a report holds. Neighbours repeat it every second, and a withdrawal may be lost."""
+"""How long a report is valid. Neighbours repeat it every second, and a withdrawal may be lost."""
 PAUSE_SECONDS = 1.0
 """Minimum time between looks that find no loss."""
 
@@ -48,7 +48,7 @@ PAUSE_SECONDS = 1.0
 class Witnesses:
     """Collects the neighbours' reports, and compares them with this coordinator's connections.
 
-    `acknowledges(member)` is whether the member's kernel has acknowledged everything that was sent.
+    `acknowledges(member)` returns whether the member's kernel has acknowledged all sent data.
     """
 
     def __init__(self, rounds: Rounds, members: Members, loop: Loop, acknowledges: Callable[[Member], bool]) -> None:
@@ -56,7 +56,7 @@ class Witnesses:
         self._acknowledges = acknowledges
         self._number = 0
         self._reports: dict[tuple[int, int], float] = {}  # (reporting rank, silent rank) -> when
-        self._looked_at: float | None = None  # when the look under way began
+        self._looked_at: float | None = None  # when the current look began
         self._rests_until = 0.0
 
     def report(self, member: Member, number: int, rank: int, silent: bool) -> None:

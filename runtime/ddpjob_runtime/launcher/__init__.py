@@ -1,4 +1,4 @@
-"""The main process of a node's container: torchrun, driven by the coordinator.
+"""The main process of a node's container: torchrun, controlled by the coordinator.
 
 It starts the workers of each round, reports their failures, and ends them when the round is over.
 """

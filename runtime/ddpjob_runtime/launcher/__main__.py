@@ -15,7 +15,7 @@ Exit codes:
 Any other code means that this node failed.
 
 With DDPJOB_RECOVERY=Fast, rounds do not need c10d, and workers are forked from a process that has
-imported torch (and any modules in DDPJOB_PRELOAD).
+imported torch (and the modules in DDPJOB_PRELOAD, if any).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from ddpjob_runtime.protocol import FromMember, Mode
 LOST_GRACE = 3.0
 """How long workers may take to save when the coordinator is gone."""
 REPORT_SECONDS = 15.0
-"""How long a node that cannot start tries to report that."""
+"""How long a node that cannot start tries to report the failure."""
 WORKER = str(ddpjob_runtime.WORKER)
 REQUIRED = ("coordinator", "token", "pod", "index", "attempt")
 
@@ -88,7 +88,7 @@ def main() -> NoReturn:
     shutdown.clean_up = clean_up
     watch_signals(lambda number: on_signal(number, client, shutdown))
     shutdown.close_client = client.close
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise a replaced node never finds rank 0's store
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise, a replaced node never finds rank 0's store
     os.environ["DDPJOB_LAUNCHER_PID"] = str(os.getpid())
     if preflight is not None:
         preflight.begin()
@@ -112,7 +112,7 @@ def main() -> NoReturn:
 
 
 def grace_seconds() -> float:
-    """Return the workers' time from SIGTERM to SIGKILL.
+    """Return how long workers have between SIGTERM and SIGKILL.
 
     It is the pod's grace period minus the time that the launcher needs.
     """
@@ -134,7 +134,7 @@ def recovery_mode() -> Mode:
 
 
 def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
-    """Return the coordinator client, not started yet."""
+    """Return the coordinator client, which is not started yet."""
     job = JobEnvironment.read()
     missing = [name for name in REQUIRED if not getattr(job, name)]
     if missing:
@@ -196,7 +196,7 @@ def torchrun(
     data: Any = None,
     code: Any = None,
 ) -> None:
-    """Run torchrun with the launcher's agent and entry point. Returns when all nodes are done."""
+    """Run torchrun with the launcher's agent and entry point. Return when all nodes are done."""
     run = require_torchrun()
     divert_loggers(log)
     parsed = parse(run, arguments)
@@ -205,7 +205,7 @@ def torchrun(
     if str(parsed.nproc_per_node).isdigit():
         os.environ.setdefault(
             "TORCH_ELASTIC_WORKER_IDENTICAL", "1"
-        )  # all nodes have the same number, so a dying node cannot block an exchange
+        )  # all nodes have the same number, so that a dying node cannot block an exchange
     client.wait_welcome()
     if client.done:
         return
@@ -234,7 +234,7 @@ def torchrun(
 
 
 def pass_node(preflight: NodePreflight, client: MemberClient, shutdown: Shutdown) -> None:
-    """Wait for the check of this node, and end the launcher if it found a problem."""
+    """Wait for the check of this node, and end the launcher if it has found a problem."""
     try:
         problem = preflight.node_problem(lambda: shutdown.begun or client.done)
     except Abandoned:
@@ -247,7 +247,7 @@ def pass_node(preflight: NodePreflight, client: MemberClient, shutdown: Shutdown
 def data_to_fetch() -> Any:
     """Return the settings of storage.data.url, or None if it is not set.
 
-    Must run before any process inherits the bucket's keys. Raises InitFailure.
+    Must run before any process inherits the credentials for the bucket. Raises InitFailure.
     """
     if not JobEnvironment.read().data_url:
         return None
@@ -263,7 +263,7 @@ def data_to_fetch() -> Any:
 def code_to_fetch() -> Any:
     """Return the settings of code.archive, or None if it is not set.
 
-    Must run before any process inherits the bucket's keys. Raises InitFailure.
+    Must run before any process inherits the credentials for the bucket. Raises InitFailure.
     """
     if not JobEnvironment.read().code_url:
         return None
@@ -279,7 +279,7 @@ def code_to_fetch() -> Any:
 def fetch_code(code: Any, client: MemberClient, shutdown: Shutdown) -> None:
     """Fetch code.archive into its folder before the program is looked for there.
 
-    This node remains in contact with the coordinator throughout.
+    Meanwhile, this node stays in contact with the coordinator.
     """
     from ddpjob_runtime.launcher.fetch_code import CodeFetch
 
@@ -289,7 +289,7 @@ def fetch_code(code: Any, client: MemberClient, shutdown: Shutdown) -> None:
 def fetch_data(data: Any, client: MemberClient, shutdown: Shutdown) -> None:
     """Fetch storage.data.url into its folder, however long that takes.
 
-    This node remains in contact with the coordinator throughout.
+    Meanwhile, this node stays in contact with the coordinator.
     """
     from ddpjob_runtime.launcher.fetch_data import Fetch
 
@@ -326,7 +326,7 @@ def warm_up() -> tuple[Any, str]:
     An image without torch fails later, when torchrun is imported.
     """
     if "OMP_NUM_THREADS" not in os.environ and processes_per_node() > 1:
-        os.environ["OMP_NUM_THREADS"] = "1"  # torchrun's own rule; read when torch is imported, which is now
+        os.environ["OMP_NUM_THREADS"] = "1"  # torchrun does the same. torch reads it on import, which is next.
     if not hasattr(os, "fork"):
         return None, "this system cannot fork"
     from ddpjob_runtime.launcher import forkserver
@@ -347,7 +347,7 @@ def processes_per_node() -> int:
 def torchrun_options() -> str:
     """Return the arguments before `--`.
 
-    The script is excluded, because its own options may have the same names.
+    The script's arguments are excluded, because they may have the same names.
     """
     options = sys.argv[1:]
     return " ".join(options[: options.index("--")] if "--" in options else options)
@@ -365,7 +365,7 @@ def why_cold(parsed: Any) -> str:
 def warm_workers(fork_server: Any, report_cold: Callable[[str], None]) -> str:
     """Make torchrun take its workers from the fork server.
 
-    Return why this version of torch cannot; empty if it can.
+    Return why this is impossible with this version of torch; empty if it is possible.
     """
     from ddpjob_runtime.launcher import forkserver
 
@@ -385,9 +385,9 @@ def require_torchrun() -> Any:
         with lean_torch.for_rendezvous():  # In mode Fast, all of torch has been imported already.
             run = import_torchrun()
             lacks = torch_parts.missing()
-    except Exception as error:  # an OSError too: a CUDA library is missing
+    except Exception as error:  # includes OSError, when a CUDA library is missing
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
-            raise  # A temporary problem of this node, not of the image: a missing library has no errno.
+            raise  # A temporary problem of this node, not the image, because a missing library has no errno.
         what = f"{sys.executable} (Python {sys.version.split()[0]}) cannot import torch.distributed.run: {error}"
         raise InitFailure(f"{what}; use an image whose python3 has PyTorch 2.6 or later") from error
     if lacks:
@@ -399,7 +399,10 @@ def require_torchrun() -> Any:
 
 
 def parse(run: Any, arguments: list[str]) -> Any:
-    """Parse as torchrun does. Arguments that it refuses are an error in the job's manifest."""
+    """Parse as torchrun does.
+
+    Arguments that torchrun rejects are an error in the job's manifest.
+    """
     parser = run.get_args_parser()
 
     def refuse(message: str) -> NoReturn:
@@ -453,7 +456,7 @@ def patch_torch(client: MemberClient, shutdown: Shutdown, mode: Mode, preflight:
         )
     )
     torch_parts.tolerate_error_files()
-    torch_parts.use_signal_handler(ignore_signal)  # watch_signals has seen these signals already.
+    torch_parts.use_signal_handler(ignore_signal)  # watch_signals already handles these signals.
     if mode == Mode.FAST:
         rendezvous.register_fast(client, shutdown, preflight)
 
@@ -467,7 +470,7 @@ def run_worker(parsed: Any) -> None:
 
 
 def classify(error: BaseException) -> tuple[str, int]:
-    """Return (kind, exit code) for an exception that ended torchrun.
+    """Return the (kind, exit code) for an exception that ended torchrun.
 
     A lost rendezvous is a consequence; any other exception is a failure of this node.
     """

@@ -1,14 +1,15 @@
-"""torchrun's elastic agent, driven by the coordinator: reports failures and obeys `restart`.
+"""torchrun's elastic agent, controlled by the coordinator: reports failures and obeys `restart`.
 
 torchrun alone would restart its workers when it sees a failure, wait 30 s for a hung one, and leave
-children behind. Here the coordinator decides, and the workers of a round are gone before the next:
+children behind. Here the coordinator decides, and a round's workers are gone before the next round
+begins:
 
 - A worker's failure is reported at once, with its error file. Workers that this launcher ended are
   not reported, because their errors are consequences.
-- `restart` ends all workers and their sessions: SIGTERM, SIGKILL after the grace period, and then a
-  wait until the kernel has removed them, because they may hold the device. A planned restart has
-  the pod's grace period, so that workers can save.
-- A worker that exits with EXIT_STEPPED_ASIDE saved. Its node waits for the node's other workers.
+- `restart` ends all workers and their sessions with SIGTERM, and with SIGKILL after the grace
+  period. It then waits until the kernel has removed them, because they may hold the device. In a
+  planned restart, workers have the pod's grace period to save.
+- A worker that exits with EXIT_STEPPED_ASIDE has saved. Its node waits for its other workers.
 
 Example: rank 5 fails on node 1. Node 1 reports its ValueError and ends its other workers; nodes 0
 and 2 get `restart`, end theirs within 0.3 s (Fast), and all three send `ready`.
@@ -53,20 +54,20 @@ ABORTED = (
     ": a library gave up, and the pod's log ends with its reason. With GPUs it is usually NCCL's watchdog, because a "
     "device failed or a collective timed out"
 )
-"""Added to the message of a worker ended by SIGABRT without an exception, since only its output has
-the reason."""
+"""Added to the message of a worker ended by SIGABRT without an exception, because only its output
+shows the reason."""
 STAYED = " (its process was still there 10 s after that, and was killed)"
-"""Added to the message of a worker whose program failed and which was ended by its own alarm
+"""Added to the message of a worker whose program failed, and whose own alarm then ended it
 (worker.py)."""
 LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)")
 """How torch's DataLoader reports, in the worker, that one of its processes was killed."""
 GONE_SECONDS = 60.0
-"""How long workers may take to end after SIGKILL. The kernel needs time to release a device or much
-memory.
+"""How long workers may take to end after SIGKILL. The kernel needs time to release a device or a
+lot of memory.
 """
 TRACKER_SECONDS = 1.0
-"""How long resource trackers may take to end. A tracker stays while a process outside its session
-uses it."""
+"""How long resource trackers may take to end. A tracker stays as long as a process outside its
+session uses it."""
 _COUNTS_PER_ATTEMPT = 1000
 LAST_SECONDS = 3.0
 """How long workers may take to end when this node ends. Leftover processes end with its container.
@@ -97,12 +98,12 @@ class CoordinatedAgent(LocalElasticAgent):
         self._round: int | None = None
         self._remaining_restarts: int
         self._grace = RESTART_GRACE[mode]
-        self._ended: dict[int, int] = {}  # local rank -> exit code, of workers that we did not end
-        self._ending: dict[int, int] = {}  # the same, if the program ended before its process
+        self._ended: dict[int, int] = {}  # exit codes, by local rank, of workers that we did not end
+        self._ending: dict[int, int] = {}  # exit codes if the program ended before its process
         self._oom_kills = 0
         self._activity = stacks.Activity()
         shutdown.stop_workers = self._stop_for_good
-        self._vitals: dict[int, Vitals] = {}  # pid -> what the last look has read
+        self._vitals: dict[int, Vitals] = {}  # what the last look has read, by pid
         self._looks = threading.Lock()
         client.on_dump, client.on_look, client.on_hurry = self._dump, self._look, self._hurry
         spec = self._worker_group.spec
@@ -128,7 +129,7 @@ class CoordinatedAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: Any) -> Any:
         self._node_shutdown.block_if_begun()
         assert self._round is not None
-        # Must be equal on all nodes, whatever their history, because scripts and stores use
+        # This must be equal on all nodes, whatever their history, because scripts and stores use
         # TORCHELASTIC_RESTART_COUNT.
         self._remaining_restarts = worker_group.spec.max_restarts - restarts_before(self._round)
         os.environ["DDPJOB_FENCE"] = f"{JobEnvironment.read().generation or 0}.{self._round}"
@@ -153,7 +154,7 @@ class CoordinatedAgent(LocalElasticAgent):
                 seen.append(True)
                 self._note_ended(context)
             if self._end_workers(context, death_sig or signal.SIGTERM):
-                close(death_sig, self._grace)  # Only the log files remain to be closed.
+                close(death_sig, self._grace)  # Only the log files still have to be closed.
 
         context.close = close_with_grace
 
@@ -222,7 +223,7 @@ class CoordinatedAgent(LocalElasticAgent):
         self._node_shutdown.block_if_begun()
         if result.state == WorkerState.FAILED:
             self._report(self._pcontext, self._round, _ranks(worker_group))
-            self._remaining_restarts = max(self._remaining_restarts, 1)  # the operator counts restarts
+            self._remaining_restarts = max(self._remaining_restarts, 1)  # it is the operator that counts restarts
         elif result.state == WorkerState.UNHEALTHY:
             self._remaining_restarts = max(self._remaining_restarts, 1)
         elif result.state == WorkerState.SUCCEEDED:
@@ -248,7 +249,7 @@ class CoordinatedAgent(LocalElasticAgent):
         """Report the workers that this launcher did not end because of their peers.
 
         A worker whose exception is in its error file may still be waiting for one of its threads or
-        a device. A worker that ended with 0 explains the errors of its peers.
+        a device. The end of a worker with exit code 0 explains its peers' errors.
         """
         codes = {**self._ending, **self._ended}
         if not any(codes.values()) and len(codes) == len(ranks):
@@ -307,7 +308,8 @@ class CoordinatedAgent(LocalElasticAgent):
             local = {worker.global_rank: pids[worker.local_rank] for worker in workers}
             before, now = self._vitals, read_vitals(local.values())
             texts = stacks.collect(local, record)
-            # The next look compares with this moment, because writing the stacks moved the workers.
+            # The next look must compare with this moment, because writing stacks makes workers
+            # active.
             self._vitals = read_vitals(local.values())
         share = protocol.MAX_LOOKS // max(1, len(local))
         self._client.send(
@@ -316,7 +318,7 @@ class CoordinatedAgent(LocalElasticAgent):
             ranks=[
                 {
                     "rank": rank,
-                    "text": text[:share],  # begins with the innermost frame
+                    "text": text[:share],  # it begins with the innermost frame
                     "digest": hashlib.sha256(text.encode()).hexdigest()[:16],
                     **now[pid].since(before.get(pid)),
                 }
@@ -335,10 +337,10 @@ class CoordinatedAgent(LocalElasticAgent):
 def restarts_before(number: int) -> int:
     """Return TORCHELASTIC_RESTART_COUNT of a round.
 
-    It depends only on the round's number, so that it is equal on all nodes: workers use it to meet
-    in the store. After a restart it is never 0, because scripts use it to decide whether to resume.
-    It always grows, by a thousand with each coordinator that takes over, because torchrun empties
-    the log folder of a repeated count.
+    It depends only on the round's number, so that it is equal on all nodes, because workers use it
+    to meet in the store. After a restart it is never 0, because scripts use it to decide whether to
+    resume. It always grows, by a thousand with each coordinator that takes over, because torchrun
+    empties the log folder of a repeated count.
     """
     attempt, number_of_attempt = divmod(number, NUMBERS_PER_ATTEMPT)
     return _COUNTS_PER_ATTEMPT * attempt + number_of_attempt - 1
@@ -347,10 +349,10 @@ def restarts_before(number: int) -> int:
 def _ask_to_end(handler: Any, number: signal.Signals) -> None:
     """Signal a worker and its children, as torchrun does, or only the worker.
 
-    A Python worker that handles the signal gets it alone, because without its loaders' processes it
-    could not complete the step after which it saves. They are killed when it has ended. Any other
-    program that handles the signal, such as a shell with a trap, may wait for the training that it
-    started. Raises ProcessLookupError if the worker has ended.
+    A Python worker that handles the signal gets it without its children, because it needs its
+    data-loader processes to complete the step after which it saves. They are killed when it has
+    ended. Any other program that handles the signal, such as a shell with a trap, may be waiting
+    for the training that it started. Raises ProcessLookupError if the worker has ended.
     """
     try:
         pid = handler.proc.pid
@@ -366,12 +368,12 @@ def _ask_to_end(handler: Any, number: signal.Signals) -> None:
 def _kill_sessions(context: Any, spare_trackers: bool) -> set[int]:
     """Send SIGKILL to leftover worker processes. Return the pids that have not ended yet.
 
-    Every worker leads its own session. `spare_trackers`: do not kill Python's resource trackers. A
-    tracker ends after its users, and unlinks what killed processes leave in /dev/shm.
+    Every worker leads its own session. With `spare_trackers`, Python's resource trackers are not
+    killed. A tracker ends after its users, and unlinks leftovers of killed processes in /dev/shm.
     """
     left = set()
     for pid in _processes_of(set(context.pids().values())):
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # Processes of other users are left alone.
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # Other users' processes are left alone.
             os.kill(pid, 0 if spare_trackers and _is_tracker(pid) else signal.SIGKILL)
             left.add(pid)
     return left
@@ -381,7 +383,7 @@ def _processes_of(sessions: set[int]) -> list[int]:
     """Return these sessions' processes that are still running or still releasing resources."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # It has just ended.
+        with contextlib.suppress(OSError):  # The process has just ended.
             state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
             # A zombie holds nothing, unless it is the first of several threads.
             if int(session) in sessions and (state not in "ZX" or len(list((folder / "task").iterdir())) > 1):
@@ -442,7 +444,8 @@ def send_failure(
 ) -> None:
     """Report a worker that ended by itself, with the content of its error file.
 
-    `kernel_killed`: this worker, or another process in the container, was killed to free memory.
+    `kernel_killed` is whether the kernel killed this worker, or another process in the container,
+    to free memory.
     """
     error = read_error_file(error_file)
     message = error.message
@@ -477,10 +480,10 @@ def signal_name(code: int) -> str | None:
 
 @dataclass(frozen=True)
 class ErrorFile:
-    """What a worker wrote about its end.
+    """A worker's own record of its end.
 
-    `init`: it had not begun to train, and a retry would not help. `exit_code`: exit code of a
-    program that ended with this error; None if it may have caught the error.
+    `init` means that it had not begun to train, and a retry would not help. `exit_code` is the exit
+    code of a program that ended with this error, or None if it may have caught the error.
     """
 
     message: str = ""
@@ -493,7 +496,7 @@ class ErrorFile:
 def read_error_file(path: str) -> ErrorFile:
     """Read torchrun's error file.
 
-    The time is the file's modification time, because the recorded time has only whole seconds.
+    The time is the file's modification time, because the recorded time is only in whole seconds.
     """
     file = Path(path)
     if not file.is_file():

@@ -21,13 +21,13 @@ def check_script(script: str) -> None:
     where = f"{script!r} (working directory {Path.cwd()})"
     unreadable = f"script {where} cannot be read by user {os.getuid()}: change its permissions, or those of its folders"
     try:
-        path.stat()  # If a parent is unreadable, Path.exists() raises or returns False, by Python version.
+        path.stat()  # If a parent is unreadable, Path.exists() raises or returns False, depending on the version.
         lacks_main = path.is_dir() and not (path / "__main__.py").is_file()
     except PermissionError:
         raise InitFailure(unreadable) from None
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise  # The problem is with this node or its volume.
+            raise  # The cause is this node or its volume.
         raise InitFailure(
             f"script {where} does not exist: correct the path, or put the file into the image or a volume"
         ) from None
@@ -69,7 +69,7 @@ def check_module(name: str) -> None:
 def _missing_part(name: str, placeholders: list[str]) -> str:
     """Return what is wrong with a dotted name; empty if it is valid.
 
-    Parents get a placeholder module, because the import machinery looks them up by name.
+    Parent packages get a placeholder module, because the import system looks them up by name.
     """
     path: list[str] | None = None
     parts = name.split(".")

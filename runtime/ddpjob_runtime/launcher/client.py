@@ -1,19 +1,20 @@
-"""The launcher's connection to the coordinator, which threads keep alive and renew.
+"""The launcher's connection to the coordinator, kept alive and renewed by threads.
 
 A round continues without its coordinator, so a broken connection must neither end the workers nor
-lose what the coordinator has to know.
+lose information for the coordinator.
 
 - The name is resolved at each attempt, because a new coordinator has a new address. Before a hello,
   the coordinator proves that it knows the job's token.
 - Lines that cannot be sent wait for the next welcome. Notes are part of every hello. Failures of
   the current round are sent again to the same coordinator, because a link may lose them.
-- In Standard, a node gives up after RECONNECT_SECONDS. In Fast, a node with workers never does; one
-  without workers gives up after torchrun's join timeout.
-- In Fast, a coordinator that was replaced may still run. So `_look` checks whether the name leads
-  to a later coordinator, and `_place` never goes back.
+- In Standard, a node gives up after RECONNECT_SECONDS. In Fast, a node with workers never gives up;
+  a node without workers gives up after torchrun's join timeout.
+- In Fast, a coordinator that was replaced may still be running. So `_look` checks whether the name
+  leads to a later coordinator, and `_place` never goes back.
 
 Example, in Fast: the coordinator's pod is replaced. The connection breaks, attempts fail for 8 s,
-and the hello to the new pod says "round 7, rank 2, Running". The workers have not noticed anything.
+and the hello to the new pod reports round 7, rank 2, Running. The workers have not noticed
+anything.
 
 Why: docs/decisions/0008.
 """
@@ -39,14 +40,14 @@ from ddpjob_runtime.protocol import FromMember, MemberState, Mode, ToMember
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 10.0
 """How often to check whether the coordinator's name leads to a later coordinator. If a coordinator
-was replaced because its host was unreachable, it may still run and send."""
+was replaced because its host was unreachable, it may still be running and sending."""
 FIRST_SECONDS = 60.0
-"""Time without a coordinator after which attempts become less frequent."""
+"""Seconds without a coordinator after which attempts to connect become less frequent."""
 MAX_UNSENT = 1000
 """Maximum number of lines that wait for a connection. A node with many ranks reports each failure,
 and any of them may be the cause."""
 SHORT_MESSAGE = 300
-"""Number of characters of a failure message that fit into one packet on any link."""
+"""Number of characters of a failure message that fit into a single packet on any link."""
 GOODBYE_SECONDS = 1.0
 
 
@@ -88,9 +89,9 @@ class MemberClient:
         coordinator that they were sent to."""
         self._thread = threading.Thread(target=self._guard, args=(self._keep,), name="ddpjob-client", daemon=True)
         self._closing = False
-        self._refusal = ""  # why the connected coordinator does not belong to this pod
-        self._position: dict[str, Any] = {}  # round, rank, world and state, from the first round on
-        self._ready: dict[str, Any] | None = None  # the last `ready` that was sent, until its round begins
+        self._refusal = ""  # why the connected coordinator is not this pod's
+        self._position: dict[str, Any] = {}  # round, rank, world and state; set from the first round on
+        self._ready: dict[str, Any] | None = None  # the last `ready` sent, until its round begins
         self._go: dict[str, Any] | None = None
         self.changed = threading.Condition()
         self.welcomed = False
@@ -109,7 +110,7 @@ class MemberClient:
         """Begin to connect, and return at once."""
         with contextlib.suppress(OSError):
             # glibc reads the environment at the first lookup. In a thread, that could crash if a
-            # variable is set at the same time.
+            # variable is being set at the same time.
             socket.getaddrinfo("localhost", None)
         self._thread.start()
         threading.Thread(target=self._guard, args=(self._beat,), name="ddpjob-heartbeat", daemon=True).start()
@@ -119,7 +120,7 @@ class MemberClient:
     # ---- for the agent
 
     def wait_welcome(self, seconds: float | None = None) -> bool:
-        """Wait until this node is admitted, or the coordinator reports that the job is done."""
+        """Wait until this node is admitted or the coordinator reports that the job is done."""
         with self.changed:
             return self.changed.wait_for(lambda: self.welcomed or self.done, seconds)
 
@@ -139,7 +140,7 @@ class MemberClient:
     def wait_verdict(self, number: int) -> bool:
         """Report `finished` and wait.
 
-        Return True when every node has finished, False if the round must be run again.
+        Return True when every node has finished, or False if the round must be run again.
         """
         with self.changed:
             self._position["state"] = MemberState.FINISHED
@@ -152,9 +153,9 @@ class MemberClient:
     def wait_go(self, host: str, port: int, check: int = 0) -> dict[str, Any] | None:
         """Report that this node can begin a round, and return the coordinator's `go`.
 
-        Returns None if the job is done. `port`: port of the store that this node would host as rank
-        0; 0 without a store. `check`: seconds for which the round may check its links first; 0:
-        this node does not request a check.
+        Return None if the job is done. `port` is the port of the store that this node would host as
+        rank 0; 0 without a store. `check` is how many seconds the round may spend checking its
+        links first; 0 if this node does not request a check.
         """
         with self.changed:
             self._go, self._idle_since = None, time.monotonic()
@@ -172,7 +173,7 @@ class MemberClient:
             return self._go
 
     def joined(self, number: int) -> None:
-        """Report that the workers of round `number` are started."""
+        """Report that the workers of round `number` have been started."""
         self.send(FromMember.JOINED, round=number)
 
     def note(self, kind: str, why: str) -> None:
@@ -186,12 +187,12 @@ class MemberClient:
         self.send(FromMember.NOTE, kind=kind, why=why)
 
     def report_neighbour(self, number: int, rank: int, silent: bool) -> None:
-        """Report that a neighbour's host does not acknowledge bytes, or that it does again."""
+        """Report that a neighbour's host no longer acknowledges bytes, or does so again."""
         log(f"the host of node rank {rank} " + ("does not acknowledge bytes" if silent else "acknowledges bytes again"))
         self.send_now(FromMember.NEIGHBOUR, round=number, rank=rank, silent=silent)
 
     def send_now(self, verb: str, **fields: Any) -> None:
-        """Send if connected. Meant for lines that are sent again after a welcome anyway."""
+        """Send a line if connected. It must be one that is sent again after a welcome."""
         with self._lock:
             if self._socket is not None and self.welcomed:
                 self._write(protocol.encode(verb, **fields))
@@ -209,7 +210,7 @@ class MemberClient:
     def _keep_failure(self, verb: str, fields: dict[str, Any]) -> None:
         """Keep a failure that was sent, because a broken link accepts lines that never arrive.
 
-        Without this report, the errors of other nodes would be blamed.
+        If this report were lost, the errors of other nodes would be blamed.
         """
         if verb == FromMember.FAILURE:
             self._failures.append((self._place, fields))
@@ -223,8 +224,8 @@ class MemberClient:
     def _write_all_kept(self) -> None:
         """Send the waiting lines, and resend failures that this coordinator may have missed.
 
-        The coordinator recognizes failures that it knows. A different coordinator does not get
-        them, because it could count the same break again. Failures are resent once in full, and
+        The coordinator recognizes failures that it already knows. Other coordinators do not get
+        them, because they could count the same break again. Failures are resent once in full and
         once without their long parts, because a link may lose only large packets.
         """
         failures, self._failures = self._failures, []
@@ -250,7 +251,7 @@ class MemberClient:
             return False  # the reader notices the end of this connection and opens a new one
 
     def close(self) -> None:
-        """Close the connection in order.
+        """Close the connection cleanly.
 
         Exiting with unread data in the socket would reset the connection and might lose the last
         line.
@@ -263,7 +264,7 @@ class MemberClient:
         try:
             stream.shutdown(socket.SHUT_WR)
         except OSError:
-            return  # it has ended already
+            return  # it has already ended
         self._thread.join(GOODBYE_SECONDS)
 
     # ---- threads
@@ -271,7 +272,7 @@ class MemberClient:
     def _guard(self, work: Callable[[], None]) -> None:
         """Run a thread's work, and end the launcher if it fails.
 
-        Otherwise an unreachable launcher would train or wait forever.
+        Otherwise, an unreachable launcher would train or wait forever.
         """
         try:
             work()
@@ -301,7 +302,7 @@ class MemberClient:
         )
 
     def _gives_up(self, missed_since: float, known: bool) -> bool:
-        """Whether to stop waiting for a coordinator. `known`: there was a coordinator before."""
+        """Whether to stop waiting for a coordinator. `known` is whether there was one before."""
         if known and self._mode == Mode.STANDARD:
             return time.monotonic() >= missed_since + self._reconnect_seconds
         idle_since = self._idle_since
@@ -358,9 +359,9 @@ class MemberClient:
     def _challenge(self, stream: socket.socket) -> tuple[tuple[str, str], tuple[int, int]]:
         """Make the coordinator prove that it knows the job's token.
 
-        Returns both nonces, and (generation, attempt). The name or address may currently belong to
-        a different job, or to this job with an older token. The proof covers the generation and
-        attempt too, because otherwise a relay could claim any of them. Raises OSError.
+        Return both nonces, and (generation, attempt). The name or address may currently belong to a
+        different job, or to this job with an older token. The proof also covers the generation and
+        attempt, because otherwise a relay could claim any of them. Raises OSError.
         """
         nonce = secrets.token_hex(16)
         stream.sendall(protocol.encode(FromMember.CHALLENGE, nonce=nonce))
@@ -407,7 +408,7 @@ class MemberClient:
                 continue  # not a coordinator of this job
             if place[0] > self._identity.get("generation", place[0]):
                 self._leave_generation(place[0])
-                return  # its other addresses do not count as the second time
+                return  # its other addresses do not count as a second time
             if place > self._place:
                 self._move(stream, place)
                 return
@@ -415,7 +416,7 @@ class MemberClient:
     def _leave_generation(self, found: int) -> None:
         """End when a later generation is found for the second time.
 
-        A live kubelet would have asked this pod to end by then.
+        By then, a live kubelet would have asked this pod to end.
         """
         if self._outdated:
             expected = self._identity["generation"]
@@ -434,7 +435,7 @@ class MemberClient:
     def _read(self, stream: socket.socket) -> tuple[bool, str, bool]:
         """Handle lines until the connection ends.
 
-        Return (whether nothing is left to receive, why it ended, whether this node was welcomed).
+        Return (whether everything was received, why it ended, whether this node was welcomed).
         """
         why, self._refusal = "it closed the connection", ""
         try:
@@ -485,7 +486,7 @@ class MemberClient:
     def _on_go(self, message: dict[str, Any]) -> None:
         with self.changed:
             if self._ready is None or message["round"] <= self._ready["after"]:
-                return  # sent before a later line of this node arrived
+                return  # it was sent before a later line of this node arrived
             self._ready, self._go, self._idle_since = None, message, None
             with self._lock:
                 self._failures = []
@@ -524,8 +525,8 @@ class MemberClient:
         with self._lock:
             self.welcomed = True
             self._write_all_kept()
-            # Read this only now: `wait_go` sets it first, and sends only if this node is already
-            # welcomed.
+            # Read this only now, because `wait_go` sets it first, and sends it only if this node is
+            # already welcomed.
             ready = self._ready
             if ready is not None:
                 self._write(protocol.encode(FromMember.READY, **ready))

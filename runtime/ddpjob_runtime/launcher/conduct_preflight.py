@@ -1,16 +1,16 @@
 """The launcher's part of `spec.preflight`: runs the checks and finds the faulty node.
 
 A new pod checks its own node before it is ready. With scope Group, a new pod's first round begins
-with a link check, in stages. Each later stage is needed only if the first has failed:
+with a link check in stages. The later stages are needed only if the first one fails:
 
 1. `group`: all nodes do an all-reduce together. If it passes, training begins.
-2. `alone`: the ranks of each node do one, if a node has several.
-3. `pairs0` to `pairs2`: neighbours in a ring do one, so that each link is tried once.
+2. `alone`: the ranks of each node do an all-reduce, if a node has several ranks.
+3. `pairs0` to `pairs2`: neighbours in a ring do an all-reduce, so that each link is tried once.
 
 A node fails if its own ranks fail, or both of its links. If only one link fails, either end may be
-at fault: then one of them ends with an ordinary failure, and no node is named.
+at fault. Then one of the two nodes ends with an ordinary failure, and no node is named.
 
-Example, 4 nodes: the all-reduce fails. Pairs (0, 1) and (2, 3) are tried, then (1, 2) and (3, 0).
+Example: the all-reduce of 4 nodes fails. Pairs (0, 1) and (2, 3) are tried, then (1, 2) and (3, 0).
 The pairs (0, 1) and (1, 2) fail, so the node of rank 1 is the culprit and ends as unfit.
 
 The results are collected in the round's store. Rank 0 judges, and all nodes obey its verdict.
@@ -39,11 +39,11 @@ from ddpjob_runtime.store import serve
 
 PACKAGE = Path(__file__).resolve().parent.parent
 STAGES = 5
-"""Maximum number of stages, each with its own time limit: the group, each node alone, and three of
-pairs."""
+"""Maximum number of stages, each with its own time limit: the group, each node alone, and three
+stages of pairs."""
 MARGIN_SECONDS = 15.0
-"""How much longer than the check a stage may take: once for the meeting address, once for the
-results, and twice for the verdict."""
+"""Seconds that a stage may take in addition to the check: once for the meeting address, once for
+the results, and twice for the verdict."""
 _POLL_SECONDS = 0.05
 _MAX_OUTPUT = 64 * 1024
 
@@ -58,7 +58,8 @@ class Abandoned(Exception):
 
 @dataclass(frozen=True)
 class PreflightSettings:
-    """DDPJOB_PREFLIGHT. `least`: minimum rate in 10^6 bytes per second; 0 accepts any."""
+    """The settings in DDPJOB_PREFLIGHT. `least` is the minimum rate in 10^6 bytes per second; 0
+    accepts any rate."""
 
     group: bool
     seconds: float
@@ -113,7 +114,7 @@ class HardwareCheck:
     def _result(self) -> dict[str, Any]:
         step = "its start"
         for line in self._output.splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # The image may print too.
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # The image may print other lines.
                 said = json.loads(line)
                 if "problem" in said:
                     return dict(said)
@@ -131,7 +132,7 @@ class HardwareCheck:
 
 
 class NodePreflight:
-    """What a node must pass before it trains."""
+    """The checks that a node must pass before it trains."""
 
     def __init__(self, settings: PreflightSettings, procs: int) -> None:
         self.settings, self._procs = settings, procs
@@ -140,7 +141,7 @@ class NodePreflight:
 
     @property
     def wanted_seconds(self) -> int:
-        """How many more seconds this node's next round may take to begin; 0: no check is needed."""
+        """Seconds that a check may add to the start of this node's next round; 0 if none."""
         if not self.settings.group or self.passed_group:
             return 0
         return int(STAGES * (self.settings.seconds + 4 * MARGIN_SECONDS))
@@ -169,9 +170,9 @@ class NodePreflight:
             check.kill()
 
     def check_links(self, store: Any, rank: int, world: int, host: str, cancelled: Cancelled) -> LinkVerdict:
-        """Return the verdict on a round's links, the same on every node.
+        """Return the verdict on a round's links, which is the same on every node.
 
-        `host`: this node's address.
+        `host` is this node's address.
 
         Raises Abandoned, and torch's store errors.
         """
@@ -227,7 +228,7 @@ class NodePreflight:
     def _linger(self, store: Any, stage: str, group: Group, cancelled: Cancelled) -> None:
         """Keep a group's store until its other nodes are done.
 
-        Losing the store would look like a broken link.
+        Otherwise, the loss of the store would look like a broken link.
         """
         until = time.monotonic() + MARGIN_SECONDS
         while time.monotonic() < until and not store.check([f"{stage}/{other}" for other in group[1:]]):
@@ -262,7 +263,7 @@ def _await(store: Any, key: str, until: float, cancelled: Cancelled) -> str:
 
 @dataclass(frozen=True)
 class NodeResult:
-    """A node's result in one stage. `rate` is in 10^6 bytes per second; 0: not measured."""
+    """A node's result in one stage. `rate` is in 10^6 bytes per second; 0 if not measured."""
 
     pod: str = ""
     node: str = ""
@@ -285,9 +286,9 @@ class NodeResult:
 class LinkVerdict:
     """The outcome of a link check.
 
-    `culprits`: by rank, why a node may not train. `failed`: why the check failed; if empty, all may
-    train and `passed` describes the group. `ends`: the rank that ends with an ordinary failure if
-    no culprit is known.
+    `culprits` maps ranks to the reason why a node may not train. `failed` is why the check failed;
+    if it is empty, all nodes may train and `passed` describes the group. `ends` is the rank that
+    ends with an ordinary failure if no culprit is known.
     """
 
     passed: str = ""
@@ -301,7 +302,7 @@ class LinkVerdict:
 
     @classmethod
     def read(cls, body: dict[str, Any]) -> LinkVerdict:
-        """Read what `write` returned."""
+        """Parse the output of `write`."""
         return cls(**{**body, "culprits": {int(rank): why for rank, why in body["culprits"].items()}})
 
 
@@ -368,9 +369,9 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]
 
 
 def _middles(world: int, group: Mapping[int, NodeResult], broken: Mapping[Group, str]) -> dict[int, str]:
-    """Return every second node in each row of broken links.
+    """Return every second node in each sequence of broken links.
 
-    A row begins with the first node whose two links are both broken.
+    A sequence begins with the first node whose links are both broken.
     """
     culprits: dict[int, str] = {}
     start = next(rank for rank in range(world) if not _broken(broken, world, rank - 1))

@@ -1,9 +1,9 @@
 """Fetches spec.code.archive, verifies it and unpacks it before the workers start.
 
 The bucket is shared, so anyone who may write there can replace an archive, and an archive may be
-made to escape from its folder, to fill the disk or to exhaust the memory. Three rules follow.
+crafted to escape from its folder, fill the disk or exhaust the memory. Three rules follow.
 
-1. Nothing reads the archive before its SHA-256 equals spec.code.digest.
+1. The archive is not read until its SHA-256 is known to equal spec.code.digest.
 2. Only ordinary files and folders are unpacked, below one folder. A link, a device, a sparse file,
    an absolute path, a path with `..` or a name that occurs twice ends the job (InitFailure).
 3. Sizes and counts are limited (protocol.MOST_*) and are checked while reading, since the numbers
@@ -18,8 +18,8 @@ exceed 1 MiB.
     .ddpjob-part-code         the archive while it is being fetched
     .ddpjob-lock              held by the fetching pod; the kernel releases it when the pod ends
 
-A launcher that finds the marker changes nothing, so files that the program has written stay. On one
-machine the pods of a job share the folder, and the first one fetches.
+A launcher that finds the marker changes nothing, so files that the program has written are kept.
+The pods of a job on one machine share the folder, and the first pod fetches the archive.
 
 Why: docs/decisions/0029.
 """
@@ -69,20 +69,20 @@ from ddpjob_runtime.protocol import MOST_CODE_BYTES, MOST_CODE_FILES, MOST_UNPAC
 _MARKER, _PART, _LOCK = OWN + "code-", OWN + "part-code", OWN + "lock"
 _SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _LARGEST_READ = 2**20
-"""Maximum number of bytes that one read of an archive may ask for. Python's tarfile reads a header
+"""Maximum number of bytes that one read of an archive may request. Python's tarfile reads a header
 of any size at once."""
 _MALFORMED = (
     tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ValueError, OverflowError, RecursionError, LookupError,
     struct.error, TypeError, AttributeError,
 )  # fmt: skip
-"""What Python's tarfile and gzip raise for malformed archives, across versions."""
+"""Exceptions that Python's tarfile and gzip raise for malformed archives, across versions."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _CLASHING = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ)
 
 
 class BadArchive(Exception):
-    """The archive cannot be unpacked safely. The message says why."""
+    """The archive cannot be unpacked safely. The message states the reason."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,10 @@ class CodeSettings:
 
 
 class CodeFetch:
-    """One start's fetch.
+    """The fetch of one start.
 
-    `report(text)` is called occasionally for the job's status, with an empty text at the end.
+    `report(text)` is called occasionally to update the job's status, and with an empty text at the
+    end.
     """
 
     def __init__(self, settings: CodeSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
@@ -129,7 +130,7 @@ class CodeFetch:
         self._due = self._began + FIRST_NEWS_SECONDS
 
     def run(self) -> None:
-        """Fetch and unpack the archive, unless the folder has it.
+        """Fetch and unpack the archive, unless the folder contains it.
 
         Raises BucketRefusal, Unfit, FetchAbandoned, OSError.
         """
@@ -267,7 +268,7 @@ class _Unpacked:
 
 
 def unpack(archive: Path, folder: Path, most: int = MOST_UNPACKED_BYTES, most_files: int = MOST_CODE_FILES) -> int:
-    """Unpack a .tar.gz of any origin into a folder, and return the number of files.
+    """Unpack an untrusted .tar.gz into a folder, and return the number of files.
 
     An existing file of the same name is replaced, so that an interrupted call can be repeated.
     Files get mode 644, or 755 if their owner may execute them. Raises BadArchive, OSError.
@@ -279,7 +280,7 @@ def unpack(archive: Path, folder: Path, most: int = MOST_UNPACKED_BYTES, most_fi
         tar: Any = tarfile.TarFile(fileobj=plain, mode="r")
         unpacked = 0
         while (member := tar.next()) is not None:
-            tar.members = []  # It keeps every header otherwise.
+            tar.members = []  # Otherwise, it would keep every header.
             name = _checked(member)
             if not name:
                 continue

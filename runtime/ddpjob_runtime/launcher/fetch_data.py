@@ -8,15 +8,16 @@
 All pods that mount the folder wait for the lock. The first pod fetches, and the others find
 everything there. A pod that starts again with the same folder downloads only what has changed:
 
-- The bucket is listed. An object counts as there if the record has its ETag, and the file still has
-  the recorded size and time. Recorded files that the bucket no longer has are deleted.
-- THREADS threads download the missing objects, and continue partial downloads of this boot.
+- The bucket is listed. An object counts as fetched if the record has its ETag, and the file still
+  has the recorded size and time. Recorded files that the bucket no longer has are deleted.
+- THREADS threads download the missing objects, and continue partial downloads from this boot.
 - A part is renamed only if its size and checksums match. After WRONG_TRIES, the job fails.
 - Outages of the bucket are retried without a limit. A full disk makes the node unfit, so that the
-  operator can use a different one. If the bucket changes meanwhile, it is listed again.
+  operator can use a different one. If the bucket changes during the fetch, it is listed again.
 
-Example: the pod is killed at 60 of 100 objects. Its successor lists the bucket, finds 60 objects in
-the record, reads the partial downloads for their checksums, and continues them.
+Example: the pod is killed after 60 of 100 objects. Its successor lists the bucket and finds 60
+objects in the record. It reads the partial downloads to compute their checksums, and continues
+them.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ from ddpjob_runtime.launcher.s3_reader import (
 from ddpjob_runtime.launcher.shutdown import log
 
 THREADS = 8
-"""Number of objects to fetch at a time, each over its own connection with at most two pieces in
-memory."""
+"""Number of objects to fetch at the same time, each over its own connection and with at most two
+pieces in memory."""
 OWN = ".ddpjob-"
 LONGEST_PAUSE = 60.0
 LOG_SECONDS = 30.0
@@ -107,9 +108,10 @@ class FetchSettings:
 
 
 class Fetch:
-    """One start's fetch.
+    """The fetch of one start.
 
-    `report(text)` is called occasionally for the job's status, with an empty text at the end.
+    `report(text)` is called occasionally to update the job's status, and with an empty text at the
+    end.
     """
 
     def __init__(self, settings: FetchSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
@@ -243,12 +245,13 @@ class Fetch:
             with contextlib.suppress(OSError, ValueError):  # Such a name cannot be a file name.
                 (self._folder / name).unlink()
                 for folder in list((self._folder / name).parents)[: name.count("/")]:
-                    folder.rmdir()  # Fails, which ends the loop, if the folder is not empty.
+                    folder.rmdir()  # This fails, which ends the loop, if the folder is not empty.
 
     def _part(self, remote: Remote) -> Path:
         """Return the path of the partial download of this version of an object.
 
-        The path includes this boot, so that a file truncated by a power failure is never resumed.
+        The path includes this boot, so that a download truncated by a power failure is never
+        resumed.
         """
         text = f"{remote.name}\0{remote.etag}\0{_read_boot_id()}"
         return self._folder / (_PART + hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32])
@@ -334,7 +337,7 @@ class Fetch:
                     headers, pieces = reader.open(remote, counted)
                     sums.expect(headers)
                     with self._lock:
-                        self._problem = ""  # Already here, because the object may take hours.
+                        self._problem = ""  # Reset it already, because the object may take hours.
                     for piece in pieces:
                         if counted + len(piece) > remote.size:
                             reader.close()
@@ -368,7 +371,7 @@ class Fetch:
             self._problem = ""
 
     def _count(self, before: int, piece: bytes) -> int:
-        """Count a piece, and return the object's number of bytes so far, including it."""
+        """Count a piece, and return the object's number of bytes up to the end of this piece."""
         with self._lock:
             self._done += len(piece)
         return before + len(piece)
@@ -389,7 +392,7 @@ class Fetch:
                 pause = min(LONGEST_PAUSE, 2.0 ** (min(failures, 10) - 1))
                 with self._lock:
                     known, self._problem = self._problem, str(error)
-                if not known or failures > 3:  # Only one of eight downloads logs the problem.
+                if not known or failures > 3:  # Only one of the eight downloads logs the problem.
                     log(f"data: {error}; tries again in {pause:.0f} s")
                 if not self._total:
                     self._say(f"waiting for the bucket with the data: {error}")
@@ -410,7 +413,7 @@ class Fetch:
         return f" ({self._problem})" if self._problem else ""
 
     def _say(self, text: str) -> None:
-        """Log `text` twice a minute.
+        """Log `text`, at most twice a minute.
 
         Report it to the coordinator after each 5 %, or when the problem changes.
         """
@@ -447,8 +450,8 @@ class Sums:
     def problem(self) -> str:
         """Return which checksum differs; empty if all match.
 
-        The ETag is the MD5 of an object uploaded in one part, unless a customer's key encrypts the
-        object.
+        For an object uploaded in one part, the ETag is the MD5, unless it is encrypted with a
+        customer-provided key.
         """
         said = self._headers.get
         encrypted = said("x-amz-server-side-encryption", "AES256") != "AES256"

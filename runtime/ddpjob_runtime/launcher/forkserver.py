@@ -1,8 +1,7 @@
 """Forks workers from a process that has imported torch, so that they do not wait for imports.
 
-After a loss, the survivors' workers are restarted, although nothing happened to their machines. A
-new interpreter spends 1.3 to 3 s on `import torch`; forking a process that has imported it takes
-about 20 ms.
+After a loss, the workers on surviving nodes are restarted too. A new interpreter spends 1.3 to 3 s
+on `import torch`; forking a process that has imported it takes about 20 ms.
 
 The launcher imports torch and forks the server from itself before it starts threads. The server
 imports the modules of DDPJOB_PRELOAD, freezes the garbage collector so that workers share its
@@ -20,11 +19,11 @@ starts its workers cold, and a condition of the job shows the reason.
 
 A worker must look like a fresh process (`_become`). It gets its own session, signals, environment,
 output streams, random seeds and number of threads. torch is hidden from it, so that `import torch`
-in the script makes torch read the script's variables. At its end, it finalizes only the program's
-modules, as the interpreter would, because unloading torch takes a second.
+in the script makes torch reread the environment variables. At its end, it finalizes only the
+program's modules, as the interpreter would. torch is not finalized, because that takes a second.
 
-The server ends with the launcher, and the workers end with the server, because each asks the kernel
-for a signal when its parent dies.
+The server ends with the launcher, and the workers end with the server, because each process asks
+the kernel to signal it when its parent dies.
 
 Why: docs/decisions/0007. A table in docs/protocol.md lists what a script can notice.
 """
@@ -67,10 +66,10 @@ PRELOADED = ("torch", "torch.optim", "torch.nn.parallel", "torch.utils.data")
 """Modules that every DDP script imports."""
 IDLE_SECONDS = 30.0
 """Seconds without an order after which the fork server imports torch's compiler, which some scripts
-need (see late_dynamo). An order that arrives during the import has to wait, and losses are not rare
-in a job's first seconds."""
+need (see late_dynamo). It does not do so earlier, because an order that arrives during the import
+has to wait, and losses are not rare in a job's first seconds."""
 SHARED_PACKAGES = ("ddpjob_report", "ddpjob_pod", "ddpjob_runtime")
-"""Packages that a program may import."""
+"""Packages of DDPJob that a program may import."""
 SHARED_RUNTIME = ("ddpjob_runtime", "ddpjob_runtime.protocol")
 """Modules of the launcher that `ddpjob_report` uses."""
 POLL_SECONDS = 0.002
@@ -79,14 +78,15 @@ PRELOAD_SECONDS = 300.0
 limit."""
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 TORCH_PATHS: list[str] = []
-"""Paths that importing torch added to sys.path; up to torch 2.8, a folder for generated modules."""
+"""Paths that importing torch added to sys.path; up to torch 2.8, this is a folder for generated
+modules."""
 DEVICES = ("/dev/nvidia-uvm", "/dev/kfd")
-"""Files that a process has open if it has initialized CUDA or ROCm. NVML, which only lists devices,
-opens neither."""
+"""Files that a process has open once it has initialized CUDA or ROCm. NVML, which only lists
+devices, opens neither file."""
 
 
 def preload() -> None:
-    """Import what every worker needs. Raises ImportError, or any error from a broken torch."""
+    """Import every worker's modules. Raises ImportError, or any error from a broken torch."""
     with _remove_traces():
         import_torchrun()
         for name in PRELOADED:
@@ -110,7 +110,7 @@ def _remove_traces() -> Iterator[None]:
 class ForkServerEnded(RuntimeError):
     """The fork server and its workers have ended.
 
-    `out_of_memory`: the kernel killed it to free memory.
+    `out_of_memory` is whether the kernel killed it to free memory.
     """
 
     def __init__(self, pid: int, out_of_memory: bool) -> None:
@@ -120,7 +120,7 @@ class ForkServerEnded(RuntimeError):
 
 
 class ForkServer:
-    """The launcher's side. `more`: additional modules to import, separated by commas."""
+    """The launcher's side. `more` has additional modules to import, separated by commas."""
 
     def __init__(self, more: str = "") -> None:
         ours, theirs = socket.socketpair()
@@ -135,7 +135,7 @@ class ForkServer:
         self._socket, self._buffer, self._lock = ours, b"", threading.RLock()
         self._number, self._oom_kills = 0, oom.oom_kills()
         self._started: dict[int, int | str] = {}
-        """Number of an order: the worker's pid, or why it could not be forked."""
+        """Maps an order's number to the worker's pid, or to why it could not be forked."""
         self._ended: dict[int, int] = {}
         self._importing, self._ready, self._refusal = "", False, ""
         if threads := _threads():
@@ -174,7 +174,8 @@ class ForkServer:
     ) -> Worker:
         """Start a worker.
 
-        `words`: arguments of worker.py; `stdout`, `stderr`: files, or None for the launcher's own.
+        `words` are the arguments of worker.py. `stdout` and `stderr` are files, or None for the
+        launcher's own streams.
 
         Raises OSError if the worker cannot be forked now.
         """
@@ -197,13 +198,13 @@ class ForkServer:
             return Worker(self, pid, words)
 
     def refusal(self) -> str:
-        """Return why the server can no longer fork workers, as reported so far; empty if it can."""
+        """Return the reported reason why the server can no longer fork workers; empty if it can."""
         with self._lock:
             self._hear(block=False)
             return self._refusal
 
     def exit_code(self, pid: int) -> int | None:
-        """Return the worker's exit code in the form of Popen.returncode; None while it runs."""
+        """Return the worker's exit code in the format of Popen.returncode; None while it runs."""
         with self._lock:
             if pid not in self._ended:
                 self._hear(block=False)
@@ -220,7 +221,7 @@ class ForkServer:
             event = json.loads(line)
             if "number" in event:
                 self._started[event["number"]] = event.get("problem") or event["pid"]
-                self._ended.pop(event["pid"], None)  # an earlier worker had this pid
+                self._ended.pop(event["pid"], None)  # an earlier worker had the same pid
             elif "importing" in event:
                 self._importing = event["importing"]
             elif "ready" in event:
@@ -318,10 +319,11 @@ def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
 
 
 def import_report(place: str) -> None:
-    """Import `ddpjob_report` for all workers, out of their programs' sight until they import it.
+    """Import `ddpjob_report` for all workers, and hide it from programs until they import it.
 
-    Each restarted worker would take a tenth of a second of processor time for it, while its group
-    waits. An image may have installed a different version, which needs modules of its own.
+    Otherwise, each restarted worker would need a tenth of a second of processor time for the
+    import, while its group waits. An image may have installed a different version, which needs
+    modules of its own.
     """
     spec = importlib.util.find_spec("ddpjob_report")
     if spec is not None and spec.origin != str(Path(place, "ddpjob_report", "__init__.py")):
@@ -358,7 +360,7 @@ def _import(modules: list[str], orders: socket.socket) -> str:
         _send(orders, importing=name)
         try:
             importlib.import_module(name)
-        except ImportError as error:  # The script may not need it.
+        except ImportError as error:  # The script may not need this module.
             log(f"DDPJOB_PRELOAD: {name} cannot be imported: {error}")
         except BaseException as error:
             return f"importing {name} (DDPJOB_PRELOAD) fails: {type(error).__name__}: {error}"
@@ -395,11 +397,11 @@ def _import_compiler(orders: socket.socket) -> None:
 
 
 def _find_obstacle() -> str:
-    """Return what in this process does not survive a fork; empty if everything does.
+    """Return the reason why this process cannot be forked safely; empty if it can.
 
     Raises OSError if the process cannot fork at all.
     """
-    child = os.fork()  # Libraries that support forks, such as OpenBLAS, end their threads first.
+    child = os.fork()  # Libraries that support forks, such as OpenBLAS, stop their threads before a fork.
     if child == 0:
         code = 2
         try:
@@ -445,7 +447,7 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
     try:
         reader, writer = opened = os.pipe()
         pid = os.fork()
-    except OSError as error:  # Too many processes. The launcher reports this as the reason for this node's end.
+    except OSError as error:  # Too many processes. The launcher reports this as the reason why this node ends.
         for end in opened:
             os.close(end)
         _send(orders, number=order["number"], pid=0, problem=str(error))
@@ -460,7 +462,7 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
             os.close(end)
         _become(order, parent)
     os.close(writer)
-    os.read(reader, 1)  # The worker now has its session and handles signals, or has ended.
+    os.read(reader, 1)  # By now, the worker has its session and handles signals, or has ended.
     os.close(reader)
     _send(orders, number=order["number"], pid=pid)
 
@@ -468,7 +470,7 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
 def _become(order: dict[str, Any], parent: int) -> NoReturn:
     """Become the worker.
 
-    worker.py finds everything as in a new interpreter, except that torch is imported.
+    worker.py finds the same state as in a new interpreter, except that torch is already imported.
     """
     code = 1
     try:
@@ -482,10 +484,10 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
         _renew_libraries()
         shared = set(sys.modules)
         runtime = [sys.modules.pop(name) for name in shared if name.partition(".")[0] == __name__.partition(".")[0]]
-        # The worker itself hides torch after hooking into the existing optimizers to count steps.
+        # The worker itself hides torch, after hooking into the existing optimizers to count steps.
         code = _exit_code_of(lambda: worker.run(order["words"], lambda: hide_torch(TORCH_PATHS)))
         _finalize(shared)
-        del runtime  # hidden from the program, but kept alive until here
+        del runtime  # it was hidden from the program, but kept alive until here
     finally:
         if code == -signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -506,7 +508,7 @@ def _redirect(order: dict[str, Any]) -> None:
             libc.setvbuf(ctypes.c_void_p.in_dll(libc, name), None, 2, 0)
     for number, name in ((1, "stdout"), (2, "stderr")):
         old = getattr(sys, name)
-        if old is None:  # closed when the launcher was started
+        if old is None:  # it was closed when the launcher was started
             continue
         raw = io.FileIO(number, "wb", closefd=False)
         raw.name = f"<{name}>"
@@ -527,7 +529,7 @@ def _renew_libraries() -> None:
 
     Python's own random generator reseeds itself.
     """
-    tempfile.tempdir = None  # The script may name a different folder in TMPDIR.
+    tempfile.tempdir = None  # The script may set TMPDIR to a different folder.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     sys.modules["torch"].random.default_generator.seed()
@@ -559,14 +561,13 @@ def _exit_code_of(program: Callable[[], None]) -> int:
 def _finalize(shared: set[str]) -> None:
     """Finalize the program and the modules that it imported, as the interpreter does at exit.
 
-    torch and the other `shared` modules are left as they are, because unloading them takes a
-    second.
+    torch and the other `shared` modules are not finalized, because that takes a second.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):  # Python 3.9 raises the last exception, which it has already printed
         atexit._run_exitfuncs()
-    # The interpreter suspends daemon threads while it ends. Here they could run without their
-    # globals.
+    # The interpreter suspends daemon threads while it ends. Here they could otherwise run without
+    # their globals.
     sys.setswitchinterval(1000.0)
     threading.excepthook = lambda _: None
     program = [sys.modules.pop(name) for name in list(sys.modules) if name not in shared or name == "__main__"]

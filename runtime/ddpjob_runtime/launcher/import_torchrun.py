@@ -30,7 +30,7 @@ def _backport() -> Iterator[None]:
     """Substitute a package that torch imports on Python 3.9 but does not require.
 
     torch imports `entry_points` from it (pytorch/pytorch#163946). Images without the package get a
-    substitute, but only during the import, because a script must not find it later.
+    substitute, but only during the import, because scripts must not find it later.
     """
     if sys.version_info >= (3, 10) or importlib.util.find_spec(BACKPORT) is not None:
         yield
@@ -45,7 +45,7 @@ def _backport() -> Iterator[None]:
 
 
 class _EntryPoints(tuple):  # type: ignore[type-arg]
-    """A group's entry points, which can also be looked up by name."""
+    """The entry points of a group, which can also be looked up by name."""
 
     def __getitem__(self, name: Any) -> Any:
         return next(point for point in self if point.name == name)

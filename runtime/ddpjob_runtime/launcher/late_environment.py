@@ -1,7 +1,7 @@
 """Applies variables that a script sets before `import torch`, although torch is already imported.
 
 In a worker that was forked with torch imported, torch is hidden until the program imports it. At
-the import, variables that torch had already read are read again if possible, and a line on stderr
+that import, torch rereads the variables that it had already read, if possible. A line on stderr
 names the others.
 """
 
@@ -23,13 +23,14 @@ READ_ONCE = (
     "PYTORCH_JIT", "KINETO_", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "TORCH_CUDA_SANITIZER", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_", "TORCH_LINALG_PREFER_",
 )  # fmt: skip
-"""Prefixes of variables that torch and the libraries below it read only while they are loaded."""
+"""Prefixes of variables that torch and its libraries read only while they are loaded."""
 
 
 def hide_torch(paths: list[str]) -> None:
     """Remove torch from sys.modules until the program imports it, and then compare the environment.
 
-    `paths`: what torch has put on sys.path, which is removed and restored in the same way.
+    `paths` are the entries that torch has added to sys.path. They are removed and restored in the
+    same way.
     """
     hidden = {name: module for name, module in sys.modules.items() if name == "torch" or name.startswith("torch.")}
     for name in hidden:
@@ -62,7 +63,7 @@ def reveal_loggers(hidden: dict[str, logging.Logger]) -> None:
             continue
         manager.loggerDict[name] = logger
         manager._fixupParents(logger)
-        if made is not None:  # A placeholder for a parent of the program's loggers.
+        if made is not None:  # It may be a placeholder for a parent of the program's loggers.
             manager._fixupChildren(made, logger)
     manager._clear_cache()
 
@@ -75,7 +76,7 @@ class Reveal:
         self._spec = hidden["torch"].__spec__
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Find torch, whose submodules are never imported before it."""
+        """Find torch. Its submodules are never imported before torch itself."""
         if name != "torch" or self._spec is None:
             return None
         spec = ModuleSpec(name, self, origin=self._spec.origin, is_package=True)  # type: ignore[arg-type]
@@ -106,7 +107,7 @@ def read_again(changed: Iterable[str]) -> None:
     for names, read in RENEWALS:
         found = names.intersection(changed)
         if found:
-            with contextlib.suppress(Exception):  # a different torch: the variable is reported
+            with contextlib.suppress(Exception):  # with a different torch, the variable is reported
                 read(sys.modules["torch"])
                 left -= found
     read_configurations(changed)
@@ -124,7 +125,7 @@ def read_threads(torch: Any) -> None:
 
 
 def read_allocator(torch: Any) -> None:
-    """Set the options of the GPU allocator, which has not been used yet."""
+    """Set the options of the GPU allocator, because it has not been used yet."""
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if change is not None:  # otherwise the allocator reads the variable on first use
@@ -140,7 +141,7 @@ RENEWALS: tuple[tuple[frozenset[str], Callable[[Any], None]], ...] = (
 
 
 def read_configurations(changed: Iterable[str]) -> None:
-    """Give torch's settings modules (of dynamo, inductor, ...) the new environment's defaults.
+    """Give torch's settings modules (of dynamo, inductor, ...) the defaults of the new environment.
 
     A module that mentions one of the variables is run again in a copy.
     """
@@ -150,7 +151,7 @@ def read_configurations(changed: Iterable[str]) -> None:
         file = getattr(module, "__file__", None)
         if not name.startswith("torch.") or not isinstance(settings, dict) or not file:
             continue
-        with contextlib.suppress(Exception):  # a different torch, or one without its source
+        with contextlib.suppress(Exception):  # a different torch, or torch without its source
             source = Path(file).read_bytes()
             if any(word in source for word in words):
                 replace_defaults(name, module, settings, file)

@@ -1,12 +1,12 @@
 """Watches the nodes before and after this one in rank order, to notice an unreachable host.
 
 A host without power or network sends nothing, and neither does a process that is stopped for a few
-seconds. While it is unknown which of the two has happened, all other nodes wait. But the kernel of
-a live host acknowledges bytes even for a stopped process (`acknowledgements`).
+seconds. Until it is known which of the two has happened, all other nodes wait. But the kernel of a
+live host acknowledges bytes even for a stopped process (`acknowledgements`).
 
 So the nodes of a round form a ring. Each connects to the next one, and both ends of a connection
-send a byte every TICK_SECONDS, once the last one is acknowledged. An end whose byte is not
-acknowledged for SILENT_SECONDS reports that to the coordinator. It reports again when the byte is
+send a byte every TICK_SECONDS, once the last byte is acknowledged. An end whose byte is not
+acknowledged for SILENT_SECONDS reports this to the coordinator, and reports again when the byte is
 acknowledged. A node has two such connections in a job of any size, and they cost the coordinator
 nothing.
 
@@ -52,14 +52,14 @@ STALL_SECONDS = 0.5
 """If a tick is this late, this process or its host was stopped, and the measurement begins again.
 """
 GREETING_SECONDS = 2.0
-"""How long both sides of a connection may take to prove themselves."""
+"""How long both sides of a connection may take to prove that they know the token."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Pauses between attempts to connect."""
 GIVEN_UP_SECONDS = 30.0
-"""When the kernel closes a connection whose bytes are not acknowledged."""
+"""How long the kernel keeps a connection whose bytes are not acknowledged."""
 MAX_GREETING = 512
 MAX_STRANGERS = 8
-"""Maximum number of connections whose peers have not proved themselves yet."""
+"""Maximum number of connections whose peers have not yet proved that they know the token."""
 BEAT = b"."
 GREETING = "neighbour"
 """Verb of the lines that begin a connection."""
@@ -67,7 +67,7 @@ GREETING = "neighbour"
 
 @dataclass(frozen=True)
 class RingPlace:
-    """This node's place in a round, and the next node's address (None: unknown)."""
+    """This node's place in a round, and the address of the next node (None if unknown)."""
 
     generation: int
     round: int
@@ -103,11 +103,11 @@ class RingPlace:
         return cls(generation, number, rank, world, _read_address(go.get("next"))) if world > 1 else None
 
     def seal(self, token: str, side: str, rank: int, nonce: str) -> str:
-        """Return the proof of the node with this rank. `side`: whether it connects or accepts."""
+        """Return the proof of the node with this rank. `side` is whether it connects or accepts."""
         return protocol.seal(token, *self._parts(side, rank, nonce))
 
     def is_sealed(self, proof: Any, token: str, side: str, rank: int, nonce: str) -> bool:
-        """Whether `proof` is what `seal` returns."""
+        """Whether `proof` equals the result of `seal`."""
         return protocol.is_sealed(proof, token, *self._parts(side, rank, nonce))
 
     def _parts(self, side: str, rank: int, nonce: str) -> tuple[str, ...]:
@@ -128,7 +128,7 @@ def _read_address(given: Any) -> tuple[str, int] | None:
 class _Link:
     """One connection. `rank` is None until the neighbour has proved itself.
 
-    `nonce`: what this node sends when it is connected; empty if the other node connects.
+    `nonce` is what this node sends once it is connected; it is empty if the other node connects.
     """
 
     def __init__(self, stream: socket.socket, until: float, nonce: str = "") -> None:
@@ -143,7 +143,7 @@ class Neighbours:
     """Watches the neighbours of each round in turn.
 
     `report(round, rank, silent)` is called when a neighbour becomes silent, every REPEAT_SECONDS
-    while it is silent, and when it is heard again. `host`: the address to listen on. Raises
+    while it is silent, and when it is heard again. `host` is the address to listen on. Raises
     OSError.
     """
 
@@ -152,7 +152,7 @@ class Neighbours:
         self._listener = socket.create_server((host, 0), family=_family(host), backlog=16)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        self._wanted: RingPlace | None = None  # Set by other threads.
+        self._wanted: RingPlace | None = None  # Other threads set this.
         self._place: RingPlace | None = None
         self._links: list[_Link] = []
         self._reported: dict[int, float] = {}  # silent rank -> when it was last reported
@@ -164,7 +164,7 @@ class Neighbours:
         self._wanted = place
 
     def run(self) -> None:
-        """Tick until this process ends. A defect ends the watch and nothing else."""
+        """Tick until this process ends. A bug here ends only the watch."""
         try:
             while True:
                 time.sleep(TICK_SECONDS)
@@ -195,7 +195,7 @@ class Neighbours:
         with contextlib.suppress(OSError):  # For example, too many open files.
             self._connect(place, now)
         for link in list(self._links):
-            if link in self._links:  # It has not been replaced in this tick.
+            if link in self._links:  # It was not replaced during this tick.
                 self._attend(link, place, now, stalled)
 
     def _attend(self, link: _Link, place: RingPlace, now: float, stalled: bool) -> None:
@@ -257,7 +257,10 @@ class Neighbours:
         return True
 
     def _greet(self, link: _Link, place: RingPlace) -> bool:
-        """Send the first line. Return False if the connection is not made yet. Raises OSError."""
+        """Send the first line.
+
+        Return False if the connection is not established yet. Raises OSError.
+        """
         problem = link.stream.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if problem:
             raise OSError(problem, "cannot connect")
@@ -313,7 +316,7 @@ class Neighbours:
 
 
 def watch_neighbours(host: str, token: str, report: Callable[[int, int, bool], None]) -> Neighbours | None:
-    """Watch neighbours with a thread. Return None where that is impossible."""
+    """Watch neighbours with a thread. Return None if that is impossible."""
     if not host or not shows_acknowledgements():
         return None
     try:

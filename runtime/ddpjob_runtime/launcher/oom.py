@@ -11,7 +11,7 @@ LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.
 
 
 def oom_kills() -> int:
-    """Return how many of this container's processes the kernel killed for memory; 0 if unknown."""
+    """Return how many of this container's processes were killed for memory; 0 if unknown."""
     for text in _readable(FILES):
         for line in text.splitlines():
             name, _, number = line.partition(" ")

@@ -7,13 +7,13 @@ import signal
 import sys
 from types import FrameType
 
-# Only these, because others, such as SIGUSR1, would end the launcher. The kernel does not deliver
-# signals without a handler to PID 1.
+# Only these signals, because others, such as SIGUSR1, would end the launcher. The kernel does not
+# deliver signals without a handler to PID 1.
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def become_init() -> None:
-    """Fork. Returns in the child, which continues as the launcher; the parent never returns."""
+    """Fork. Return in the child, which continues as the launcher; the parent never returns."""
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # no signal may be lost between fork and handler
     child = os.fork()
     if child == 0:
@@ -24,7 +24,7 @@ def become_init() -> None:
         try:
             os.kill(child, number)
         except ProcessLookupError:
-            return  # it has just ended, which the loop below notices
+            return  # it has just ended; the loop below notices that
 
     for number in PASSED_ON:
         signal.signal(number, pass_on)

@@ -1,10 +1,10 @@
-"""torchrun's rendezvous handler, in which the coordinator decides the members and ranks of a round.
+"""torchrun's rendezvous handler, with which the coordinator decides a round's members and ranks.
 
 torchrun's agent calls its handler's `next_rendezvous` for the next group, and starts workers with
 the rank, world size and store that it gets. With torchrun's own handler, c10d, the agents find each
-other through a store. Each agent looks about once a second, and many agents overwrite each other's
-view of the group. Here the coordinator knows which agents are ready, so an agent only waits for its
-`go`.
+other through a store. Each agent looks about once a second, and if there are many, they overwrite
+each other's view of the group. Here the coordinator knows which agents are ready, so an agent only
+waits for its `go`.
 
     agent -> coordinator   ready {host, port}      no workers here; a store would be at host:port
     coordinator -> agent   go {round 8, rank 2, world 3, members [rank 0's host and port]}
@@ -18,10 +18,10 @@ The handler only has to provide a store, in rank 0's agent, in which the round's
 - Fast does not need a central store. Every agent opens one before it sends `ready`. Rank 0's store
   is used; the other agents drop theirs and connect to it.
 
-A round may end before it is complete because one of its nodes has died. Then a store is unreachable
-or a key is missing, and these errors (CAME_APART) make the handler wait for the next `go`. While
-waiting for a store, it keeps checking whether the round is over (`must_restart`), so a dead rank 0
-does not cost the others STORE_SECONDS.
+A round may end before it is complete, because one of its nodes has died. Then a store is
+unreachable or a key is missing, and such an error (CAME_APART) makes the handler wait for the next
+`go`. While waiting for a store, it keeps checking whether the round is over (`must_restart`), so a
+dead rank 0 does not cost the others STORE_SECONDS.
 
 The coordinator ends rounds, so `num_nodes_waiting` and `is_closed` never make torchrun restart or
 stop on its own. Why: docs/decisions/0001, and 0008 for the two modes.
@@ -56,20 +56,20 @@ STORE_SECONDS = 15.0
 """How long to wait for a key in a complete rendezvous. Its writer is either present or dead."""
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 25.0
-"""How long to wait for a connection to a listening store, because a name server may be slow or
-silent."""
+"""How long to wait for a connection to a listening store, because a name server may be slow or may
+not respond."""
 LONGEST_PAUSE = 0.5
 """Longest pause between checks for a missing key. A store's own wait could not be interrupted when
 the round is over."""
 VERDICT_SECONDS = 30.0
-"""How long a round may take to end once a check has found a faulty node, which then exits."""
+"""How long a round may take to end after a check has found a faulty node, which then exits."""
 CAME_APART = (RendezvousClosedError, RendezvousTimeoutError, dist.DistStoreError)
 """Errors after which the coordinator forms a new round, because a node died before the round was
 complete."""
 
 
 class CoordinatedRendezvous(RendezvousHandler):
-    """Code shared by both modes. `number`: this node's round, or 0 before the first."""
+    """Code shared by both modes. `number` is this node's round, or 0 before the first."""
 
     def __init__(
         self, client: MemberClient, shutdown: Shutdown, host: str, preflight: NodePreflight | None = None
@@ -79,7 +79,7 @@ class CoordinatedRendezvous(RendezvousHandler):
         self.number = 0
 
     def next_rendezvous(self) -> Any:
-        """Block until a round is complete; end the process if nothing is left to do."""
+        """Block until a round is complete; end the process if there is nothing left to do."""
         while True:
             self._shutdown.block_if_begun()
             wanted = self._preflight.wanted_seconds if self._preflight is not None else 0
@@ -113,7 +113,7 @@ class CoordinatedRendezvous(RendezvousHandler):
             verdict = preflight.check_links(notes, info.rank, info.world_size, self._host, over)
         except Abandoned:
             raise RendezvousClosedError(self._client.why) from None
-        except RuntimeError as error:  # raised by torch when rank 0, which hosts the store, is gone
+        except RuntimeError as error:  # torch raises it when rank 0, which hosts the store, is gone
             raise RendezvousClosedError(f"the check of the links lost its store: {error}") from error
         log(f"preflight: {verdict.failed or verdict.passed}")
         if not verdict.failed:
@@ -207,7 +207,7 @@ class StandardRendezvous(CoordinatedRendezvous):
     def _wait_for_first(self, ranks: Any) -> None:
         """Wait until rank 0 has written its address.
 
-        If rank 0 is dead, the round may end instead.
+        If rank 0 is dead, the round may end first.
         """
         deadline, pause = time.monotonic() + STORE_SECONDS, 0.01
         while not ranks.check([RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY]):
@@ -264,8 +264,8 @@ class FastRendezvous(CoordinatedRendezvous):
             try:
                 found = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=wait))
             except (dist.DistNetworkError, dist.DistStoreError) as error:
-                # Before connecting, torch looks up the name of the address, which counts towards
-                # the timeout.
+                # Before connecting, torch resolves the address to a name, which counts towards the
+                # timeout.
                 wait = LOOKUP_SECONDS if _listens(host, port) else CONNECT_SECONDS
                 if self._client.must_restart(self.number) or time.monotonic() > began + max(wait, STORE_SECONDS):
                     raise dist.DistStoreError(f"no store of rank 0 at {host}:{port}: {error}") from error

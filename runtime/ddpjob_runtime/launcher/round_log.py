@@ -16,11 +16,11 @@ from ddpjob_runtime.launcher.shutdown import log
 
 MAX_BYTES = 4 << 20
 """Maximum size of the file in bytes. A full file is renamed to .ddpjob-rounds.jsonl.1, replacing
-any earlier one."""
+any earlier file of that name."""
 _WAITING = 100
 _CLOSE_SECONDS = 2.0
-"""How long leftover lines may take at the end. An unresponsive volume must not block the pod's
-end."""
+"""How long writing the remaining lines may take at the end. An unresponsive volume must not keep
+the pod from ending."""
 
 
 class RoundLog:
@@ -75,7 +75,7 @@ class RoundLog:
             size = file.seek(0, os.SEEK_END)
             if size:
                 file.seek(size - 1)
-                line = line if file.read(1) == b"\n" else b"\n" + line  # A writer was killed while writing.
+                line = line if file.read(1) == b"\n" else b"\n" + line  # An earlier writer was killed while writing.
             file.write(line)
         if size + len(line) > MAX_BYTES:
             path.replace(path.with_name(path.name + ".1"))

@@ -1,6 +1,6 @@
 """Reads objects from a bucket over the S3 protocol, using only the standard library.
 
-Responses are checked and limited in size, because anyone may run the server.
+Responses are checked and limited in size, because the server is not trusted.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ MOST_OBJECTS = 500_000
 into shards, which are also read faster."""
 MOST_BYTES = 2**60
 PIECE = 2**20
-"""Number of bytes that one download keeps in memory."""
+"""Number of bytes that a download reads at a time."""
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
-"""Seconds without a single byte after which a connection is given up. A slow connection is kept."""
+"""Seconds without a single byte after which a connection is closed. A slow connection is kept."""
 _MOST_PAGES = 10_000
 _PAGE_BYTES = 16 * 2**20
 _ERROR_BYTES = 64 * 1024
 _RENEW_SECONDS = 300.0
-"""How many seconds before they expire to renew credentials."""
+"""Credentials are renewed this many seconds before they expire."""
 _NO_BODY = hashlib.sha256(b"").hexdigest()
 _PASSING = frozenset(
     {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "RequestTimeTooSkewed"}
 )
-"""Transient error codes. The last one is for a node whose clock is still wrong, which should not
-fail a job."""
+"""Transient error codes. The last one occurs on a node whose clock is still wrong, which should not
+fail the job."""
 _PASSING_OF_KEYS = re.compile(r"\b(Throttling|ThrottlingException|TooManyRequestsException|IDPCommunicationError)\b")
-"""HTTP 400 errors that many pods cause by requesting keys at the same time."""
+"""HTTP 400 errors that occur when many pods request keys at the same time."""
 _UNRESERVED = "-_.~"
 
 
@@ -58,7 +58,7 @@ class BucketRefusal(Exception):
 
 
 class Away(Exception):
-    """The bucket is unreachable for now."""
+    """The bucket is currently unreachable."""
 
 
 class Changed(Exception):
@@ -67,7 +67,7 @@ class Changed(Exception):
 
 @dataclass(frozen=True)
 class Remote:
-    """An object. `name`: its key without the place's prefix; `etag`: without quotes."""
+    """An object. `name` is its key without the place's prefix, and `etag` is without quotes."""
 
     name: str
     size: int
@@ -90,7 +90,7 @@ class BucketPlace:
     def read(cls, url: str, endpoint: str, region: str, field: str = "storage.data") -> BucketPlace:
         """Return the place of s3://BUCKET/PREFIX.
 
-        `endpoint`: the server's URL (empty: AWS); `region`: empty means us-east-1. Raises
+        `endpoint` is the server's URL (empty: AWS). An empty `region` means us-east-1. Raises
         BucketRefusal.
         """
         split = urlsplit(url)
@@ -103,7 +103,7 @@ class BucketPlace:
 
 @dataclass(frozen=True)
 class Keys:
-    """Credentials in AWS's format. `until`: when they expire, in Unix seconds."""
+    """Credentials in AWS's format. They expire at `until`, in Unix seconds."""
 
     access: str
     secret: str = field(repr=False)
@@ -112,10 +112,11 @@ class Keys:
 
 
 class Credentials:
-    """Reads signing keys from a container's variables, and renews them in time.
+    """Reads signing keys as a container's variables specify, and renews them in time.
 
-    It looks for the keys themselves, a role for the service account's token (IRSA), then EKS Pod
-    Identity. Without any of these, requests are not signed, which a public bucket allows.
+    It first looks for the keys themselves, then for a role for the service account's token (IRSA),
+    then for EKS Pod Identity. Without any of these, requests are not signed, which is enough for a
+    public bucket.
     """
 
     def __init__(self, variables: Mapping[str, str], region: str, field: str = "storage.data") -> None:
@@ -131,7 +132,8 @@ class Credentials:
             return self._keys
 
     def renew(self, refused: Keys) -> bool:
-        """Discard keys that the server reports as expired, because the server's clock counts.
+        """Discard keys that the server reports as expired, because it is the server's clock that
+        counts.
 
         Return whether new keys may be available.
         """
@@ -207,7 +209,7 @@ def _answer(request: urllib.request.Request, what: str) -> bytes:
 
 def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
     try:
-        # Before 3.11, Python parses neither Z nor Go's nine-digit fractional seconds.
+        # Before 3.11, Python cannot parse Z or Go's nine-digit fractional seconds.
         text = re.sub(r"[.]\d+", "", str(found["Expiration"])).replace("Z", "+00:00")
         until = datetime.datetime.fromisoformat(text).timestamp()
         return Keys(str(found["AccessKeyId"]), str(found["SecretAccessKey"]), str(found[token]), until)
@@ -343,7 +345,7 @@ class Reader:
         if response.status in (200, 206):
             return response
         body = self._read(response.read, _ERROR_BYTES).decode(errors="replace")
-        self.close()  # The rest of the response is not read.
+        self.close()  # The rest of the response will not be read.
         raise self._problem(response, key, body, keys)
 
     def _problem(self, response: http.client.HTTPResponse, key: str, body: str, keys: Keys | None) -> Exception:

@@ -3,7 +3,7 @@
 Signals, the coordinator's `stop`, a lost coordinator and errors may all end the launcher, on
 different threads and at the same time. The first caller decides the exit code, and the others
 sleep. The order is fixed: announce the departure, end the workers, close the connection, clean up,
-write the termination log. A failing step does not prevent the next ones.
+write the termination log. If a step fails, the next ones still run.
 
 Example: SIGTERM arrives while a worker fails. The launcher sends `leaving`, gives the workers the
 grace period, and exits with 143. The agent, which has seen the failure, blocks in `block_if_begun`.
@@ -39,7 +39,7 @@ class Shutdown:
         self.stop_workers: Callable[[float], None] = lambda grace: None
         self.close_client: Callable[[], None] = lambda: None
         self.clean_up: Callable[[], None] = lambda: None
-        self.starting = threading.Lock()  # held while workers start, so that none is missed
+        self.starting = threading.Lock()  # held while workers start, so that no worker is missed
         self._once = threading.Lock()
         self.begun = False
 
@@ -70,7 +70,7 @@ class Shutdown:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
-        os._exit(code)  # torch's threads need no orderly shutdown, and must not change this exit code
+        os._exit(code)  # torch's threads need not be shut down, and must not change this exit code
 
     def block_if_begun(self) -> None:
         """Block the calling thread if the shutdown has begun.

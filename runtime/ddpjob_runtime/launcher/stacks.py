@@ -27,7 +27,7 @@ PREFIX = "ddpjob-worker-stacks-"
 
 
 def prepare() -> None:
-    """Create a folder for the stack files, and name it in the workers' environment.
+    """Create a folder for the stack files, and put its name into the workers' environment.
 
     If that fails, stacks are not available.
     """
@@ -37,7 +37,7 @@ def prepare() -> None:
                 descriptor = _lock(old)
                 shutil.rmtree(old)
                 os.close(descriptor)
-        made = Path(tempfile.mkdtemp(prefix="new-" + PREFIX))  # other launchers do not remove this name
+        made = Path(tempfile.mkdtemp(prefix="new-" + PREFIX))  # other launchers do not remove folders with this name
         prepare.lock = _lock(made)  # type: ignore[attr-defined]
         os.environ[ENVIRONMENT] = str(made.rename(made.with_name(made.name[len("new-") :])))
     except OSError as error:
@@ -66,9 +66,9 @@ def _lock(folder: Path) -> int:
 
 
 def collect(ranks: Mapping[int, int], record: bool = True) -> dict[int, str]:
-    """Collect the stacks {global rank: text} of the workers {global rank: pid}.
+    """Return the stacks {global rank: text} of the workers {global rank: pid}.
 
-    With `record`, the stacks are also logged, and kept in the checkpoint folder.
+    With `record`, the stacks are also logged and kept in the checkpoint folder.
     """
     folder = JobEnvironment.read().stacks_dir
     if not folder:

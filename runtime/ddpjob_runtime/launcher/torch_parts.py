@@ -1,7 +1,8 @@
 """The private parts of torch that the launcher replaces or uses, and a check that they exist.
 
-torchrun has no hooks for a custom agent, so the launcher replaces five of its names, only through
-functions of this module. All have existed since torch 2.6, the oldest supported version.
+torchrun has no hooks for a custom agent, so the launcher replaces five of its names, and does so
+only through this module's functions. All have existed since torch 2.6, the oldest supported
+version.
 
     torch.distributed.                                  replaced, so that
     launcher.api.LocalElasticAgent                      the coordinator controls the agent
@@ -19,8 +20,9 @@ handler or barrier. Only `get_subprocess_handler` has a fallback: workers are th
 the log says so.
 
 worker.py itself replaces `FileBaton.try_acquire`, because it cannot import other modules. The
-modules `late_*.py` call whatever they find, and report what they cannot find. The trainer has its
-own module for this, `ddpjob_trainer/private_torch.py`; neither may import the other.
+modules `late_*.py` call whatever exists, and report the parts that they cannot find. The trainer
+has its own module for this purpose, `ddpjob_trainer/private_torch.py`; neither may import the
+other.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ SET = {
     (ELASTIC + "multiprocessing.api", "SubprocessContext"): ("subprocess_handlers",),
     (ELASTIC + "multiprocessing.subprocess_handler", "SubprocessHandler"): ("proc",),
 }
-"""Attributes that a class's constructor sets."""
+"""Attributes that are set by a class's constructor."""
 CALLED = {
     (ELASTIC + "rendezvous.c10d_rendezvous_backend", "create_backend"): 1,
     (ELASTIC + "rendezvous.api", "RendezvousStoreInfo.build"): 4,
@@ -95,7 +97,7 @@ def use_signal_handler(handler: Callable[..., None]) -> None:
 
 
 def wrap_configuration(wrap: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
-    """Make torchrun read its parsed arguments with `wrap(FUNCTION)` instead of its own FUNCTION."""
+    """Make torchrun read its parsed arguments with `wrap(FUNCTION)`; FUNCTION is its own."""
     _replace("torch.distributed.run", "config_from_args", wrap)
 
 

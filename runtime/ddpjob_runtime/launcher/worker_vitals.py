@@ -1,8 +1,9 @@
 """Reads from /proc what workers have done since the last look, and what they wait for.
 
 A worker is judged with all processes of its session, because a data loader's processes or a program
-that it started may do its work. What the kernel does not show counts as nothing done. That is safe,
-because the stacks must also be equal, and the coordinator compares several looks (`standstill`).
+that it started may do its work. Activity that the kernel does not show is not counted. That is
+safe, because the stacks must also be equal, and the coordinator compares several looks
+(`standstill`).
 
     stat         processor time, and whether a process is stopped (T) or waits in the kernel (D)
     io           bytes read and written through files and pipes
@@ -10,7 +11,7 @@ because the stacks must also be equal, and the coordinator compares several look
     syscall      whether the main thread is in a system call on storage, or asleep
     fd           whether a GPU is open
 
-Only names of open files are read, because even a stat of a file on a dead server would block.
+Only the names of open files are read, because even a stat of a file on a dead server would block.
 Why: docs/decisions/0024.
 """
 
@@ -43,7 +44,7 @@ ON_FILES = {
         82: "fsync", 83: "fdatasync", 46: "ftruncate", 61: "getdents64", 47: "fallocate", 285: "copy_file_range",
     },
 }  # fmt: skip
-"""System calls whose first argument is an open file."""
+"""System calls whose first argument is a file descriptor."""
 ON_NAMES = {
     "x86_64": {
         2: "open", 4: "stat", 6: "lstat", 26: "msync", 82: "rename", 83: "mkdir", 87: "unlink", 257: "openat",
@@ -56,20 +57,21 @@ ON_NAMES = {
 }  # fmt: skip
 SLEEPS = {"x86_64": (35, 230), "aarch64": (101, 115)}
 SELECTS = {"x86_64": (23, 270), "aarch64": (72,)}
-"""These calls are sleeps too if they wait for no files."""
+"""These calls are also sleeps, if they do not wait for files."""
 
 DIAGNOSE, OF_FAMILY, DUMP, DONE, ERROR = 4, 20, 0x301, 3, 2
 """Netlink's numbers for the protocol, the request, its flags, and the types of the last
 messages."""
 MESSAGE, LENGTH_OF_SOCKET, INODE_AT = struct.Struct("=IHHII"), 72, 68
 INFO, RECEIVED_AT = 2, 120
-"""The attribute with TCP's counters, and where the acknowledged and received bytes are in it."""
+"""The attribute with TCP's counters, and the position of the acknowledged and received bytes in
+it."""
 SECONDS_OF_KERNEL = 1.0
 
 
 @dataclass
 class Vitals:
-    """The counters of a worker's session, and what it waits for."""
+    """The counters of a worker's session, and what the worker is waiting for."""
 
     at: float
     cpu: float = 0.0
@@ -80,7 +82,7 @@ class Vitals:
     call: str = ""
 
     def since(self, before: Vitals | None) -> dict[str, object]:
-        """Return the fields of a RankLook that compare with the last look; all 0 at the first."""
+        """Return the fields of a RankLook that compare with the last look; 0 at the first."""
         start = self if before is None else before
         return {
             "seconds": self.at - start.at,
@@ -98,7 +100,7 @@ def read_vitals(workers: Iterable[int]) -> dict[int, Vitals]:
     found = {pid: Vitals(time.monotonic()) for pid in workers}
     transferred = _transferred_by_socket()
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # It has just ended.
+        with contextlib.suppress(OSError, ValueError, IndexError):  # The worker has just ended.
             fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
             vitals = found.get(int(fields[3]))
             if vitals is not None and fields[0] not in (b"Z", b"X"):
@@ -130,7 +132,7 @@ def _open_files(folder: Path) -> Iterator[str]:
 
 
 def _find_wait(folder: Path, state: str) -> tuple[WaitKind | None, str]:
-    """Return what the main thread of a process waits for, and the system call."""
+    """Return what the main thread of a process is waiting for, and its system call."""
     if state in "Tt":
         return (WaitKind.STOPPED if state == "T" else WaitKind.TRACED), ""
     machine, call = platform.machine(), ""
@@ -154,7 +156,10 @@ def _is_storage(name: str) -> bool:
 
 
 def _transferred_by_socket() -> dict[str, int]:
-    """Return the bytes of each TCP socket, by its name in `fd`; empty if the kernel refuses."""
+    """Return the number of bytes transferred by each TCP socket, by its name in `fd`.
+
+    The result is empty if the kernel refuses to report.
+    """
     found: dict[str, int] = {}
     with contextlib.suppress(OSError, struct.error):
         for family in (socket.AF_INET, socket.AF_INET6):
@@ -164,7 +169,7 @@ def _transferred_by_socket() -> dict[str, int]:
 
 
 def _dump_sockets(family: int) -> Iterator[tuple[int, int]]:
-    """Yield the inode and the transferred bytes of each TCP socket. Raises OSError."""
+    """Yield the inode of each TCP socket, and the number of bytes transferred. Raises OSError."""
     request = struct.pack("=BBBxI48x", family, socket.IPPROTO_TCP, 1 << (INFO - 1), 0xFFFFFFFF)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, DIAGNOSE) as kernel:
         kernel.settimeout(SECONDS_OF_KERNEL)

@@ -1,3 +1,3 @@
-"""A script with a typing error in an import."""
+"""A script with a typo in an import."""
 
 import numppy  # type: ignore[import-not-found]  # noqa: F401

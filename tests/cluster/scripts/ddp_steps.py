@@ -1,4 +1,6 @@
-"""A user's plain DDP script: a fixed number of optimizer steps, no @record; with --saved a checkpoint at each step."""
+"""A user's plain DDP script without @record. It takes a fixed number of steps, and with --saved it
+saves a checkpoint at each.
+"""
 
 import argparse
 import os

@@ -1,8 +1,9 @@
-"""A plain DDP script that trains until its folder has a file `go`, then misbehaves once, as --do says.
+"""A plain DDP script that trains until its folder has a file `go`, and then misbehaves once, as
+selected by --do.
 
-Restarted, it trains to its end.
+After a restart, it trains to its end.
 
-Each rank that misbehaves writes `fact-RANK` first: the time at which it did so.
+Each rank that misbehaves first writes the current time to `fact-RANK`.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""Steps of a group without end; each process keeps a file: which round, of how many ranks, when each step was done.
+"""Takes steps without end. Each process writes the round, its number of ranks and the time of each
+step to a file.
 
-By the machine's monotonic clock, which all pods of the test cluster share.
+Times are from the machine's monotonic clock, which all pods of the test cluster share.
 """
 
 import os
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 dist.init_process_group()
 name = f"{os.environ['DDPJOB_POD']}-{os.getpid()}-{os.environ['DDPJOB_FENCE']}"
-step = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)  # its steps are the job's progress
+step = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)  # steps of an optimizer are the job's progress
 with (Path(os.environ["DDPJOB_CHECKPOINT_DIR"]) / name).open("a", buffering=1) as file:
     while True:
         dist.all_reduce(torch.ones(1))

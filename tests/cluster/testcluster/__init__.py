@@ -1,4 +1,6 @@
-"""A real Kubernetes with N real nodes in network namespaces of one Linux machine, without Docker.
+"""A real Kubernetes cluster with N nodes in network namespaces of one Linux machine, without
+Docker.
 
-`python -m testcluster up|down|status|env|build` with `tests` and `tests/cluster` on PYTHONPATH, or `Cluster` in Python.
+Use `python -m testcluster up|down|status|env|build` with `tests` and `tests/cluster` on PYTHONPATH,
+or `Cluster` in Python.
 """

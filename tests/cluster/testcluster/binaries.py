@@ -1,4 +1,6 @@
-"""Builds the cluster's pinned programs from one Go module into the user's cache, once per content of that module."""
+"""Builds the cluster's pinned programs from one Go module, once per content of the module, in the
+user's cache.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,17 @@ PACKAGES = {
     "kube-proxy": f"{_KUBERNETES}/kube-proxy",
     "kubectl": f"{_KUBERNETES}/kubectl",
 }
-"""Go packages by the programs they make. One module and one command: what they share is compiled once."""
+"""The Go package of each program. All are in one module and built by one command, so shared
+packages are compiled once.
+"""
 OLDEST = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy")
-"""What is of the oldest Kubernetes where that is asked for; all else stays."""
+"""Programs that are taken from the oldest Kubernetes version, if it is requested."""
 
 
 def _link_flags(version: str) -> str:
-    """No symbols; and the version without which Kubernetes' clients see v0.0.0."""
+    """Return linker flags that omit symbols and set the version; without it, Kubernetes' clients
+    see v0.0.0.
+    """
     major, minor = version.split(".")[:2]
     values = {"gitVersion": f"v{version}", "gitMajor": major, "gitMinor": minor}
     return " ".join(["-s -w", *(f"-X k8s.io/component-base/version.{name}={it}" for name, it in values.items())])
@@ -50,7 +56,8 @@ FLAGS = (
     "-mod=readonly",
     "-buildvcs=false",
     "-tags=no_btrfs,no_devmapper,no_zfs,no_tracing",
-    # Debug information would be dropped by the linker: not making it saves a sixth of the compiler's time.
+    # The linker would drop debug information anyway. Not generating it saves a sixth of the compile
+    # time.
     "-gcflags=all=-dwarf=false",
     f"-ldflags={_link_flags(KUBERNETES_VERSION)}",
 )
@@ -58,9 +65,9 @@ ENVIRONMENT = {"CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"}
 
 
 def given_folder() -> Path | None:
-    """The folder named by DDPJOB_CLUSTER_BIN, whose programs are used unchanged.
+    """Return the folder of DDPJOB_CLUSTER_BIN, whose programs are used unchanged.
 
-    Raises ClusterError when one is missing.
+    Raises ClusterError if one is missing.
     """
     text = os.environ.get("DDPJOB_CLUSTER_BIN")
     if not text:
@@ -73,7 +80,7 @@ def given_folder() -> Path | None:
 
 
 def key() -> str:
-    """Changes with the module's sources, pins and flags."""
+    """Return a key that changes with the module's sources, pins and flags."""
     digest = hashlib.sha256(repr((PACKAGES, FLAGS, ENVIRONMENT)).encode())
     for file in sorted(MODULE.rglob("*")):
         if file.suffix in (".go", ".mod", ".sum"):
@@ -86,16 +93,16 @@ def _folder(settings: Settings) -> Path:
 
 
 def are_built(settings: Settings) -> bool:
-    """True when nothing needs to be built."""
+    """Return whether nothing needs to be built."""
     return given_folder() is not None or _folder(settings).is_dir()
 
 
 def build(settings: Settings) -> dict[str, Path]:
-    """The path of every program; builds them first unless the cache has them."""
+    """Return the path of every program, after building those that are not in the cache."""
     folder = given_folder() or _folder(settings)
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with (folder.parent / "lock").open("a") as lock:  # Whoever waits finds them built.
+        with (folder.parent / "lock").open("a") as lock:  # a process that waited here finds them built
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.is_dir():
                 _build(folder)
@@ -131,7 +138,7 @@ def _build(folder: Path) -> None:
         target = Path(temporary) / "bin"
         target.mkdir()
         _go_build(FLAGS, target, PACKAGES.values(), MODULE)
-        (target / "server").rename(target / "etcd")  # Go names a program after its package.
+        (target / "server").rename(target / "etcd")  # Go names a program after its package
         target.rename(folder)
     print(f"  {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
@@ -158,7 +165,9 @@ def _go_build(flags: Iterable[str], target: Path, packages: Iterable[str], modul
 
 
 def collect(settings: Settings) -> Path:
-    """One folder with a link to every program, for PATH: containerd looks for its shim there."""
+    """Return a folder with a link to every program, for PATH. containerd looks for its shim
+    there.
+    """
     folder = settings.run / "bin"
     folder.mkdir(parents=True, exist_ok=True)
     for name, path in build(settings).items():

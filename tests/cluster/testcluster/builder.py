@@ -1,7 +1,7 @@
 """Builds the repository's Dockerfile with buildah.
 
-buildah's store is kept in the cache: of an unchanged checkout nothing is built again, of a changed one only the layers
-that have changed.
+buildah's store is kept in the cache. For an unchanged checkout nothing is rebuilt, otherwise only
+the changed layers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ class Layer:
     """One layer of an image."""
 
     digest: str
-    """Of its files as an uncompressed tar: `sha256:...`."""
+    """Digest of the files as an uncompressed tar: `sha256:...`."""
     folder: Path
-    """Its files in buildah's store, as an overlay keeps them: what the layer removes is a device 0:0."""
+    """Folder with the files in buildah's store, in the kernel's overlay format. A removed file is a
+    device 0:0.
+    """
 
 
 @dataclass(frozen=True)
@@ -45,24 +47,25 @@ class Image:
     config: str
     """The OCI image configuration that the manifest names."""
     layers: tuple[Layer, ...]
-    """The base's first."""
+    """Layers of the image, beginning with the base."""
     size: int
-    """Bytes of all layers, uncompressed."""
+    """Size of all layers in bytes, uncompressed."""
 
     @property
     def manifest(self) -> str:
-        """Digest of the manifest, `sha256:...`: changes with the content."""
+        """Digest of the manifest, `sha256:...`, which changes with the content."""
         return digest_of(self.document)
 
 
 def digest_of(document: str) -> str:
-    """How a registry names a document."""
+    """Return the digest by which a registry refers to a document."""
     return f"sha256:{hashlib.sha256(document.encode()).hexdigest()}"
 
 
 def _buildah(settings: Settings) -> list[str | Path]:
-    # The driver and its options are given, not the machine's: the nodes take the layers as the kernel's overlay writes
-    # them, whole files (no metacopy) and no other form of what is removed (fuse-overlayfs has one).
+    # The storage driver and its options are set here, not taken from the machine. The nodes use the
+    # layers in the format of the kernel's overlay: whole files (no metacopy), and no other markers
+    # for removed files (fuse-overlayfs has its own).
     return [
         "buildah",
         "--root",
@@ -79,12 +82,14 @@ def _store(settings: Settings) -> Path:
 
 
 def _environment() -> dict[str, str]:
-    """chroot: a container cannot be started in every machine that can build one."""
+    """Return the environment for buildah. It uses chroot isolation, because some machines that can
+    build an image cannot start a container.
+    """
     return {**os.environ, "BUILDAH_ISOLATION": "chroot"}
 
 
 def base_image(settings: Settings) -> str:
-    """The name of the base image in buildah's store."""
+    """Return the name of the base image in buildah's store."""
     name = f"localhost/ddpjob-base:{debian.key()}"
     if (
         subprocess.run(
@@ -119,13 +124,13 @@ def build_image(
 ) -> Image:
     """Build a target of a Dockerfile, with its folder as context.
 
-    `arguments` are build arguments beside BASE_IMAGE; TORCH_INDEX_URL is passed on where the environment has it.
-    Raises ClusterError with the end of the build's output.
+    `arguments` are build arguments in addition to BASE_IMAGE. TORCH_INDEX_URL is passed on if it is
+    set. Raises ClusterError with the end of the build's output.
     """
     start = time.monotonic()
     images = settings.cache / "images"
     images.mkdir(parents=True, exist_ok=True)
-    with (images / "lock").open("a") as lock:  # Two builds would write over each other's log.
+    with (images / "lock").open("a") as lock:  # two builds would overwrite each other's log
         fcntl.flock(lock, fcntl.LOCK_EX)
         print(f"building the image {tag} ...", file=sys.stderr, flush=True)
         passed = {name: os.environ[name] for name in ("TORCH_INDEX_URL",) if os.environ.get(name)}
@@ -166,9 +171,11 @@ def _build(settings: Settings, target: str, tag: str, dockerfile: Path, argument
 
 
 def _registry_access(settings: Settings) -> list[str]:
-    """Volumes that give RUN steps this machine's way to its package registries; nothing of it stays in the image.
+    """Return volumes that give RUN steps this machine's access to package registries. Nothing of it
+    remains in the image.
 
-    pip's settings (environment and files) become the build's /etc/pip.conf; certificates and local wheels are mounted.
+    pip's settings (environment and files) become the build's /etc/pip.conf. Certificates and local
+    wheels are mounted.
     """
     folder = settings.cache / "images"
     values = _pip_settings()
@@ -179,7 +186,7 @@ def _registry_access(settings: Settings) -> list[str]:
     downloads = subprocess.run(
         [sys.executable, "-m", "pip", "cache", "dir"], text=True, capture_output=True, check=False
     ).stdout.strip()
-    if downloads:  # None where the user has disabled it.
+    if downloads:  # None if the user has disabled it
         Path(downloads).mkdir(parents=True, exist_ok=True)
         volumes.append(f"{downloads}:/root/.cache/pip:rw")
     bundle = values.get("cert") or os.environ.get("SSL_CERT_FILE")
@@ -196,7 +203,9 @@ def _registry_access(settings: Settings) -> list[str]:
 
 
 def _pip_settings() -> dict[str, str]:
-    """pip's settings on this machine, by their names in a file: `index-url`, `cert`, ..."""
+    """Return pip's settings on this machine by their names in a file, such as `index-url` and
+    `cert`.
+    """
     settings = {}
     for line in run(sys.executable, "-m", "pip", "config", "list").splitlines():
         name, _, value = line.partition("=")
@@ -207,7 +216,7 @@ def _pip_settings() -> dict[str, str]:
 
 
 def _inspect(settings: Settings, tag: str) -> Image:
-    """What buildah's store knows of an image."""
+    """Return the image as described in buildah's store."""
     found = json.loads(run(*_buildah(settings), "inspect", "--type=image", tag, env=_environment()))
     document, config = found["Manifest"], found["Config"]
     manifest = json.loads(document)
@@ -218,7 +227,9 @@ def _inspect(settings: Settings, tag: str) -> Image:
 
 
 def _layer_folders(settings: Settings, image_id: str) -> list[Path]:
-    """The folders of an image's layers, the base's first: https://github.com/containers/storage, overlay driver."""
+    """Return the folders of an image's layers, beginning with the base:
+    https://github.com/containers/storage, overlay driver.
+    """
     store = _store(settings)
     images = {image["id"]: image for image in json.loads((store / "overlay-images" / "images.json").read_text())}
     layers = {layer["id"]: layer for layer in json.loads((store / "overlay-layers" / "layers.json").read_text())}

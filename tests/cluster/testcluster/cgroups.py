@@ -1,6 +1,8 @@
-"""The cluster's control groups: one for its own programs, one for each node's pods; on cgroup v1 and v2.
+"""The cluster's control groups: one for its own programs and one for each node's pods, on cgroup v1
+and v2.
 
-They are what finds every process again after a crash: a process cannot leave its cgroup by forking or by a new session.
+They allow every process to be found after a crash, because a process cannot leave its cgroup by
+forking or starting a session.
 """
 
 from __future__ import annotations
@@ -27,18 +29,21 @@ V1_CONTROLLERS = (
     "perf_event",
     "systemd",
 )
-# Without it the whole cluster would get no more of a busy machine than any one process: on v1 each has 1024, on v2 100.
+# Without this, the whole cluster would get no larger share of a busy machine than a single process:
+# 1024 on v1, 100 on v2.
 CPU_WEIGHT = {"cpu.shares": 4096, "cpu.weight": 400}
 V2_NEEDED = ("cpu", "memory", "pids")
 
 
 def is_v2() -> bool:
-    """True on a machine with the unified hierarchy alone."""
+    """Return whether the machine has only the unified hierarchy."""
     return (ROOT / "cgroup.controllers").exists()
 
 
 def hierarchies() -> list[Path]:
-    """The mounted hierarchies: one on v2, one per controller on v1 (linked names such as cpu and cpuacct once)."""
+    """Return the mounted hierarchies: one on v2, one per controller on v1. Linked names such as cpu
+    and cpuacct appear once.
+    """
     if is_v2():
         return [ROOT]
     found = {(ROOT / name).resolve() for name in V1_CONTROLLERS if (ROOT / name / "cgroup.procs").exists()}
@@ -46,17 +51,17 @@ def hierarchies() -> list[Path]:
 
 
 def system(settings: Settings) -> list[Path]:
-    """The cgroup of the cluster's own programs, in each hierarchy."""
+    """Return the cgroup of the cluster's own programs in each hierarchy."""
     return [root / settings.prefix / "system" for root in hierarchies()]
 
 
 def node_root(settings: Settings, node: str) -> str:
-    """The kubelet's `cgroupRoot`."""
+    """Return the kubelet's `cgroupRoot`."""
     return f"/{settings.prefix}/{node}"
 
 
 def create(settings: Settings, leaf: str) -> None:
-    """Make the cgroup `PREFIX/LEAF` in every hierarchy, ready to hold processes."""
+    """Create the cgroup `PREFIX/LEAF` in every hierarchy, ready for processes."""
     for root in hierarchies():
         folder = root / settings.prefix / leaf
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,20 +91,20 @@ def _delegate(folder: Path) -> None:
             (folder / "cgroup.subtree_control").write_text(f"+{name}")
         except OSError as error:
             if name not in V2_NEEDED:
-                continue  # The kubelet needs no more than V2_NEEDED; cpuset, io and hugetlb are used where there are.
+                continue  # the kubelet needs only V2_NEEDED; cpuset, io and hugetlb are used if available
             hint = "; processes sit in this cgroup: move them into a child first" if error.errno == errno.EBUSY else ""
             raise ClusterError(f"cannot enable the {name} controller in {folder}: {error.strerror}{hint}") from error
 
 
 def _copy_cpuset(root: Path, folders: list[Path]) -> None:
-    """A new v1 cpuset is empty, and refuses processes until it has cpus and mems."""
+    """Set cpus and mems of a new v1 cpuset, which is empty and refuses processes until then."""
     for folder in folders:
         for name in ("cpuset.cpus", "cpuset.mems"):
             (folder / name).write_text((root / name).read_text())
 
 
 def _folders(settings: Settings) -> list[Path]:
-    """Every cgroup of the cluster, children before parents."""
+    """Return every cgroup of the cluster, children before parents."""
     found: list[Path] = []
     for root in hierarchies():
         top = root / settings.prefix
@@ -111,7 +116,7 @@ def _folders(settings: Settings) -> list[Path]:
 
 
 def members(settings: Settings) -> set[int]:
-    """The pids of all processes in the cluster's cgroups."""
+    """Return the process ids of all processes in the cluster's cgroups."""
     pids: set[int] = set()
     for folder in _folders(settings):
         try:
@@ -123,7 +128,9 @@ def members(settings: Settings) -> set[int]:
 
 
 def remove(settings: Settings, timeout: float = 10.0) -> None:
-    """Remove the cluster's cgroups; they must hold no process. A dying process can keep one busy for a moment."""
+    """Remove the cluster's cgroups, which must not contain processes. A dying process can keep one
+    busy for a moment.
+    """
     deadline = time.monotonic() + timeout
     while folders := _folders(settings):
         for folder in folders:

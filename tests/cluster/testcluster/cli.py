@@ -55,7 +55,9 @@ def _build(cluster: Cluster, arguments: argparse.Namespace) -> int:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Exit code: 0 done, 1 not up or an error that is reported."""
+    """Run a command. The exit code is 0 if it is done, and 1 if the cluster is not up or an error
+    was reported.
+    """
     parser = argparse.ArgumentParser(
         prog="testcluster", description="A real Kubernetes in network namespaces of this machine."
     )

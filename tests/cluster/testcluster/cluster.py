@@ -23,7 +23,9 @@ LEGACY_LOG_LINKS = Path("/var/log/containers")
 
 @dataclass(frozen=True)
 class State:
-    """Whose cluster it is; kept in the lock file from the first step of `up` to the last step of `down`."""
+    """The owner and state of a cluster, kept in the lock file from the first step of `up` to the
+    last step of `down`.
+    """
 
     checkout: str
     run: str
@@ -45,11 +47,13 @@ class Cluster:
     # ---- up and down -------------------------------------------------------------------------------------------
 
     def up(self, nodes: int = 2, keep: bool = True) -> float:
-        """Start the cluster, or find it running; nodes that it lacks are added. Returns the seconds it took.
+        """Start the cluster and return the seconds it took. If it is already running, only missing
+        nodes are added.
 
-        0 nodes: etcd and the API server alone, without controllers, scheduler and DNS.
-        `keep` False: the last test run that used it takes it down; a cluster that is up keeps what it was started with.
-        Raises ClusterError when another checkout's cluster runs in the slot, or when a part does not start.
+        With 0 nodes, only etcd and the API server run, without controllers, scheduler and DNS. If
+        `keep` is false, the last test run that uses the cluster takes it down; a running cluster
+        keeps its own setting. Raises ClusterError if a different checkout's cluster runs in the
+        slot, or if a part does not start.
         """
         if not 0 <= nodes <= MAX_NODES:
             raise ClusterError(f"nodes: {nodes}: must be from 0 (the API server alone) to {MAX_NODES}")
@@ -57,7 +61,8 @@ class Cluster:
         with self._locked():
             state = self.state()
             names = tuple(f"n{number}" for number in range(1, nodes + 1))
-            # An API server alone becomes a cluster with nodes from the beginning.
+            # An API server without nodes cannot be extended, so a cluster with nodes is started
+            # from scratch.
             if state is not None and self._reusable(state) and (state.nodes or not names):
                 self._grow(state, names)
                 return time.monotonic() - start
@@ -75,7 +80,9 @@ class Cluster:
         return time.monotonic() - start
 
     def down(self) -> None:
-        """End everything of the cluster and remove its files, also after a crash. Nothing to do is no error."""
+        """Stop everything that belongs to the cluster and remove its files, even after a crash. It
+        is not an error if nothing is left.
+        """
         with self._locked():
             state = self.state()
             if state is not None and state.run != str(self.settings.run):
@@ -83,7 +90,7 @@ class Cluster:
             self._clean()
 
     def state(self) -> State | None:
-        """What the lock file says; None when no cluster is up in this slot."""
+        """Return the state in the lock file, or None if no cluster is up in this slot."""
         try:
             text = self.settings.lock.read_text()
         except FileNotFoundError:
@@ -100,12 +107,14 @@ class Cluster:
         )
 
     def is_anothers(self) -> bool:
-        """True when another checkout's cluster is up in this slot, or is just being started there."""
+        """Return whether a different checkout's cluster is up in this slot, or is being started."""
         state = self.state()
         return state is not None and state.checkout != str(CHECKOUT) and (not state.ready or _is_intact(state))
 
     def _reusable(self, state: State) -> bool:
-        """True when the recorded cluster is ours and whole; what is ours and broken is rebuilt."""
+        """Return whether the recorded cluster is ours and complete. A broken one of ours is
+        rebuilt.
+        """
         intact = state.ready and _is_intact(state)
         if state.checkout != str(CHECKOUT) or state.run != str(self.settings.run):
             if intact:
@@ -158,11 +167,13 @@ class Cluster:
         processes.wait_for("the default service account", self._has_default_account, settings)
 
     def _grow(self, state: State, wanted: tuple[str, ...]) -> None:
-        """Add the nodes that a running cluster lacks. Its archives were written at the start, and so come along."""
+        """Add the nodes that a running cluster lacks. They also load the archives written at the
+        start.
+        """
         added = tuple(name for name in wanted if name not in state.nodes)
         if not added:
             return
-        # Not ready until it is whole again: an `up` after a failure in the middle builds it again.
+        # Not ready until it is complete again: after a failure here, the next `up` rebuilds it.
         self._record(replace(state, ready=False))
         authority = pki.load_authority(self.settings)
         for name in added:
@@ -180,7 +191,7 @@ class Cluster:
             node.import_image(self.settings, name, self.programs, archive)
 
     def _has_default_account(self) -> bool:
-        """Pods are refused before it exists."""
+        """Return whether the default service account exists. Pods are refused before that."""
         return self.succeeds("get", "serviceaccount", "default", "--namespace=default")
 
     def _keep_logs(self) -> None:
@@ -191,7 +202,7 @@ class Cluster:
             print(f"the logs of the failed start are in {kept}", flush=True)
 
     def _clean(self) -> None:
-        """From whatever is left to nothing: processes, mounts, namespaces, cgroups, files."""
+        """Remove all processes, mounts, namespaces, cgroups and files, whatever their state is."""
         processes.end_all(self.settings)
         _unmount_below(self.settings.run)
         network.remove(self.settings)
@@ -205,7 +216,7 @@ class Cluster:
 
     @property
     def programs(self) -> Path:
-        """A folder with kubectl, helm, ctr and the rest."""
+        """Folder with kubectl, helm, ctr and the other programs."""
         return self.settings.run / "bin"
 
     @property
@@ -214,14 +225,16 @@ class Cluster:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The names of the nodes. Raises ClusterError when the cluster is not up."""
+        """Names of the nodes. Raises ClusterError if the cluster is not up."""
         state = self.state()
         if state is None:
             raise ClusterError("the cluster is not up: run `python -m testcluster up`")
         return state.nodes
 
     def environment(self) -> dict[str, str]:
-        """For programs that use the cluster: KUBECONFIG, PATH, and no proxy for its addresses."""
+        """Environment for programs that use the cluster: KUBECONFIG, PATH, and no proxy for its
+        addresses.
+        """
         no_proxy = ",".join(part for part in (os.environ.get("NO_PROXY", ""), "198.18.0.0/15") if part)
         path = f"{self.programs}:{os.environ['PATH']}"
         return {"KUBECONFIG": str(self.kubeconfig), "PATH": path, "NO_PROXY": no_proxy, "no_proxy": no_proxy}
@@ -230,16 +243,18 @@ class Cluster:
         return [self.programs / "kubectl", "--kubeconfig", self.kubeconfig]
 
     def kubectl(self, *words: str, input_text: str | None = None, timeout: float = 120) -> str:
-        """Standard output of `kubectl WORDS`. Raises ClusterError with what it said when it fails."""
+        """Return the standard output of `kubectl WORDS`. Raises ClusterError with the error output
+        if it fails.
+        """
         env = {**os.environ, **self.environment()}
         return processes.run(*self._kubectl_words(), *words, input_text=input_text, env=env, timeout=timeout)
 
     def succeeds(self, *words: str) -> bool:
-        """True when `kubectl WORDS` ends with 0."""
+        """Return whether `kubectl WORDS` exits with 0."""
         return processes.succeeds(*self._kubectl_words(), *words)
 
     def kubectl_json(self, *words: str) -> Any:
-        """The parsed answer of `kubectl WORDS --output=json`."""
+        """Return the parsed output of `kubectl WORDS --output=json`."""
         return json.loads(self.kubectl(*words, "--output=json"))
 
     def apply(self, *objects: dict[str, Any], namespace: str = "default") -> None:
@@ -248,7 +263,9 @@ class Cluster:
         self.kubectl("apply", "--namespace", namespace, "--filename=-", input_text=json.dumps(listed))
 
     def ready_nodes(self) -> set[str]:
-        """Names of the nodes whose Ready condition is True; none while the API server does not answer."""
+        """Return the names of the nodes whose Ready condition is True. There are none while the API
+        server does not respond.
+        """
         words = [str(word) for word in self._kubectl_words()]
         done = subprocess.run([*words, "get", "nodes", "--output=json"], text=True, capture_output=True, check=False)
         if done.returncode != 0:
@@ -256,12 +273,14 @@ class Cluster:
         return {item["metadata"]["name"] for item in json.loads(done.stdout)["items"] if _is_ready(item)}
 
     def set_gpus(self, node_name: str, count: int, resource: str = "nvidia.com/gpu") -> None:
-        """Let a node offer `count` GPUs to the scheduler; no device comes with them. 0 takes them away."""
+        """Make a node offer `count` GPUs to the scheduler, without devices. 0 removes them."""
         patch = json.dumps({"status": {"capacity": {resource: str(count)}, "allocatable": {resource: str(count)}}})
         self.kubectl("patch", "node", node_name, "--subresource=status", "--patch", patch)
 
     def cut(self, node_name: str) -> None:
-        """Pull the node's cable: its pods run on, nobody reaches them; the node is NotReady some 9 s later."""
+        """Unplug the node's cable. Its pods still run but are unreachable, and the node is NotReady
+        about 9 s later.
+        """
         network.set_link(self.settings, node_name, up=False)
 
     def heal(self, node_name: str) -> None:
@@ -269,14 +288,18 @@ class Cluster:
         network.set_link(self.settings, node_name, up=True)
 
     def register(self, node_name: str) -> None:
-        """Bring back a node whose object was deleted: a kubelet registers its node when it starts, and never after."""
+        """Register a node again after its object was deleted. A kubelet registers its node only
+        when it starts.
+        """
         node.restart_kubelet(self.settings, node_name, self.programs)
         processes.wait_for(
             f"{node_name} to be Ready again", lambda: node_name in self.ready_nodes(), self.settings, timeout=60
         )
 
     def load_image(self, image: builder.Image, nodes: tuple[str, ...] | None = None) -> None:
-        """Load a built image into some nodes, or all. Layers that a node has are not sent again."""
+        """Load a built image into some or all nodes. Layers that a node already has are not sent
+        again.
+        """
         for name in nodes or self.nodes:
             loading.load(self.settings, image, name, self.programs)
 
@@ -287,19 +310,23 @@ def _is_ready(item: dict[str, Any]) -> bool:
 
 
 def _unmount_below(folder: Path) -> None:
-    """Unmount everything below a folder, the latest first. Lazily: an overlay may still be held by a dying process."""
+    """Unmount everything below a folder lazily, the latest mount first. A dying process may still
+    use an overlay.
+    """
     points = [_unescape(line.split()[1]) for line in Path("/proc/self/mounts").read_text().splitlines()]
     for point in reversed([path for path in points if Path(path).is_relative_to(folder)]):
         processes.run("umount", "--lazy", point)
 
 
 def _unescape(path: str) -> str:
-    """A path of /proc/mounts: blanks and the like are octal there."""
+    """Decode a path of /proc/mounts, where characters such as blanks are octal."""
     return path.encode().decode("unicode_escape")
 
 
 def _remove_dead_log_links(run: Path) -> None:
-    """The kubelet links every container's log in a folder that cannot be configured."""
+    """Remove dead links. The kubelet links every container's log in a folder that cannot be
+    configured.
+    """
     for link in LEGACY_LOG_LINKS.glob("*.log") if LEGACY_LOG_LINKS.is_dir() else []:
         if link.is_symlink() and link.readlink().is_relative_to(run):
             link.unlink()

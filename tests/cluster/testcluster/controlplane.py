@@ -1,4 +1,6 @@
-"""etcd, the API server, the controllers, the scheduler and DNS, all in the control plane's namespace."""
+"""etcd, the API server, the controllers, the scheduler and DNS, all in the control plane's
+namespace.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,15 @@ from testcluster.settings import Settings, of_oldest
 
 
 def _gates() -> list[str]:
-    """Kubernetes' own gangs, which release 1.36 has switched off, and older ones do not have."""
+    """Return the feature gates for Kubernetes' own gangs, which release 1.36 disables by default
+    and older ones lack.
+    """
     gates = "--feature-gates=GenericWorkload=true,GangScheduling=true,WorkloadAwarePreemption=true"
     return [] if of_oldest() else [gates]
 
 
 def create_credentials(settings: Settings) -> pki.Authority:
-    """Certificates of every part but the nodes'."""
+    """Create the certificates of all parts except the nodes."""
     authority = pki.create_authority(settings)
     addresses = settings.addresses
     names = [
@@ -38,9 +42,9 @@ def create_credentials(settings: Settings) -> pki.Authority:
 
 
 def start_api(settings: Settings, programs: Path) -> None:
-    """etcd and the API server; returns at once."""
+    """Start etcd and the API server without waiting for them."""
     netns = settings.control_plane_netns
-    # No fsync: this store lives as long as a test run.
+    # No fsync: the store is needed only for one test run.
     etcd: list[str | Path] = [
         programs / "etcd",
         "--data-dir",
@@ -58,7 +62,7 @@ def start_api(settings: Settings, programs: Path) -> None:
 
 
 def start_apiserver(settings: Settings, programs: Path) -> None:
-    """The API server alone; returns at once."""
+    """Start only the API server, without waiting for it."""
     spawn(
         settings,
         "kube-apiserver",
@@ -83,10 +87,11 @@ def _api_flags(settings: Settings) -> list[str]:
         f"--service-account-signing-key-file={folder}/sa.key",
         "--service-account-issuer=https://kubernetes.default.svc",
         "--authorization-mode=Node,RBAC",
-        # The second is on in OpenShift: it judges who changes an object's owners.
+        # OpenShift enables the second plugin, which checks who may change an object's owners.
         "--enable-admission-plugins=NodeRestriction,OwnerReferencesPermissionEnforcement",
         "--allow-privileged=true",
-        # Webhooks are asked by a pod's address: no kube-proxy beside the API server makes a Service's lead to it.
+        # Webhooks are reached at a pod's address, because no kube-proxy runs next to the API
+        # server.
         "--enable-aggregator-routing=true",
         "--max-requests-inflight=2000",
         "--max-mutating-requests-inflight=1000",
@@ -96,13 +101,15 @@ def _api_flags(settings: Settings) -> list[str]:
 
 
 def wait_for_api(settings: Settings, programs: Path) -> float:
-    """Seconds until the API server says that it is ready."""
+    """Wait until the API server reports that it is ready, and return the seconds it took."""
     kubectl: list[str | Path] = [programs / "kubectl", "--kubeconfig", settings.kubeconfig, "--request-timeout=5s"]
     return wait_for("the API server", lambda: succeeds(*kubectl, "get", "--raw", "/readyz"), settings)
 
 
 def start_controllers(settings: Settings, programs: Path) -> None:
-    """Controllers and scheduler. A silent node is NotReady after 8 s, so that a test can see it."""
+    """Start the controllers and the scheduler. A silent node is NotReady after 8 s, so that a test
+    can observe it.
+    """
     folder = settings.run / "pki"
     manager: list[str | Path] = [
         programs / "kube-controller-manager",
@@ -119,9 +126,10 @@ def start_controllers(settings: Settings, programs: Path) -> None:
 
 
 def _start_scheduler(settings: Settings, programs: Path) -> None:
-    """As docs/gangs.md advises: it would try a gang that waits some hundred times a second, and so keep a core busy.
+    """Start the scheduler with the back-off that docs/gangs.md recommends.
 
-    All pods back off for as long, so that they are tried in the order in which they came.
+    Otherwise it would retry a waiting gang some hundred times a second and occupy a core. All pods
+    have the same back-off, so they are tried in the order of their arrival.
     """
     configuration = settings.run / "kube-scheduler.yaml"
     configuration.write_text(
@@ -141,7 +149,9 @@ podMaxBackoffSeconds: 2
 
 
 def start_dns(settings: Settings, programs: Path) -> None:
-    """CoreDNS. It answers from its watch and caches nothing: a new name is there when its endpoints are."""
+    """Start CoreDNS. It answers from its watch without a cache, so a new name resolves as soon as
+    its endpoints exist.
+    """
     corefile = settings.run / "Corefile"
     corefile.write_text(
         f""".:53 {{

@@ -1,4 +1,6 @@
-"""The base of the real images: a small Debian with Python, from debootstrap, as there is no registry to pull from."""
+"""Builds the base of the real images with debootstrap: a small Debian with Python. There is no
+registry to pull from.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +18,26 @@ from testcluster.settings import ClusterError, Settings
 
 SUITE = "trixie"
 PACKAGES = ("ca-certificates", "python3", "python3-pip", "python3-venv")
-# Files that a container never reads. Folders stay, and dpkg's own files: apt-get works in the image.
+# Files that a container never reads. Folders and dpkg's own files are kept, so apt-get works in the
+# image.
 DROPPED = ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/info", "usr/share/locale", "usr/share/man")
 
 
 def mirror() -> list[str]:
-    """debootstrap's argument: the mirror named by DDPJOB_CLUSTER_DEBIAN_MIRROR; nothing for its own default."""
+    """Return debootstrap's argument for the mirror in DDPJOB_CLUSTER_DEBIAN_MIRROR, or nothing for
+    its default.
+    """
     named = os.environ.get("DDPJOB_CLUSTER_DEBIAN_MIRROR")
     return [named] if named else []
 
 
 def key() -> str:
-    """Changes with what the base is made of."""
+    """Return a key that changes with the contents of the base."""
     return hashlib.sha256(json.dumps([SUITE, PACKAGES, DROPPED, mirror()]).encode()).hexdigest()[:16]
 
 
 def base_archive(settings: Settings) -> Path:
-    """A tar of the base's files, made once."""
+    """Return a tar of the base's files, which is created once."""
     path = settings.cache / "images" / f"base-{key()}.tar"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,5 +68,5 @@ def _make(temporary: Path, path: Path) -> None:
 def _wanted(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     name = entry.name.removeprefix("./")
     if entry.ischr() or entry.isblk():
-        return None  # The runtime makes /dev again.
+        return None  # the container runtime creates /dev again
     return None if not entry.isdir() and any(name.startswith(f"{folder}/") for folder in DROPPED) else entry

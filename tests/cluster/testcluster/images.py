@@ -1,4 +1,6 @@
-"""Image archives made without a builder: a manifest, a configuration and one layer, written by tarfile."""
+"""Image archives made without a builder: a manifest, a configuration and one layer, written with
+tarfile.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from pathlib import Path
 from testcluster import python_host
 from testcluster.node import PAUSE_IMAGE
 
-# No file in an archive carries a clock's time: the same content gives the same bytes.
+# Archives contain no timestamps, so equal content gives equal bytes.
 _FOLDERS = ("dev", "etc", "opt", "proc", "root", "run", "sys", "tmp", "usr", "var")
 _USERS = "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
 _GROUPS = "root:x:0:\nnogroup:x:65534:\n"
@@ -49,7 +51,7 @@ def _archive(path: Path, name: str, layer: bytes, config: dict[str, object]) -> 
 
 
 def write_pause(path: Path, binary: Path) -> None:
-    """The sandbox image of every pod: one static program."""
+    """Write the sandbox image of every pod, which is one static program."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as layer:
         _file(layer, "pause", binary.read_bytes(), 0o755)
@@ -57,7 +59,7 @@ def write_pause(path: Path, binary: Path) -> None:
 
 
 def write_python_host(path: Path) -> None:
-    """The image of `python_host`: folders, the links of a merged /usr, users."""
+    """Write the image of `python_host`: folders, the links of a merged /usr, and users."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as layer:
         for folder in _FOLDERS:

@@ -1,8 +1,8 @@
-"""Brings a built image into a node without a registry, an archive or a second copy of its files.
+"""Loads a built image into a node without a registry, an archive or a second copy of its files.
 
-An image as a tar in buildah's store, in an export, in each node's content store and unpacked in each node would take
-gigabytes many times over, and minutes. Here a node's snapshots are hard links to the files of buildah's layers: the
-kernel's overlay reads a lower layer and never writes it, so that nodes may share them.
+An image as a tar in buildah's store, in an export, in each node's content store and unpacked in
+each node would take many gigabytes, and minutes. Here, a node's snapshots are hard links to the
+files of buildah's layers. The kernel's overlay only reads lower layers, so nodes can share them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from testcluster.builder import Image, digest_of
 from testcluster.processes import run, succeeds
 from testcluster.settings import ClusterError, Settings
 
-# buildah mounts its folder of layers on itself, and no link crosses a mount: it is copied from where that mount is
-# not seen.
+# buildah mounts its folder of layers onto itself, and hard links cannot cross mounts. Copying
+# starts where that mount is not visible.
 _WITHOUT_MOUNT = 'while mountpoint --quiet "$1"; do umount --lazy "$1" || exit; done; shift; exec "$@"'
 
 
 def load(settings: Settings, image: Image, node_name: str, programs: Path) -> None:
-    """Load an image into a node; layers that it has already cost nothing."""
+    """Load an image into a node. Layers that the node already has cost nothing."""
     ctr = [str(word) for word in node.ctr(settings, node_name, programs)]
     if image.manifest in run(*ctr, "images", "list", f"name=={image.tag}"):
         return
@@ -37,7 +37,7 @@ def load(settings: Settings, image: Image, node_name: str, programs: Path) -> No
         if not succeeds(*ctr, "snapshots", "info", chain):
             _add_snapshot(ctr, layer.folder, chain, parent)
         parent = chain
-    # The snapshots are there: nothing is unpacked, and the tars of the layers are never asked for.
+    # The snapshots exist, so nothing is unpacked and the layers' tars are never requested.
     words = [*ctr, "images", "import", "--local", "-"]
     done = subprocess.run(words, input=_archive(image), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if done.returncode != 0:
@@ -45,7 +45,7 @@ def load(settings: Settings, image: Image, node_name: str, programs: Path) -> No
 
 
 def chain_id(parent: str, digest: str) -> str:
-    """The name of a layer on top of others; `parent` is theirs, or empty.
+    """Return the chain id of a layer. `parent` is the chain id of the layers below it, or empty.
 
     https://github.com/opencontainers/image-spec/blob/main/config.md#layer-chainid
     """
@@ -56,7 +56,7 @@ def _add_snapshot(ctr: list[str], files: Path, chain: str, parent: str) -> None:
     active = f"load-{secrets.token_hex(8)}"
     mounts = json.loads(run(*ctr, "snapshots", "prepare", "--mounts", active, *([parent] if parent else [])))
     folder = _upper(mounts)
-    # Across file systems there are no links, only copies.
+    # links are impossible across file systems, so copy
     link = ["--link"] if files.stat().st_dev == folder.stat().st_dev else []
     copy = ["cp", "--archive", *link, f"{files}/.", f"{folder}/"]
     run("unshare", "--mount", "sh", "-c", _WITHOUT_MOUNT, "sh", files.parent.parent, *copy, timeout=1800)
@@ -64,7 +64,9 @@ def _add_snapshot(ctr: list[str], files: Path, chain: str, parent: str) -> None:
 
 
 def _upper(mounts: list[dict[str, Any]]) -> Path:
-    """The folder with a snapshot's own files: a bind mount when it is the first, else an overlay's upper folder."""
+    """Return the folder with a snapshot's own files: a bind mount for the first one, otherwise an
+    overlay's upper folder.
+    """
     (mount,) = ({key.lower(): value for key, value in mount.items()} for mount in mounts)
     if mount["type"] == "bind":
         return Path(mount["source"])
@@ -72,7 +74,7 @@ def _upper(mounts: list[dict[str, Any]]) -> Path:
 
 
 def _archive(image: Image) -> bytes:
-    """An OCI archive of an image but for its layers."""
+    """Return an OCI archive of an image without its layers."""
     entry = {
         "mediaType": "application/vnd.oci.image.manifest.v1+json",
         "digest": image.manifest,

@@ -1,6 +1,7 @@
-"""The cluster's network: a bridge in the control plane's namespace, a namespace per node, a door for the host.
+"""The cluster's network: a bridge in the control plane's namespace, one namespace per node, and a
+link to the host.
 
-No namespace has a default route: nothing leaves the machine.
+No namespace has a default route, so nothing leaves the machine.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ def _ip(netns: str, *words: str) -> None:
 
 
 def _forward(netns: str) -> None:
-    """Let the namespace forward. In a child process: a write to /proc/sys/net acts on the writer's own namespace."""
+    """Enable forwarding in the namespace. This needs a child process, because /proc/sys/net is that
+    of the writer's own namespace.
+    """
     run("nsenter", f"--net=/run/netns/{netns}", "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
 
 
 def namespaces(settings: Settings) -> list[str]:
-    """The cluster's network namespaces that exist."""
+    """Return the existing network namespaces of the cluster."""
     names = [line.split()[0] for line in run("ip", "netns", "list").splitlines() if line]
     return [name for name in names if name.startswith(f"{settings.prefix}-")]
 
 
 def create_control_plane(settings: Settings) -> None:
-    """The control plane's namespace, the bridge of the nodes, and the door between it and the host."""
+    """Create the control plane's namespace, the bridge of the nodes, and the link to the host."""
     netns, addresses = settings.control_plane_netns, settings.addresses
     run("ip", "netns", "add", netns)
     _ip(netns, "link", "set", "lo", "up")
@@ -47,7 +50,9 @@ def create_control_plane(settings: Settings) -> None:
 
 
 def create_node(settings: Settings, node: str) -> None:
-    """A node's namespace, plugged into the bridge, with routes to the pods of every node that there may ever be."""
+    """Create a node's namespace, connected to the bridge, with routes to the pods of every possible
+    node.
+    """
     netns, control_plane, addresses = settings.node_netns(node), settings.control_plane_netns, settings.addresses
     number = node_number(node)
     run("ip", "netns", "add", netns)
@@ -63,26 +68,27 @@ def create_node(settings: Settings, node: str) -> None:
     for peer in range(1, MAX_NODES + 1):
         if peer != number:
             _ip(netns, "route", "add", addresses.pods_of(peer), "via", addresses.node(peer))
-    # kube-proxy rewrites service addresses before routing is asked again; what it does not know must not wander.
+    # kube-proxy rewrites service addresses before packets are routed again. Unknown ones must be
+    # dropped.
     _ip(netns, "route", "add", "blackhole", addresses.services)
 
 
 def set_link(settings: Settings, node: str, up: bool) -> None:
-    """Plug the node's cable in or out, at the bridge: the node's own routes stay."""
+    """Connect or disconnect the node's cable at the bridge. The node keeps its own routes."""
     _ip(settings.control_plane_netns, "link", "set", node, "up" if up else "down")
 
 
 def link_is_up(settings: Settings, node: str) -> bool:
-    """False after `set_link(..., up=False)`, and when there is no such link (any more)."""
+    """Return whether the link exists and is up, which is not so after `set_link(..., up=False)`."""
     command = ["ip", "-n", settings.control_plane_netns, "-j", "link", "show", "dev", node]
     done = subprocess.run(command, text=True, capture_output=True, check=False)
     return done.returncode == 0 and "UP" in json.loads(done.stdout)[0]["flags"]
 
 
 def remove(settings: Settings) -> None:
-    """Remove the cluster's links, routes and namespaces, whatever of them there is."""
+    """Remove the cluster's remaining links, routes and namespaces."""
     if succeeds("ip", "link", "show", "dev", settings.door_link):
-        # Its routes go with it. It may vanish by itself meanwhile, with the namespace that holds its peer.
+        # Its routes go with it. It may already have vanished with the namespace of its peer.
         subprocess.run(["ip", "link", "delete", settings.door_link], capture_output=True, check=False)
     for name in namespaces(settings):
         run("ip", "netns", "delete", name)

@@ -1,4 +1,6 @@
-"""One node: containerd, kubelet and kube-proxy in the node's namespace, pods in the node's cgroup."""
+"""One node: containerd, kubelet and kube-proxy in the node's namespace, pods in the node's
+cgroup.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +14,23 @@ from testcluster.processes import kill, recorded, run, spawn, succeeds, wait_for
 from testcluster.settings import Settings, node_number
 
 DEVICE_PLUGINS = "/var/lib/kubelet/device-plugins/kubelet.sock"
-"""Where a kubelet listens for device plugins, whatever its --root-dir: all kubelets of this machine share it."""
+"""Socket for device plugins. All kubelets of this machine share it, whatever their --root-dir."""
 PAUSE_IMAGE = "localhost/pause:1"
 CNI_PLUGINS = Path("/usr/lib/cni")
 
 
 def folder(settings: Settings, node: str) -> Path:
-    """All files of a node."""
+    """Return the folder with all files of a node."""
     return settings.run / node
 
 
 def socket(settings: Settings, node: str) -> Path:
-    """containerd's."""
+    """Return the path of containerd's socket."""
     return folder(settings, node) / "containerd.sock"
 
 
 def create(settings: Settings, node: str, authority: pki.Authority) -> None:
-    """The node's folders, configuration, certificate and cgroup."""
+    """Create the node's folders, configuration, certificate and cgroup."""
     home = folder(settings, node)
     (home / "cni").mkdir(parents=True)
     pki.issue_client(settings, authority, node, f"system:node:{node}", "system:nodes")
@@ -58,8 +60,9 @@ def _cni(settings: Settings, node: str) -> dict[str, object]:
 
 def _containerd(settings: Settings, node: str) -> str:
     home = folder(settings, node)
-    # oom_score 0 and restrict_oom_score_adj: a container may lack CAP_SYS_RESOURCE, without which no score is lowered.
-    # netns_mounts_under_state_dir: pods' namespaces are found, and removed, below the run folder.
+    # oom_score 0 and restrict_oom_score_adj: a container may lack CAP_SYS_RESOURCE, which is needed
+    # to lower a score. netns_mounts_under_state_dir: namespaces of pods are found and removed below
+    # the run folder.
     return f"""version = 3
 root = "{home}/containerd"
 state = "{home}/state"
@@ -137,13 +140,13 @@ def _proxy(settings: Settings, node: str) -> dict[str, object]:
         "hostnameOverride": node,
         "healthzBindAddress": "127.0.0.1:10256",
         "metricsBindAddress": "127.0.0.1:10249",
-        # The limits are the machine's, not the namespace's: leave them.
+        # The limits belong to the machine, not to the namespace, so do not change them.
         "conntrack": {"maxPerCore": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
     }
 
 
 def start_containerd(settings: Settings, node: str, programs: Path) -> None:
-    """containerd; returns at once."""
+    """Start containerd without waiting for it."""
     config = folder(settings, node) / "containerd.toml"
     spawn(
         settings,
@@ -155,12 +158,12 @@ def start_containerd(settings: Settings, node: str, programs: Path) -> None:
 
 
 def wait_for_containerd(settings: Settings, node: str, programs: Path) -> None:
-    """Until containerd answers."""
+    """Wait until containerd responds."""
     wait_for(f"containerd of {node}", lambda: succeeds(*ctr(settings, node, programs), "version"), settings, timeout=60)
 
 
 def ctr(settings: Settings, node: str, programs: Path) -> list[str | Path]:
-    """The words that begin a `ctr` command on a node's images for Kubernetes."""
+    """Return the beginning of a `ctr` command for a node's Kubernetes images."""
     return [programs / "ctr", "--address", socket(settings, node), "--namespace", "k8s.io"]
 
 
@@ -170,14 +173,14 @@ def import_image(settings: Settings, node: str, programs: Path, archive: Path) -
 
 
 def start_kubelet(settings: Settings, node: str, programs: Path) -> None:
-    """kubelet and kube-proxy; they need the API server and containerd."""
+    """Start kubelet and kube-proxy, which need the API server and containerd."""
     _start_kubelet(settings, node, programs)
     proxy: list[str | Path] = [programs / "kube-proxy", "--config", folder(settings, node) / "kube-proxy.json"]
     spawn(settings, f"{node}-kube-proxy", settings.node_netns(node), proxy, _path(programs))
 
 
 def restart_kubelet(settings: Settings, node: str, programs: Path) -> None:
-    """End the kubelet and start it again; the node's pods run on."""
+    """Stop the kubelet and start it again. The node's pods still run."""
     (running,) = [process for process in recorded(settings) if process.name == f"{node}-kubelet"]
     kill(running.pid)
     wait_for(f"the end of {running.name}", lambda: not running.alive(), timeout=20)
@@ -199,8 +202,8 @@ def _start_kubelet(settings: Settings, node: str, programs: Path) -> None:
     ]
     kubelet += ["--hostname-override", node, "--node-ip", settings.addresses.node(node_number(node))]
     kubelet += ["--root-dir", home / "kubelet", "--cert-dir", home / "certificates"]
-    # A kubelet removes the socket and binds it again. It ends with "address already in use" when another one does so in
-    # between, so they take turns.
+    # A kubelet removes the socket and binds it again. If another one does so in between, it ends
+    # with "address already in use", so they take turns.
     with Path("/run/ddpjob-cluster-kubelet.lock").open("a") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         started = spawn(settings, f"{node}-kubelet", settings.node_netns(node), kubelet, _path(programs))
@@ -209,6 +212,6 @@ def _start_kubelet(settings: Settings, node: str, programs: Path) -> None:
 
 def _listens(pid: int) -> bool:
     try:
-        return DEVICE_PLUGINS in Path(f"/proc/{pid}/net/unix").read_text()  # The sockets of its network namespace.
+        return DEVICE_PLUGINS in Path(f"/proc/{pid}/net/unix").read_text()  # the sockets of its network namespace
     except OSError:
-        return False  # It has ended meanwhile.
+        return False  # it has ended in the meantime

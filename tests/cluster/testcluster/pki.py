@@ -56,7 +56,9 @@ def _write_key(key: ec.EllipticCurvePrivateKey, path: Path) -> None:
 
 
 def create_authority(settings: Settings) -> Authority:
-    """Make the authority (`pki/ca.*`) and the key that signs service accounts' tokens (`pki/sa.*`)."""
+    """Create the authority (`pki/ca.*`) and the key that signs service account tokens
+    (`pki/sa.*`).
+    """
     folder = settings.run / "pki"
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name("ddpjob-test-ca")
@@ -73,7 +75,7 @@ def create_authority(settings: Settings) -> Authority:
 
 
 def load_authority(settings: Settings) -> Authority:
-    """The authority of a cluster that is up."""
+    """Return the authority of a running cluster."""
     folder = settings.run / "pki"
     key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), password=None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
@@ -94,7 +96,7 @@ def _issue(
 
 
 def issue_server(settings: Settings, authority: Authority, stem: str, names: list[str], ips: list[str]) -> None:
-    """A server's certificate, `pki/STEM.crt` and `.key`."""
+    """Create a server's certificate, `pki/STEM.crt` and `.key`."""
     alternatives: list[x509.GeneralName] = [x509.DNSName(name) for name in names]
     alternatives += [x509.IPAddress(ipaddress.ip_address(ip)) for ip in ips]
     usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
@@ -102,7 +104,7 @@ def issue_server(settings: Settings, authority: Authority, stem: str, names: lis
 
 
 def issue_client(settings: Settings, authority: Authority, stem: str, user: str, group: str | None = None) -> Path:
-    """A client's certificate; returns its kubeconfig file, `STEM.kubeconfig`."""
+    """Create a client's certificate, and return its kubeconfig file, `STEM.kubeconfig`."""
     _issue(settings, authority, stem, _name(user, group), [x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])])
     return _kubeconfig(settings, stem)
 

@@ -15,7 +15,7 @@ from testcluster import binaries, cgroups
 from testcluster.node import CNI_PLUGINS
 from testcluster.settings import ClusterError, Settings
 
-# Program (or file) and the Debian package that has it.
+# a program (or file) and the Debian package that contains it
 TOOLS = {
     "runc": "runc",
     "ip": "iproute2",
@@ -25,7 +25,7 @@ TOOLS = {
 }
 IMAGE_TOOLS = {
     "buildah": "buildah",
-    "/etc/containers/policy.json": "golang-github-containers-common",  # Missing if the installation was interrupted.
+    "/etc/containers/policy.json": "golang-github-containers-common",  # missing if an installation was interrupted
     "debootstrap": "debootstrap",
 }
 _SEARCH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -40,7 +40,9 @@ def _missing(tools: dict[str, str]) -> dict[str, str]:
 
 
 def _trial() -> str | None:
-    """Why namespaces, veth pairs and mounts cannot be made here; None when they can. It makes them and lets them go."""
+    """Create namespaces, veth pairs and mounts and remove them again. Return the error if this is
+    not possible here, otherwise None.
+    """
     links = "ip link add trial0 type veth peer name trial1 && ip link add trial2 type bridge"
     script = f"mount -t tmpfs trial /mnt && {links} && iptables -w -L -n >/dev/null"
     done = subprocess.run(
@@ -50,7 +52,9 @@ def _trial() -> str | None:
 
 
 def reasons(settings: Settings, images: bool = False) -> list[str]:
-    """Why this machine cannot run the cluster, each with its remedy; empty when it can. `images`: also build images."""
+    """Return the reasons why this machine cannot run the cluster, each with its remedy. `images`
+    includes the building of images.
+    """
     if sys.platform != "linux":
         return [f"the system is {sys.platform}: the cluster needs Linux"]
     found = []
@@ -76,11 +80,13 @@ def reasons(settings: Settings, images: bool = False) -> list[str]:
 
 
 def install(images: bool = False) -> None:
-    """Install the missing Debian packages. Raises ClusterError with apt-get's output when it fails."""
+    """Install the missing Debian packages. Raises ClusterError with apt-get's output if it
+    fails.
+    """
     tools = TOOLS | IMAGE_TOOLS if images else TOOLS
     if not _missing(tools):
         return
-    with Path("/run/ddpjob-cluster-install.lock").open("a") as lock:  # apt-get refuses to run twice at once.
+    with Path("/run/ddpjob-cluster-install.lock").open("a") as lock:  # apt-get refuses to run twice at the same time
         fcntl.flock(lock, fcntl.LOCK_EX)
         if packages := sorted(set(_missing(tools).values())):
             _apt_get(packages)
@@ -98,7 +104,9 @@ def _apt_get(packages: list[str]) -> None:
 
 
 def require(settings: Settings, images: bool = False) -> None:
-    """Install what is missing. Raises ClusterError with every reason why the cluster cannot run here."""
+    """Install missing requirements. Raises ClusterError with every reason why the cluster cannot
+    run here.
+    """
     found = reasons(settings, images)
     if found:
         raise ClusterError("; ".join(found))

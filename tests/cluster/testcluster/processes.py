@@ -1,4 +1,6 @@
-"""Starts the cluster's long-running programs, and ends them again even when everything that started them is gone."""
+"""Starts the cluster's long-running programs, and ends them even if the processes that started them
+are gone.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,14 @@ from testcluster import cgroups
 from testcluster.settings import ClusterError, Settings
 
 WATCHES = Path("/proc/sys/fs/inotify/max_user_instances")
-"""How many watches of files, of a kubelet's, a containerd's or a proxy's kind, the programs of one user may hold."""
+"""Limit of inotify instances per user. Each kubelet, containerd and proxy needs some."""
 ENOUGH_WATCHES = 1024
 
 
 def allow_watches() -> None:
-    """Raise the machine's limit, often 128, which three clusters reach: "too many open files" ends what starts then."""
+    """Raise the machine's limit, which is often 128. Three clusters reach it, and programs then end
+    with "too many open files".
+    """
     if int(WATCHES.read_text()) >= ENOUGH_WATCHES:
         return
     try:
@@ -36,9 +40,10 @@ def allow_watches() -> None:
 def run(
     *command: str | Path, input_text: str | None = None, env: dict[str, str] | None = None, timeout: float = 600
 ) -> str:
-    """Standard output of a command, which may take `timeout` s (more on a busy machine).
+    """Return the standard output of a command, which may take `timeout` seconds (longer on a busy
+    machine).
 
-    Raises ClusterError with its standard error when it fails.
+    Raises ClusterError with its standard error if it fails.
     """
     words = [str(word) for word in command]
     done = subprocess.run(
@@ -52,26 +57,30 @@ def run(
 
 
 def succeeds(*command: str | Path) -> bool:
-    """True when the command ends with 0."""
+    """Return whether the command exits with 0."""
     return subprocess.run([str(word) for word in command], capture_output=True, check=False).returncode == 0
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process by pid and start time (clock ticks since boot): a number used again is not taken for it."""
+    """A process, identified by its pid and start time (clock ticks since boot), so that a reused
+    pid is not mistaken for it.
+    """
 
     name: str
     pid: int
     started: int
 
     def alive(self) -> bool:
-        """A killed process is a zombie while some of its threads still end: until then its ports are taken."""
+        """Return whether the process is alive. A killed process is a zombie while some of its
+        threads end, and holds its ports until then.
+        """
         stat = _stat(self.pid)
         return stat is not None and stat.started == self.started and (stat.state != "Z" or stat.threads > 1)
 
 
 class _Stat(NamedTuple):
-    """Of proc(5): fields 3, 20 and 22."""
+    """Fields 3, 20 and 22 of /proc/PID/stat, see proc(5)."""
 
     state: str
     threads: int
@@ -79,26 +88,28 @@ class _Stat(NamedTuple):
 
 
 def _stat(pid: int) -> _Stat | None:
-    """None when there is no such process."""
+    """Return the fields, or None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text.rpartition(")")[2].split()  # Field 2 may hold spaces.
+    fields = text.rpartition(")")[2].split()  # field 2 may contain spaces
     return _Stat(fields[0], int(fields[17]), int(fields[19]))
 
 
-# Each works in a heap of some 100 MB here, which Go would otherwise collect several times a second. With the largest
-# jobs in it, the API server's would grow to four times their size, and take all of the machine's memory.
+# Each program works in a heap of about 100 MB here, which Go would otherwise collect several times
+# a second. With the largest jobs, the API server's heap would grow to four times their size and use
+# all of the machine's memory.
 _QUICK = {"GOGC": "300", "GOMEMLIMIT": "8GiB"}
 
 
 def spawn(
     settings: Settings, name: str, netns: str, command: Sequence[str | Path], env: dict[str, str] | None = None
 ) -> Process:
-    """Start a program of the cluster in a network namespace; its log is `log/NAME.log`, its pid `pid/NAME`.
+    """Start a program of the cluster in a network namespace. Its log is `log/NAME.log`, its pid
+    `pid/NAME`.
 
-    `nsenter` and not `ip netns exec`: that one mounts a fresh /sys, which hides the cgroups.
+    `nsenter` is used, because `ip netns exec` mounts a new /sys, which hides the cgroups.
     """
     join = 'for file in $DDPJOB_CGROUPS; do echo $$ > "$file/cgroup.procs" || exit 1; done'
     enter = f'{join}; unset DDPJOB_CGROUPS; exec "$@"'
@@ -122,24 +133,24 @@ def spawn(
 
 
 def recorded(settings: Settings) -> list[Process]:
-    """Every program that was started, alive or not."""
+    """Return every program that was started, alive or not."""
     return recorded_in(settings.run)
 
 
 def recorded_in(run_folder: Path) -> list[Process]:
-    """The same of the cluster whose files lie in `run_folder`."""
+    """Return every program of the cluster whose files are in `run_folder`."""
     processes = []
     for file in sorted((run_folder / "pid").glob("*")):
         try:
             facts = json.loads(file.read_text())
         except json.JSONDecodeError:
-            continue  # The writer was killed in the middle; its child is found by its cgroup.
+            continue  # the writer was killed in the middle; its child is found by its cgroup
         processes.append(Process(file.name, facts["pid"], facts["started"]))
     return processes
 
 
 def check_alive(settings: Settings) -> None:
-    """Raise ClusterError with the log's end when a program of the cluster has ended."""
+    """Raise ClusterError with the end of the log if a program of the cluster has ended."""
     for process in recorded(settings):
         if not process.alive():
             log = settings.run / "log" / f"{process.name}.log"
@@ -148,7 +159,7 @@ def check_alive(settings: Settings) -> None:
 
 
 def kill(pid: int) -> None:
-    """SIGKILL; no error when it has gone meanwhile."""
+    """Send SIGKILL. It is not an error if the process has already ended."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -156,9 +167,9 @@ def kill(pid: int) -> None:
 
 
 def end_all(settings: Settings, timeout: float = 20.0) -> None:
-    """End what was recorded and what is left in the cluster's cgroups: shims, pods.
+    """End the recorded processes and the remaining ones in the cluster's cgroups: shims and pods.
 
-    Raises ClusterError when something stays.
+    Raises ClusterError if a process remains.
     """
     for process in recorded(settings):
         if process.alive():
@@ -173,9 +184,10 @@ def end_all(settings: Settings, timeout: float = 20.0) -> None:
 
 
 def wait_for(what: str, ready: Callable[[], bool], settings: Settings | None = None, timeout: float = 120.0) -> float:
-    """Seconds until `ready` was true.
+    """Wait until `ready` returns true, and return the seconds it took.
 
-    Raises ClusterError after `timeout` s (more on a busy machine), or when a program of the cluster has ended.
+    Raises ClusterError after `timeout` seconds (longer on a busy machine), or if a program of the
+    cluster has ended.
     """
     start = time.monotonic()
     while not ready():

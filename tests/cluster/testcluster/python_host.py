@@ -1,7 +1,7 @@
-"""A tiny image whose pods run this machine's Python: seconds instead of gigabytes.
+"""A tiny image whose pods run this machine's Python, which takes seconds instead of gigabytes.
 
-The image holds folders and links only; `overlay` mounts the interpreter, its virtual environment, the checkout and the
-libraries below them, read-only and at the same paths as on the host.
+The image contains only folders and links. `overlay` mounts the interpreter, its virtual
+environment, the checkout and their libraries, read-only and at the same paths as on the host.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ PATH = f"{sys.prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbi
 
 
 def links() -> dict[str, str]:
-    """/bin -> usr/bin and the like, as on this machine (Debian's merged /usr)."""
+    """Return links such as /bin -> usr/bin, as on this machine (Debian's merged /usr)."""
     return {name: str(Path(f"/{name}").readlink()) for name in MERGED_FOLDERS if Path(f"/{name}").is_symlink()}
 
 
 def host_paths() -> list[str]:
-    """What a pod mounts from this machine; a path below another one is left out."""
+    """Return the paths that a pod mounts from this machine. A path below another one is left
+    out.
+    """
     unmerged = [
         f"/{name}" for name in MERGED_FOLDERS if Path(f"/{name}").is_dir() and not Path(f"/{name}").is_symlink()
     ]
-    # The interpreter behind the virtual environment's link may lie elsewhere than its library says (a package manager's
-    # store), and so may packages that a .pth file brings in.
+    # The interpreter behind the virtual environment's link may be in a different place than its
+    # library suggests (a package manager's store). So may packages that a .pth file adds.
     interpreter = str(Path(sys.executable).resolve().parent)
     wanted = [
         "/usr",
@@ -50,9 +52,10 @@ def host_paths() -> list[str]:
 
 
 def overlay(container: str = "trainer") -> dict[str, Any]:
-    """A pod template's part, to merge strategically: volumes, and mounts and PATH of one container.
+    """Return a part of a pod template for a strategic merge: volumes, and mounts and PATH of one
+    container.
 
-    /tmp is an emptyDir: the image has no writable place of its own that a non-root user could use.
+    /tmp is an emptyDir, because the image has no folder that a non-root user can write to.
     """
     volumes: list[dict[str, Any]] = [{"name": "host-tmp", "emptyDir": {}}]
     mounts: list[dict[str, Any]] = [{"name": "host-tmp", "mountPath": "/tmp"}]
@@ -69,7 +72,7 @@ def overlay(container: str = "trainer") -> dict[str, Any]:
 
 
 def pod(name: str, command: list[str], node: str | None = None, **spec: Any) -> dict[str, Any]:
-    """A whole pod that runs `command` with this machine's Python on one node, or on any."""
+    """Return a complete pod that runs `command` with this machine's Python, on one node or any."""
     made = overlay("main")["spec"]
     made["containers"][0] |= {"image": IMAGE, "imagePullPolicy": "Never", "command": command}
     made |= {"restartPolicy": "Never", "terminationGracePeriodSeconds": 1, **spec}

@@ -9,18 +9,20 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[3]
 MODULE = CHECKOUT / "tests" / "cluster" / "binaries"
 OLDEST_MODULE = CHECKOUT / "tests" / "cluster" / "oldest"
-"""Pins the oldest Kubernetes that the chart names."""
+"""Go module that pins the oldest Kubernetes version supported by the chart."""
 SLOTS = 16
 MAX_NODES = 7
 
 
 class ClusterError(Exception):
-    """Something the person at the keyboard can act on; the message says what and how."""
+    """An error that the user can act on. The message contains the problem and the remedy."""
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """The part of 198.18.0.0/15 (RFC 2544, never routed on the Internet) that the cluster of one slot uses."""
+    """The part of 198.18.0.0/15 (RFC 2544, never routed on the Internet) that the cluster in one
+    slot uses.
+    """
 
     slot: int
 
@@ -72,7 +74,9 @@ def _slot() -> int:
 
 
 def of_oldest() -> bool:
-    """Whether DDPJOB_CLUSTER_KUBERNETES=oldest asks for the oldest Kubernetes that the chart names."""
+    """Return whether DDPJOB_CLUSTER_KUBERNETES=oldest selects the oldest Kubernetes that the chart
+    supports.
+    """
     text = os.environ.get("DDPJOB_CLUSTER_KUBERNETES", "")
     if text not in ("", "oldest"):
         raise ClusterError(f"DDPJOB_CLUSTER_KUBERNETES={text}: must be oldest, or left out for the newest")
@@ -89,14 +93,18 @@ def _cache() -> Path:
 
 @dataclass(frozen=True)
 class Settings:
-    """One cluster: `slot` distinguishes it from others on the same machine in names and addresses."""
+    """Settings of one cluster. `slot` distinguishes its names and addresses from other clusters on
+    the same machine.
+    """
 
     slot: int = field(default_factory=_slot)
     cache: Path = field(default_factory=_cache)
 
     @property
     def run(self) -> Path:
-        """State of the running cluster. On a disk: the nodes keep their images here; /run is often a small tmpfs."""
+        """Folder for the state of the running cluster. It is on a disk, because the nodes keep
+        their images here and /run is often a small tmpfs.
+        """
         own = os.environ.get("DDPJOB_CLUSTER_RUN")
         return (Path(own).resolve() if own else self.cache) / f"run{self.slot}"
 
@@ -106,7 +114,7 @@ class Settings:
 
     @property
     def prefix(self) -> str:
-        """Begins the name of every namespace, link and cgroup of this cluster."""
+        """Prefix of the names of all namespaces, links and cgroups of this cluster."""
         return f"ddpjob{self.slot}"
 
     @property
@@ -126,12 +134,14 @@ class Settings:
 
     @property
     def lock(self) -> Path:
-        """Machine-wide, whatever the cache: names and addresses of a slot exist once on a machine."""
+        """Path of the lock file. It is the same for all caches, because a slot's names and
+        addresses exist once per machine.
+        """
         return Path(f"/run/ddpjob-cluster-{self.slot}.lock")
 
 
 def node_number(name: str) -> int:
-    """1 of `n1`. Raises ClusterError for a name that is no node's."""
+    """Return 1 for `n1`. Raises ClusterError if the name is not that of a node."""
     if not name.startswith("n") or not name[1:].isdigit():
         raise ClusterError(f"{name}: nodes are called n1, n2, ...")
     return int(name[1:])

@@ -1,5 +1,7 @@
-"""Runs a script whose steps in HELD ("30,60") wait for the file DDPJOB_CHECKPOINT_DIR/go-STEP, and all of whose steps
-wait for PAUSE seconds, while there is no go-pause: held_script.py SCRIPT [ARGUMENT ...].
+"""Runs a script with delayed steps: held_script.py SCRIPT [ARGUMENT ...].
+
+Steps in HELD ("30,60") wait for the file DDPJOB_CHECKPOINT_DIR/go-STEP. All steps wait for PAUSE
+seconds as long as there is no file go-pause.
 """
 
 import os
@@ -17,7 +19,7 @@ PAUSE = float(os.environ.get("PAUSE", "0"))
 
 
 def held_step(self: Ledger, number: int, step: Step) -> None:
-    """Write it down, then wait."""
+    """Record the step, then wait."""
     write(self, number, step)
     go = Path(os.environ["DDPJOB_CHECKPOINT_DIR"])
     if PAUSE and not (go / "go-pause").exists():

@@ -1,6 +1,6 @@
-"""What each launcher starts: says how many ranks there are, and what their sum of ones is.
+"""The script that each launcher starts. It prints the number of ranks and the sum of one per rank.
 
-With `--until FILE`, ranks of a group that torch has formed sum again and again until the file is there.
+With `--until FILE`, ranks of a torch process group repeat the sum until the file exists.
 """
 
 import atexit
@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 
 def say(rank: int, world: int, total: float) -> None:
-    """One line."""
-    sys.stdout.write(f"rank {rank} of {world}: {total:.0f}\n")  # One write: ranks share the output.
+    """Print one line."""
+    sys.stdout.write(f"rank {rank} of {world}: {total:.0f}\n")  # one write, because ranks share the output
     sys.stdout.flush()
 
 
 def in_group(rank: int, world: int) -> None:
-    """The sum over the group."""
+    """Sum over the group."""
     total = torch.ones(1)
     dist.all_reduce(total)
     say(rank, world, total.item())
@@ -32,14 +32,14 @@ def in_group(rank: int, world: int) -> None:
 
 
 def spawned(_: int, node: int) -> None:
-    """The one rank of a node, which has formed its group by an address."""
+    """Join the group by its address, as the only rank of a node."""
     address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     dist.init_process_group("gloo", init_method=address, rank=node, world_size=2)
     in_group(node, 2)
 
 
 def main() -> None:
-    """As the arguments say."""
+    """Choose the kind of group from the arguments."""
     index = int(os.environ["DDPJOB_INDEX"])
     if "--spawn" in sys.argv:
         torch.multiprocessing.spawn(spawned, (index,), nprocs=1)

@@ -1,6 +1,8 @@
-"""The built-in trainer with a checkpoint folder of each pod's own, as in a cluster: `ddpjob run` has one for all.
+"""The built-in trainer with a separate checkpoint folder for each pod, as in a cluster. `ddpjob
+run` has a common one.
 
-The pod job-1-0 stops after its twelfth step, so that whoever watches can lose it before the training has ended.
+The pod job-1-0 waits after its twelfth step, so that the test can kill it before the training has
+ended.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Runs a script that is written for GPUs where there are none: on_cpu.py SCRIPT [ARGUMENT ...].
+"""Runs a script that is written for GPUs on a machine without any: on_cpu.py SCRIPT [ARGUMENT ...].
 
-Each process' GPU is played by the CPU, and NCCL by gloo; the script's own lines run unchanged. Optimizer step HELD of a
-process waits for the file DDPJOB_CHECKPOINT_DIR/go, and says so by the file held-RANK. Of packages that may be missing,
-boto3 is only imported, and of hydra what the script uses is here.
+The CPU replaces each process's GPU, and gloo replaces NCCL. The script's own lines run unchanged.
+Optimizer step HELD of a process waits for the file DDPJOB_CHECKPOINT_DIR/go, and creates the file
+held-RANK while it waits. Two packages that may be missing are replaced: boto3, which is only
+imported, and the parts of hydra that the script uses.
 """
 
 import importlib.util
@@ -23,13 +24,13 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def placed(value: Any) -> Any:
-    """The CPU in place of a GPU, by its number too."""
+    """Return the CPU in place of a GPU, which may be given by its number."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return CPU if is_number or str(value).startswith("cuda") else value
 
 
 class OnCpu(TorchFunctionMode):
-    """Tensors stay on the CPU."""
+    """Keeps tensors on the CPU."""
 
     def __torch_function__(self, func: Any, _: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -43,16 +44,16 @@ class OnCpu(TorchFunctionMode):
 
 
 def replace(holder: Any, name: str, **changed: Any) -> None:
-    """A function or constructor that takes other values for some keywords."""
+    """Replace a function or constructor by one that uses other values for some keywords."""
     whole = getattr(holder, name)
     setattr(holder, name, lambda *args, **more: whole(*args, **{**more, **changed}))
 
 
 def play_gpus() -> None:
-    """What the examples ask of torch about GPUs."""
+    """Simulate the GPU functions of torch that the examples call."""
     for name, answer in {"is_available": True, "device_count": 2, "set_device_index": None}.items():
         setattr(torch.accelerator, name, lambda *_, answer=answer: answer)
-    # torch's optimizers ask for one that can be used.
+    # torch's optimizers require a usable one
     torch.accelerator.current_accelerator = lambda check_available=False: None if check_available else GPU
     torch.cuda.set_device = lambda *_: None  # type: ignore[assignment]
     torch.nn.Module.to = torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
@@ -63,7 +64,9 @@ def play_gpus() -> None:
 
 
 def main_of_hydra(config_path: str, config_name: str, **_: Any) -> Any:
-    """hydra.main for a file of groups of values, and arguments GROUP.KEY=VALUE."""
+    """Return a replacement for hydra.main that reads a file of groups of values and arguments
+    GROUP.KEY=VALUE.
+    """
 
     def decorate(function: Any) -> Any:
         def called() -> None:
@@ -80,7 +83,7 @@ def main_of_hydra(config_path: str, config_name: str, **_: Any) -> Any:
 
 
 def stand_in(name: str, **contents: Any) -> None:
-    """A module of this name, where there is none."""
+    """Create a module of this name if it is not installed."""
     if importlib.util.find_spec(name) is None:
         sys.modules[name] = types.ModuleType(name)
         vars(sys.modules[name]).update(contents)
@@ -90,7 +93,7 @@ steps = 0
 
 
 def hold(*_: Any) -> None:
-    """After a step."""
+    """Hold the process after a step."""
     global steps
     steps += 1
     folder = Path(os.environ["DDPJOB_CHECKPOINT_DIR"])

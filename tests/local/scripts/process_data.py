@@ -1,4 +1,6 @@
-"""A gloo job that says what its data are; with --wait its ranks stay until a file is in the checkpoint folder."""
+"""A gloo job that prints the contents of its data. With --wait, its ranks wait for a file in the
+checkpoint folder.
+"""
 
 import hashlib
 import os

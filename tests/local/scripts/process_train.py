@@ -1,4 +1,4 @@
-"""A small gloo job that saves, resumes and keeps a ledger; faults are ordered by flags."""
+"""A small gloo job that saves, resumes and keeps a ledger. Flags cause faults."""
 
 import argparse
 import os
@@ -19,19 +19,19 @@ asked_to_end = False
 
 
 def on_sigterm(number: int, frame: object) -> None:
-    """Remember it; the step's end acts on it."""
+    """Remember the signal; the end of the step acts on it."""
     global asked_to_end
     asked_to_end = True
 
 
 def save(step: int) -> None:
-    """The number of steps done, atomically."""
+    """Save the number of completed steps atomically."""
     (FOLDER / "new").write_text(str(step))
     (FOLDER / "new").rename(FOLDER / "step")
 
 
 def main() -> None:
-    """Sum over the ranks, write down, save."""
+    """Sum over the ranks, record the step, and save."""
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, on_sigterm)
     dist.init_process_group("gloo")

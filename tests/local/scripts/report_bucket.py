@@ -1,4 +1,6 @@
-"""A script with its own loop whose only lasting place is a bucket: its state depends on every step before."""
+"""A script with its own loop whose only persistent storage is a bucket. Its state depends on every
+earlier step.
+"""
 
 import argparse
 import json
@@ -15,7 +17,7 @@ parser.add_argument("--seconds", type=float, default=0.05)
 
 
 def main() -> None:
-    """Train a number, which depends on every step before."""
+    """Train a number that depends on every earlier step."""
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank, folder = dist.get_rank(), ddpjob_report.checkpoint_dir()

@@ -13,7 +13,7 @@ parser.add_argument("--steps", type=int, default=10)
 
 
 class Line(torch.nn.Module):
-    """Fits y = 3x."""
+    """A model that fits y = 3x."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Line(torch.nn.Module):
 
 
 class Ledger(TrainerCallback):
-    """Writes down each step."""
+    """Records each step."""
 
     def on_step_end(self, args: object, state: object, control: object, **_: object) -> None:
         report_ledger.made(state.global_step - 1)

@@ -1,4 +1,4 @@
-"""Each rank's record of the steps it makes. Rank 1 waits in some of them until the test has done what it does then."""
+"""Each rank's record of its steps. In some of them, rank 1 waits until the test has acted."""
 
 import os
 import time
@@ -9,7 +9,7 @@ HOLDS = (30, 45)
 
 
 def made(step: int) -> None:
-    """Write the step down, from 0, and wait in it if it is one of HOLDS."""
+    """Record the step, counted from 0. If it is one of HOLDS, wait in it."""
     folder, rank = ddpjob_report.checkpoint_dir(), os.environ["RANK"]
     with (folder / f"ledger-{rank}").open("a") as ledger:
         ledger.write(f"{step}\n")

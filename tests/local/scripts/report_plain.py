@@ -1,4 +1,4 @@
-"""A script with its own loop: reports, saves when its pod is asked to end, and continues."""
+"""A script with its own loop that reports, saves when its pod must end, and resumes."""
 
 import argparse
 import time
@@ -14,7 +14,7 @@ parser.add_argument("--loaders", type=int, default=0)
 
 
 class Numbers(torch.utils.data.Dataset):
-    """Sample i is i."""
+    """A data set whose sample i is i."""
 
     def __len__(self) -> int:
         return 100_000
@@ -41,7 +41,7 @@ def main() -> None:
         )
         if ddpjob_report.should_stop():
             if rank == 0:
-                time.sleep(0.5)  # the others must not end the round meanwhile
+                time.sleep(0.5)  # the other ranks must not end the round before that
                 (folder / "new").write_text(str(step + 1))
                 (folder / "new").rename(saved)
             ddpjob_report.saved_and_leave()

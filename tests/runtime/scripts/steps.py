@@ -1,5 +1,5 @@
-"""A plain distributed script without @record. Each step is a sum over all ranks. Flags request
-faults, once per job.
+"""A plain distributed script without @record. Each step sums over all ranks. Flags request faults,
+once per job.
 """
 
 import argparse
@@ -51,8 +51,8 @@ def trainer():
 
 
 def agreed() -> tuple[bool, bool]:
-    """Whether any rank was asked to end, and whether any has seen the file "enough". This is also
-    the step's collective.
+    """Return (whether any rank was asked to end, whether any rank has seen the file "enough"). This
+    is also the step's collective.
     """
     flags = torch.tensor([float(asked_to_end), float((OUT / "enough").exists())])
     dist.all_reduce(flags)
@@ -82,7 +82,7 @@ def wait_for_ever() -> None:
 
 
 def main() -> None:
-    """Make a step and record its time."""
+    """Take steps and record their times."""
     args = parser.parse_args()
     if args.trap:
         signal.signal(signal.SIGTERM, on_sigterm)

@@ -1,4 +1,6 @@
-"""`python exchange.py write|read FOLDER`: one of two Pythons that exchange checkpoints of both formats."""
+"""`python exchange.py write|read FOLDER` runs in one of two Pythons that exchange checkpoints of
+both formats.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A disk or a bucket so slow that a collective in which ranks waited for it would time out."""
+"""A disk or bucket that is so slow that a collective in which ranks waited for it would time
+out.
+"""
 
 from __future__ import annotations
 
@@ -39,5 +41,5 @@ class Slow:
         return slowly
 
     def alive(self) -> None:
-        """What a rank calls to report that it waits; `reported` counts it."""
+        """Count a report of a waiting rank in `reported`."""
         self.reported += 1

@@ -1,4 +1,6 @@
-"""Checkpoints in an object store: complete or absent, in the order of incarnations, and uploads that fail."""
+"""Checkpoints in an object store are complete or absent, and ordered by incarnation, even if
+uploads fail.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def test_a_checkpoint_is_incomplete_during_an_upload_and_after_a_failed_one(
 def test_a_checkpoint_completed_while_an_older_incarnation_sweeps_is_kept(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: only the second of two listings had it, so it counted as superseded."""
+    """Regression: the checkpoint was only in the second of two listings, so it counted as
+    superseded.
+    """
     old, new, listed = begun(store), begun(store), Bucket._listed
     old.publish(saved(tmp_path, 100), 100)
 
@@ -105,8 +109,8 @@ def test_a_checkpoint_completed_while_an_older_incarnation_sweeps_is_kept(
 
 
 def test_files_of_failed_attempts_are_swept(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each attempt for a folder has a separate place. Regression: with an unreliable line they
-    filled the bucket.
+    """Each attempt to upload a folder has its own location. Regression: failed attempts on an
+    unreliable line filled the bucket.
     """
     bucket, put, fails = begun(store), obstore.put, [True]
     (folder := tmp_path / "checkpoint-5").mkdir()
@@ -236,7 +240,7 @@ def test_removal_and_scores(store: Any, tmp_path: Path) -> None:
 
 
 def test_unreadable_scores_do_not_count_as_missing(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: without its score, the best checkpoint was deleted like any other."""
+    """Regression: the best checkpoint's score was unreadable, so it was deleted like any other."""
     bucket = begun(store)
     bucket.put_scores({6: 0.5}, "loss")
 
@@ -274,7 +278,7 @@ def test_other_urls_are_refused(url: str) -> None:
 
 
 class Slow(Bucket):
-    """Upload once the gate is open, and fail as often as `failures` says."""
+    """Uploads once the gate is open, and fails `failures` times."""
 
     failures = 0
 
@@ -312,7 +316,7 @@ def test_training_does_not_wait_and_the_newest_comes_next(tmp_path: Path) -> Non
 
 
 def test_only_the_newest_unclaimed_uploads_are_remembered() -> None:
-    """They belong to a script, which may run for months."""
+    """The uploads belong to a script, which may run for months."""
     bucket: Any = None
     uploads = Uploads(bucket, lambda: None, print, publish=lambda one: None, in_turn=True)
     for step in range(module.MOST_COMPLETED + 10):
@@ -338,7 +342,9 @@ def test_a_failed_upload_is_retried_with_growing_pauses(tmp_path: Path, monkeypa
 
 
 def test_waiting_for_the_last_upload_cuts_a_long_pause_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After minutes without the bucket the pause is 60 s, and the pod's grace period is shorter."""
+    """The pause is 60 s after several minutes without the bucket, and the pod's grace period is
+    shorter.
+    """
     monkeypatch.setattr(module, "FIRST_PAUSE", 60.0)
     monkeypatch.setattr(module, "LONGEST_AWAITED", 0.1)
     bucket, said = Slow(), list[str]()
@@ -360,7 +366,9 @@ def test_waiting_for_the_last_upload_cuts_a_long_pause_short(tmp_path: Path, mon
 def test_on_a_slow_line_a_large_file_is_sent_piece_by_piece(
     slow: bool, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dozen simultaneous pieces would share the line, so that all would time out and start again."""
+    """A dozen simultaneous parts would share the line, so all of them would time out and start
+    again.
+    """
     bucket, put, how, clock = begun(store), obstore.put, list[Any](), [0.0]
     monkeypatch.setattr(stored.time, "monotonic", lambda: clock[0])
 
@@ -408,8 +416,8 @@ def test_an_upload_that_fails_for_an_unknown_reason_is_retried(tmp_path: Path, m
 def test_the_upload_of_a_removed_checkpoint_is_given_up(
     removed: str, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: it was retried forever, and the process waited for it. If a part was removed, the
-    rest became a copy.
+    """Regression: the upload was retried forever, and the process waited for it. If a part was
+    removed, the rest became a copy.
     """
     bucket, said = Bucket(store, "memory://"), list[str]()
     bucket.take_term()

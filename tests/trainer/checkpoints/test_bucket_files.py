@@ -1,4 +1,4 @@
-"""Checkpoints as files in a bucket: what a start continues from, with a bucket and a disk that fail."""
+"""Checkpoints as files in a bucket: where a start resumes if the bucket and the disk fail."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def snapshot(step: int) -> dict[str, Any]:
 
 
 def opened(tmp_path: Path, pod: str = "pod", incarnation: int = 1, **settings: Any) -> CheckpointFolder:
-    """A start, on the disk of a pod, with the one bucket."""
+    """Open the checkpoint folder like a start with a pod's own disk and the common bucket."""
     config = CheckpointConfig(url=f"file://{tmp_path / 'store'}", shared=False, **settings)
     made = CheckpointFolder(config, tmp_path / pod, Group())
     made.claim(Claim(0, incarnation, incarnation))
@@ -42,7 +42,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
-    """Leave steps 7 and 9 on a pod's disk and in the bucket."""
+    """Leave steps 7 and 9 on a pod's disk and in the bucket, and return the folder of both."""
     first = opened(tmp_path)
     for step in (7, 9):
         first.save(lambda step=step: snapshot(step), step)
@@ -53,7 +53,9 @@ def two(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("older", [True, False], ids=["with an older one here", "all that is here is broken"])
 def test_a_broken_checkpoint_is_replaced_by_its_copy_and_resumed_from(older: bool, two: Path) -> None:
-    """Regression: the file was fetched, and then skipped as the broken one that it had replaced."""
+    """Regression: the file was fetched, but then skipped like the broken one that it had
+    replaced.
+    """
     (two / "pod" / "step-000000009.pt").write_bytes(b"broken")
     if not older:
         (two / "pod" / "step-000000007.pt").unlink()
@@ -62,7 +64,7 @@ def test_a_broken_checkpoint_is_replaced_by_its_copy_and_resumed_from(older: boo
 
 
 def fails(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception, times: int) -> list[str]:
-    """Let a method of buckets fail this often. Returns the names of its calls."""
+    """Make a method of buckets fail this often, and return a list of its calls."""
     method, calls = getattr(Bucket, name), list[str]()
 
     def failing(self: Bucket, *arguments: Any) -> Any:
@@ -96,7 +98,7 @@ def test_an_unreachable_bucket_ends_a_start_instead_of_taking_an_older_copy(
 
 
 def test_a_full_disk_ends_a_start_with_the_files_name(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: it ended with a traceback."""
+    """Regression: the start ended with a traceback."""
     fails(monkeypatch, "fetch", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1)
     with pytest.raises(CheckpointError, match=r"another/step-000000009.pt cannot be fetched: No space left on device"):
         opened(two, "another", 2).newest()
@@ -162,8 +164,8 @@ def test_the_time_limit_for_the_last_copy_begins_before_the_file_is_written(
 
 
 def test_the_ranks_agree_to_wait_longer_for_the_last_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: they waited in a collective, which failed after train.timeout_seconds and ended
-    the upload.
+    """Regression: the ranks waited in a collective, which failed after train.timeout_seconds and
+    ended the upload.
     """
     checkpoints, slow = opened(tmp_path), Slow(monkeypatch)
     monkeypatch.setattr(Bucket, "publish", slow(Bucket.publish))

@@ -1,5 +1,5 @@
-"""Checkpoints in parts in a bucket. They are complete when every rank has uploaded its part, and
-never before.
+"""Checkpoints in parts in a bucket. They are complete only when every rank has uploaded its
+part.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def two_nodes(place: Path, step: int, value: float = 1.0) -> tuple[Path, Path]:
 
 
 def begun(url: str, mark: str = MARK, **settings: Any) -> tuple[Copies, Share]:
-    """An incarnation of two ranks."""
+    """Begin an incarnation of two ranks."""
     config = CheckpointConfig(url=url, format=Format.DCP, **settings)
     copies = Copies(Bucket.open(url), config)
     copies.begin(mark, in_parts=True)
@@ -143,8 +143,8 @@ def test_a_node_lost_before_its_upload_leaves_only_the_previous_checkpoint(url: 
 
 
 def test_a_rank_uploads_in_order_and_retries(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint that it skipped would never be complete, although the others have uploaded their
-    parts.
+    """If a rank skipped a checkpoint, it would never be complete, although the others have uploaded
+    their parts.
     """
     from ddpjob_bucket import uploads
 
@@ -169,7 +169,7 @@ def test_a_rank_uploads_in_order_and_retries(url: str, tmp_path: Path, monkeypat
 
 
 def test_a_part_removed_before_its_upload_blocks_no_later_one(url: str, tmp_path: Path) -> None:
-    """Regression: its rank retried forever, and the first rank waited for it."""
+    """Regression: the part's rank retried forever, and the first rank waited for it."""
     copies, share = begun(url)
     first, second = two_nodes(tmp_path, 7)
     (second / PART).unlink()
@@ -208,8 +208,8 @@ def test_only_needed_files_that_are_not_on_the_disk_are_fetched(
 
 
 def republished(url: str, change: Callable[[Path], None], place: Path, copies: Copies, share: Share) -> None:
-    """A checkpoint whose files were changed before sizes and checksums were computed, so that those
-    are correct.
+    """Publish a checkpoint again whose files were changed before its sizes and checksums were
+    computed, so that these are correct.
     """
     first, second = two_nodes(place, 9, 2.0)
     (second / PART).rename(first / PART)
@@ -296,7 +296,7 @@ def test_a_name_that_is_not_a_checkpoints_is_skipped(url: str, tmp_path: Path) -
 def test_a_part_that_cannot_be_fetched_ends_the_start_instead_of_using_an_older_copy(
     fault: Exception, said: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the newest copy was then deleted as superseded."""
+    """Regression: the newest copy was deleted as superseded after a failed fetch."""
     copies, share = begun(url)
     for step in (7, 9):
         save(tmp_path, copies, share, step)

@@ -70,7 +70,7 @@ TRAINING = [
 
 
 def start(place: Path, *more: str, port: int | None = None, server: Server | None = None) -> subprocess.Popen[bytes]:
-    """A trainer whose checkpoints are on its own disk, while its records are not."""
+    """Start a trainer with checkpoints on its own disk, but with common records."""
     arguments = [*TRAINING, f"checkpoint.dir={place / 'pod'}", f"train.run_dir={place / 'run'}", *more]
     variables = server.environment(port) if server else {}
     with (place / "out.txt").open("ab") as out:
@@ -115,7 +115,7 @@ def test_a_kill_in_the_middle_of_an_upload_over_a_slow_line_loses_no_complete_co
     until(lambda: Bucket.open(URL).entries())
     line.bytes_per_second = 8_000.0
     complete, sent = Bucket.open(URL).entries()[0], line.sent
-    until(lambda: line.sent > sent + 30_000)  # A checkpoint is several times as large.
+    until(lambda: line.sent > sent + 30_000)  # a checkpoint is several times as large
     running.send_signal(signal.SIGKILL)
     running.wait()
     left = Bucket.open(URL).entries()
@@ -179,7 +179,7 @@ PARTS = [
 
 
 def nodes(server: Server, place: Path, slow: SlowLine | None = None) -> Callable[[int], dict[str, str]]:
-    """The environment of ranks on one node each. `slow`: limit the line of rank 1."""
+    """Return the environment of ranks on one node each. `slow` limits the line of rank 1."""
 
     def node(rank: int) -> dict[str, str]:
         folder = {"DDPJOB_CHECKPOINT_DIR": str(place / f"node{rank}"), "DDPJOB_CHECKPOINT_SHARED": "0"}
@@ -190,7 +190,7 @@ def nodes(server: Server, place: Path, slow: SlowLine | None = None) -> Callable
 
 
 def complete(server: Server) -> list[int]:
-    """Steps of the complete checkpoints, newest first, as the server has them on its disk."""
+    """Return the steps of the complete checkpoints on the server's disk, newest first."""
     found = (server.folder / "runs" / "one" / "complete").glob("*.json")
     return sorted((int(path.stem.rpartition("-")[2]) for path in found), reverse=True)
 
@@ -203,7 +203,7 @@ def test_a_node_is_lost_in_the_middle_of_its_upload_and_others_continue_exactly(
     data = server.folder / "runs" / "one" / "data"
 
     def begun() -> list[Path]:
-        """Uploads that have rank 0's part but not rank 1's."""
+        """Return the uploads that have rank 0's part but not rank 1's."""
         found = [path for path in data.iterdir() if list(path.glob("*/__0_*")) and not list(path.glob("*/__1_*"))]
         return [path for path in found if int(path.name.split("-")[1]) > complete(server)[0]]
 

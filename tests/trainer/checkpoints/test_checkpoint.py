@@ -1,6 +1,5 @@
-"""Checkpoints are atomic, checksummed, and written next to training. A start resumes from the
-newest whole one,
-whichever node holds it.
+"""Checkpoints are atomic, checksummed, and written in parallel to training. A start resumes from
+the newest complete one, whichever node holds it.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def content(path: Path, step: int = 7) -> bytes:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The content of a checkpoint's file."""
+    """Return the content of a checkpoint's file."""
     return content(tmp_path_factory.mktemp("whole") / "a.pt")
 
 
@@ -257,8 +256,8 @@ def test_training_continues_during_the_write_and_the_copy_is_of_the_save(
 def test_the_ranks_agree_to_wait_longer_for_a_slow_write(
     again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: they waited in a collective, which timed out, so a large checkpoint was never
-    complete.
+    """Regression: the ranks waited in a collective, which timed out, so a large checkpoint was
+    never complete.
     """
     write, slow = torch_file.write, Slow(monkeypatch)
     slowly = slow(write)
@@ -282,7 +281,7 @@ def test_the_ranks_agree_to_wait_longer_for_a_slow_write(
 def test_the_ranks_agree_to_wait_longer_for_a_slow_read(
     format: Format, module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: they waited in a collective, which timed out, so no start could read a large
+    """Regression: the ranks waited in a collective, which timed out, so no start could read a large
     checkpoint.
     """
     writer = opened(tmp_path, format=format)
@@ -385,8 +384,8 @@ def slow_writes(seconds: float) -> Callable[[int], None]:
 
 
 def test_with_a_slow_disk_steps_continue_and_the_last_state_is_saved(tmp_path: Path) -> None:
-    """A checkpoint at each step is due; while one takes longer than many steps, the others wait.
-    Evaluated and ended as ever.
+    """A checkpoint is due at each step, and while one takes longer than many steps, the others
+    wait. Evaluation and the end are as usual.
     """
     good(2, [*TINY, "checkpoint.every_steps=1", f"checkpoint.dir={tmp_path}"], prepare=slow_writes(1.0))
     saved = [line["step"] for line in metrics(tmp_path / "run", "checkpoint")]
@@ -395,7 +394,7 @@ def test_with_a_slow_disk_steps_continue_and_the_last_state_is_saved(tmp_path: P
 
 
 def test_the_log_line_is_written_when_the_file_exists(tmp_path: Path) -> None:
-    """As another process sees it: no line about a checkpoint before its file."""
+    """Another process must not see a line about a checkpoint before its file."""
 
     def prepare(rank: int) -> None:
         from ddpjob_trainer.reporting.reporter import Reporter

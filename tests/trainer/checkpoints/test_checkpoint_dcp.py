@@ -1,6 +1,5 @@
 """Format dcp: each rank writes its part. It has the guarantees of the single file, and any number
-of
-ranks or strategy resumes from it.
+of ranks or strategy can resume from it.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def test_torch_reads_the_folder_by_itself(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint to be damaged and repaired."""
+    """Save a checkpoint to be damaged and repaired."""
     return written(tmp_path_factory.mktemp("whole") / "step-000000007.dcp")
 
 
@@ -135,7 +134,7 @@ def test_a_folder_per_node_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one undisturbed process."""
+    """Return the losses of one process without interruption."""
     folder = tmp_path_factory.mktemp("alone")
     good(1, [*TINY, f"checkpoint.dir={folder}"])
     return final_losses(folder / "run")
@@ -248,7 +247,7 @@ def fails(*_: object) -> None:
 def test_an_unreadable_checkpoint_with_correct_checksums_is_skipped(
     format: Format, module: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: all of training was lost, although an older one was whole."""
+    """Regression: all of the training was lost, although an older checkpoint was complete."""
     checkpoints = saved(tmp_path, format, [7, 9])
     read = module.read
     monkeypatch.setattr(module, "read", lambda path, *more: fails() if "9." in path.name else read(path, *more))
@@ -283,8 +282,8 @@ def test_if_one_rank_cannot_read_its_part_all_use_the_next_older_checkpoint(tmp_
 def test_a_save_that_cannot_be_read_back_fails_and_keeps_the_older_ones(
     format: Format, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk loses writes, or a writer has a defect. Regression: the older ones were deleted
-    next.
+    """The disk loses writes, or a writer has a defect. Regression: the older checkpoints were
+    deleted next.
     """
     checkpoints = CheckpointFolder(CheckpointConfig(format=format, keep=1), tmp_path, Group())
     checkpoints.claim(Claim(0, 0, 1))
@@ -309,7 +308,7 @@ def test_a_state_that_json_cannot_hold_is_refused_before_training_goes_on(tmp_pa
 
 
 def test_a_shard_is_read_from_every_layout_of_chunks(tmp_path: Path) -> None:
-    """Rows, columns and both: each value comes from the chunk that has it."""
+    """The layouts are rows, columns and both. Each value comes from the chunk that contains it."""
     whole = torch.arange(60.0).reshape(6, 10)
     (tmp_path / "a").write_bytes(b"")
     chunks = []

@@ -1,4 +1,6 @@
-"""A process that is killed at any instant of saving leaves whole checkpoints, or nothing under a checkpoint's name."""
+"""A process that is killed at any instant of a save leaves complete checkpoints, or nothing under a
+checkpoint's name.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def opened(path: Path, format: Format, incarnation: int) -> CheckpointFolder:
 
 
 def save_for_ever(path: Path, format: Format, incarnation: int) -> None:
-    """Resumes from what is there; the weights show their step."""
+    """Resume from the existing checkpoint and save forever. The weights show their step."""
     torch.set_num_threads(1)
     folder = opened(path, format, incarnation)
     found = folder.newest()

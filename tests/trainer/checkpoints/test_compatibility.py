@@ -107,9 +107,9 @@ def test_training_starts_from_the_weights_of_a_file(source: str, trained: Path, 
     )
     if source == "plain":
         torch.save(known, path)
-    if source == "wrapped":  # as torch.save of a DistributedDataParallel, in a dictionary of an example's
+    if source == "wrapped":  # like torch.save of a DistributedDataParallel, in a dictionary as in the examples
         torch.save({"epoch": 3, "state_dict": {f"module.{name}": tensor for name, tensor in known.items()}}, path)
-    if source == "compiled":  # torch.compile of it, and of a part, with the arguments as timm saves them
+    if source == "compiled":  # torch.compile of the model and of a part of it, with the arguments as timm saves them
         inner = {name.replace("features.", "features._orig_mod.", 1): tensor for name, tensor in known.items()}
         state = {f"module._orig_mod.{name}": tensor for name, tensor in inner.items()}
         torch.save({"state_dict": state, "args": argparse.Namespace(lr=0.1)}, path)
@@ -153,7 +153,7 @@ def test_a_part_may_keep_its_initial_values(trained: Path) -> None:
 
 
 def test_a_pattern_that_no_tensor_matches_is_refused(trained: Path) -> None:
-    """With a typing error, the very tensors that were to keep their initial values would be loaded."""
+    """A typo in the pattern would load the very tensors that should keep their initial values."""
     model = weights(trained / "best.pt")
     with pytest.raises(
         CheckpointError, match=r"load_except: no tensor .* matches 'haed\.\*', .*the model has features"
@@ -164,8 +164,8 @@ def test_a_pattern_that_no_tensor_matches_is_refused(trained: Path) -> None:
 
 
 def test_weights_of_a_diverged_training_are_refused(trained: Path, tmp_path: Path) -> None:
-    """Otherwise steps would be skipped, with the advice of a lower learning rate. Infinity may be
-    intended: a mask.
+    """Otherwise steps would be skipped, with advice to lower the learning rate. Infinity may be
+    intended, as in a mask.
     """
     model = weights(trained / "best.pt")
     broken = {**model, "head.bias": model["head.bias"].clone(), "features.0.weight": model["features.0.weight"] * 1e30}
@@ -180,7 +180,7 @@ def test_weights_of_a_diverged_training_are_refused(trained: Path, tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def averaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `trained`, with a moving average of the weights."""
+    """Train with a moving average of the weights, and return the folder."""
     folder = tmp_path_factory.mktemp("averaged")
     good(1, [*ONE_EPOCH, "optim.ema_decay=0.9", f"checkpoint.dir={folder}"])
     return folder
@@ -284,7 +284,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_very_long_word_of_a_file_costs_no_time(tmp_path: Path) -> None:
-    """torch's search in its own message takes minutes for this one."""
+    """torch's own search for its message takes minutes for this file."""
     pickled = b"\x80\x02c" + b"a" * 100_000 + b"\nb\n."
     torch.save({}, tmp_path / "long.pt")
     with zipfile.ZipFile(tmp_path / "long.pt") as whole, zipfile.ZipFile(tmp_path / "words.pt", "w") as made:

@@ -31,7 +31,7 @@ FORMATS = pytest.mark.parametrize("format", ["torch", "dcp"])
 
 @pytest.fixture
 def volume(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
+    """Mount a file system of 1 MiB."""
     if os.geteuid() != 0:
         pytest.skip("mounting a file system takes root")
     path = tmp_path / "volume"
@@ -127,7 +127,7 @@ def test_a_folder_that_was_removed_is_not_recreated(format: str, tmp_path: Path)
 
 
 def failing(first: int, last: int) -> Any:
-    """In each rank, the disk is full for the checkpoints of these steps."""
+    """Fill the disk in each rank for the checkpoints of these steps."""
 
     def prepare(rank: int) -> None:
         write = torch_file.write
@@ -162,8 +162,8 @@ def test_on_a_full_disk_the_metrics_log_loses_lines_and_training_continues(
 
 
 def test_metrics_that_cannot_be_appended_to_are_reported(tmp_path: Path) -> None:
-    """For example the metrics of a different user. Root may write all files, so a folder stands for
-    them.
+    """They may belong to a different user. Root may write to any file, so a folder takes their
+    place here.
     """
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(TrainingError, match=r"metrics.jsonl cannot be continued \(Is a directory\); .* train.run_dir"):
@@ -190,7 +190,9 @@ def test_after_too_many_failures_all_ranks_exit_with_the_reason(tmp_path: Path) 
 
 
 def test_a_failure_at_the_end_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    """One rank cannot write to its node's folder. Training was complete, but its result is missing."""
+    """One rank cannot write to its node's folder. Training was complete, but its result is
+    missing.
+    """
     own = {rank: {"DDPJOB_CHECKPOINT_DIR": str(tmp_path / f"node{rank}"), "LOCAL_RANK": "0"} for rank in (0, 1)}
 
     def prepare(rank: int) -> None:
@@ -251,7 +253,7 @@ def test_a_ledger_that_cannot_be_written_is_reported(volume: Path) -> None:
 
 
 def test_a_link_in_place_of_a_checkpoint_is_deleted_and_its_target_is_not(tmp_path: Path) -> None:
-    """A user had moved the folder of parts to another disk. Regression: each deletion failed
+    """A user had moved the folder of parts to a different disk. Regression: each deletion failed
     without a reason.
     """
     (tmp_path / "moved.dcp").mkdir()

@@ -1,5 +1,5 @@
-"""The newest states in the nodes' memory: which steps a restart repeats, and that it computes the
-same.
+"""The newest states in the nodes' memory: which steps a restart repeats, and that its results are
+the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRAINING = [*TINY, "checkpoint.every_seconds=1000000", "checkpoint.keep_best=0"]
 
 @pytest.fixture
 def nodes() -> Iterator[Callable[[int], Path]]:
-    """Returns a node's folder in memory."""
+    """Yield a function that returns a node's folder in memory."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
 
         def folder(node: int) -> Path:
@@ -70,7 +70,9 @@ def dies_in(step: int) -> Callable[[int], None]:
 def test_auto_ignores_the_cost_of_the_first_copies(
     nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They reserve memory and connect the ranks, which may take a hundred times as long as a copy."""
+    """The first copies reserve memory and connect the ranks, which may take a hundred times as long
+    as a later copy.
+    """
     clock = [0.0]
 
     def now() -> float:

@@ -1,6 +1,8 @@
-"""A checkpoint of either format reads back on every Python that the trainer supports, whichever Python wrote it.
+"""A checkpoint in either format can be read by every Python that the trainer supports, whichever
+Python wrote it.
 
-The others have torch in environments of `make matrix`. The row of the matrix for Debian 12's Python runs this as well.
+The other Pythons have torch in the environments of `make matrix`. The matrix row for Debian 12's
+Python runs this as well.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ ROOT = Path(__file__).parents[3]
 
 
 def other(name: str) -> str:
-    """An interpreter with torch; `name`: X.Y, or what names the one that runs the matrix."""
+    """Return an interpreter with torch. `name` is X.Y, or selects the interpreter that runs the
+    matrix.
+    """
     if name == matrix.CALLER:
         return os.environ.get(name) or pytest.skip("this is the Python that would be compared")
     if name == f"{sys.version_info.major}.{sys.version_info.minor}":
@@ -37,7 +41,7 @@ def other(name: str) -> str:
 def test_each_reads_what_the_other_has_written(name: str, tmp_path: Path) -> None:
     python = other(name)
     (tmp_path / "packages").mkdir()
-    (tmp_path / "packages" / "yaml").symlink_to(Path(yaml.__file__).parent)  # Its Python half serves all of them.
+    (tmp_path / "packages" / "yaml").symlink_to(Path(yaml.__file__).parent)  # its Python half works for all of them
     places = [ROOT / "trainer", ROOT / "runtime", ROOT / "operator", tmp_path / "packages"]
     environment = {**matrix.clean_environment(), "PYTHONPATH": os.pathsep.join(map(str, places))}
 

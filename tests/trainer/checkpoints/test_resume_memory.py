@@ -1,5 +1,5 @@
-"""A start from a large checkpoint: no tensor is in memory twice, a rank reads its own part, and each part is checked
-once.
+"""A start from a large checkpoint: no tensor is in memory twice, each rank reads only its part, and
+each part is checked once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TENSORS = 12
 
 
 def state(step: int = 1) -> dict[str, Any]:
-    """Large tensors of `BYTES` in all, and small ones."""
+    """Return large tensors of `BYTES` in total, and small ones."""
     rows = BYTES // TENSORS // 4096
     model = {f"weight{n}": torch.full((rows, 1024), float(n + step)) for n in range(TENSORS)}
     small = {"small": torch.arange(5), "scalar": torch.tensor(2.5), "half": torch.ones(3, dtype=torch.bfloat16)}
@@ -40,7 +40,7 @@ def kilobytes(key: str) -> int:
 
 
 def in_ranks(world: int, act: Callable[[Group], Any]) -> list[Any]:
-    """What `act` returns in each of `world` forked ranks with a process group."""
+    """Call `act` in each of `world` forked ranks with a process group, and return the results."""
     port, context = free_port(), multiprocessing.get_context("fork")
 
     def rank(number: int, send: Any) -> None:
@@ -65,9 +65,10 @@ def in_ranks(world: int, act: Callable[[Group], Any]) -> list[Any]:
 
 
 def peak(act: Callable[[], Any]) -> tuple[float, Any]:
-    """The most memory that `act` takes, in checkpoints, and what it returns.
+    """Return the peak memory of `act`, in multiples of a checkpoint, and its result.
 
-    Large blocks come from the kernel and return to it: what the process freed before, and kept, would not be counted.
+    Large blocks are allocated from the kernel and returned to it. Otherwise, memory that the
+    process had freed but kept would not be counted.
     """
     libc = ctypes.CDLL(None)
     assert libc.mallopt(M_MMAP_THRESHOLD, 2**20)
@@ -117,7 +118,7 @@ def test_of_a_folder_of_parts_each_rank_reads_its_own(tmp_path: Path) -> None:
 
 
 def parts(folder: Path, step: int) -> Path:
-    """A checkpoint of three files of tensors."""
+    """Save a checkpoint with three files of tensors."""
     path = folder / f"step-{step:09d}.dcp"
     small = {"step": step, "sampler": {"epoch": 0, "consumed": 3}, "model": {f"w{n}": torch.ones(99) for n in range(3)}}
     dcp.write(path, 1, small, Metadata(step, None, 1), None, lambda: None)

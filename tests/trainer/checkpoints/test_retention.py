@@ -1,6 +1,5 @@
-"""Which checkpoints are kept: the newest, the best, and some ends of epochs. A broken one does not
-count, and the
-newest whole one is always kept.
+"""Retained checkpoints: the newest, the best, and the ends of some epochs. A broken one does not
+count, and the newest complete one is always kept.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def opened(path: Path, **settings: object) -> CheckpointFolder:
 
 
 def save(folder: CheckpointFolder, step: int, **scores: float) -> None:
-    """Saved at the end of an epoch, then evaluated."""
+    """Save at the end of an epoch, then evaluate."""
     folder.save(lambda: {"step": step, "sampler": {"epoch": step // 10, "consumed": 0 if step % 10 == 0 else 1}}, step)
     if scores:
         folder.scored(step, scores)
@@ -105,7 +104,7 @@ def save(folder: CheckpointFolder, step: int, **scores: float) -> None:
 
 
 def test_a_whole_one_older_than_a_broken_one_is_not_deleted_for_it(tmp_path: Path) -> None:
-    """With keep=1, a broken newer file must not push the only good one out."""
+    """A broken newer file must not displace the only good one if keep=1."""
     folder = opened(tmp_path, keep=1)
     save(folder, 6)
     (tmp_path / "step-000000008.pt").write_bytes(b"broken")
@@ -117,8 +116,8 @@ def test_a_whole_one_older_than_a_broken_one_is_not_deleted_for_it(tmp_path: Pat
 
 
 def test_a_folder_of_parts_is_never_seen_half_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a kill during the removal, the remainder has no checkpoint's name and is deleted at the
-    next start.
+    """A kill during the removal leaves a remainder without a checkpoint's name, which the next
+    start deletes.
     """
     folder = opened(tmp_path, keep=1, format=Format.DCP)
     save(folder, 1)
@@ -192,7 +191,7 @@ def test_a_dangling_link_does_not_stop_a_removal(tmp_path: Path) -> None:
 def test_a_folder_in_the_place_of_the_best_link_does_not_stop_a_removal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A copy of the folder that followed the link has one."""
+    """A copy of the folder that followed the link has a folder there."""
     (tmp_path / "best.dcp").mkdir()
     folder = opened(tmp_path, keep=1, keep_best=1, format=Format.DCP)
     for step, accuracy in ((10, 0.4), (20, 0.8)):
@@ -214,7 +213,7 @@ def test_the_mark_of_a_best_one_that_is_no_longer_kept_is_removed(tmp_path: Path
 
 
 def test_scores_that_are_not_numbers_are_null_in_the_file(tmp_path: Path) -> None:
-    """Other programs could not read NaN."""
+    """Other programs could not parse NaN."""
     folder = opened(tmp_path, keep_best=2, best_by=Metric.LOSS)
     for step, loss in ((10, math.nan), (20, math.inf), (30, 0.5)):
         save(folder, step, accuracy=0.1, loss=loss)

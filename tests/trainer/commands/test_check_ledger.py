@@ -1,5 +1,5 @@
-"""The ledger check passes real runs and fails under deliberate defects of the sampler, through real
-training on two ranks.
+"""The ledger check accepts real runs, and rejects runs with deliberate defects in the sampler. Two
+ranks really train.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_a_resume_from_an_older_checkpoint_than_the_newest_is_found(tmp_path: Pa
     assert [end.code for end in run(1, arguments, prepare=stop_at(5))] == [75]
     (tmp_path / "step-000000005.pt").unlink()
     good(1, arguments)
-    # Step 4 has no checkpoint if that of step 2 was still being written.
+    # Step 4 has no checkpoint if the checkpoint of step 2 was still being written.
     with pytest.raises(LedgerError, match=r"resumed after step [24], although step 5 was in a checkpoint"):
         verify(read([tmp_path]))
 
@@ -104,8 +104,8 @@ def test_kill_9_of_a_rank_under_torchrun_loses_and_repeats_nothing(tmp_path: Pat
 def test_incarnations_of_a_job_are_in_order_whatever_the_clocks_of_its_nodes_show(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second incarnation's node is 85 s behind. Then the job is created again, and its rounds
-    begin at 1 again.
+    """The second incarnation's node has a clock that is 85 s behind. Then the job is created again,
+    and its rounds start at 1 again.
     """
 
     def incarnation(job: str, round_: int, clock: float, start: int, *steps: int) -> None:
@@ -146,8 +146,8 @@ def test_command_line_prints_a_table_and_names_what_is_missing(
     ],
 )
 def test_a_missing_or_invalid_ledger_is_reported(content: bytes, message: str, tmp_path: Path) -> None:
-    """Regression: each was a traceback. A job that ended before its first step leaves an empty
-    file.
+    """Regression: each of them raised a traceback. A job that ended before its first step leaves an
+    empty file.
     """
     (tmp_path / "ledger").mkdir()
     (tmp_path / "ledger" / "rank-0-a.jsonl").write_bytes(content)
@@ -156,7 +156,7 @@ def test_a_missing_or_invalid_ledger_is_reported(content: bytes, message: str, t
 
 
 def test_steps_that_changed_no_weight_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Step 3 in the history that counts, and step 6 in one that a resume undid."""
+    """Step 3 is in the valid history, and step 6 is in one that a resume undid."""
 
     def broken(*steps: int) -> Callable[[int], None]:
         def prepare(rank: int) -> None:

@@ -22,7 +22,7 @@ from ranks import run as ranks
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ends of epochs, and a stop in the third, of parts."""
+    """Train for two epochs and a part of the third, with checkpoints in parts."""
     folder = tmp_path_factory.mktemp("trained")
     good(2, [*TINY, "checkpoint.keep_best=1", f"checkpoint.dir={folder}"])
     arguments = [*TINY, "train.epochs=3", "checkpoint.keep_best=1", "checkpoint.format=dcp", f"checkpoint.dir={folder}"]
@@ -72,7 +72,7 @@ def test_a_broken_checkpoint_is_reported_with_an_exit_code(
 def test_a_checkpoint_that_training_deletes_meanwhile_is_left_out(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: an error took the place of the table of a running job's folder."""
+    """Regression: for a running job's folder, an error was shown instead of the table."""
     for name in ("step-000000008.pt", "step-000000016.pt"):
         (tmp_path / name).write_bytes((trained / name).read_bytes())
     row = show_checkpoint._row
@@ -93,7 +93,7 @@ def test_a_checkpoint_that_training_deletes_meanwhile_is_left_out(
 def test_every_checkpoint_has_a_row_even_if_another_one_is_broken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: an unreadable one ended the list without a name."""
+    """Regression: an unreadable checkpoint ended the list, without its name."""
     state = {"step": 1, "sampler": {"epoch": 0, "consumed": 1, "size": 4}, "a": torch.ones(3)}
     for step in (1, 3):
         dcp.write(tmp_path / f"step-{step:09d}.dcp", 1, state, Metadata(step), None, lambda: None)
@@ -114,7 +114,7 @@ def test_every_checkpoint_has_a_row_even_if_another_one_is_broken(
 
 
 def test_a_checkpoint_of_an_own_loop_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It contains what the loop saved, without settings of the trainer."""
+    """The file contains what the loop saved, without the trainer's settings."""
     with CheckpointFolder.open(Group(), dir=tmp_path) as folder:
         sampler = {"epoch": 0, "consumed": 4, "size": 8, "seed": 0}
         folder.save(lambda: {"step": 1, "sampler": sampler, "model": {"weight": torch.zeros(2, 3)}}, 1)

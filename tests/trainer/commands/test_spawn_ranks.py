@@ -45,8 +45,8 @@ def _end_and_report() -> Iterator[None]:
 
 
 def launch(cwd: Path, *arguments: str, program: str = "") -> subprocess.Popen[str]:
-    """The launcher; `program` is Python that runs first, in the ranks as well: spawned processes
-    import the main module again.
+    """Start the launcher. `program` is Python code that runs first, also in the ranks, because
+    spawned processes import the main module again.
     """
     own = cwd / "own.py"
     own.write_text(
@@ -71,7 +71,7 @@ def output(cwd: Path) -> str:
 
 
 def processes_with(text: str) -> list[int]:
-    """Living processes whose environment or command line holds `text`."""
+    """Return the living processes whose environment or command line contains `text`."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -83,13 +83,13 @@ def processes_with(text: str) -> list[int]:
                 ):
                     found.append(int(entry.name))
             except OSError:
-                continue  # It ended meanwhile.
+                continue  # it ended in the meantime
     return found
 
 
 @pytest.fixture(scope="module")
 def single_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The loss curve of one process."""
+    """Return the loss curve of one process."""
     folder = tmp_path_factory.mktemp("single")
     good(1, [*SHORT, f"checkpoint.dir={folder}"])
     return final_losses(folder / "run")
@@ -97,14 +97,14 @@ def single_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.mark.parametrize("method", ["env", "file"])
 def test_ranks_meet_and_train_like_one_process(method: str, tmp_path: Path, single_losses: list[float]) -> None:
-    """The sums of two ranks are added in another order than one process's: float32 rounding, 1e-4
-    relative over eight steps.
+    """Two ranks add up their sums in a different order from one process. Over eight steps, float32
+    rounding differs by a relative 1e-4.
     """
     meeting = tmp_path / "meet"
     where = {"env": "env://", "file": f"file://{meeting}"}[method]
     if method == "file":
         meeting.write_bytes(b"what an earlier launch left: a store that names dead ranks")
-    checked = ["preflight.run=true"] if method == "file" else []  # It meets at the same file.
+    checked = ["preflight.run=true"] if method == "file" else []  # preflight meets at the same file
     process = launch(tmp_path, "--spawn", "2", f"--init={where}", *SHORT, *checked, f"checkpoint.dir={tmp_path / 'c'}")
     assert process.wait(120 * slowness()) == 0, output(tmp_path)
     assert "2 ranks on cpu: " in output(tmp_path)
@@ -117,7 +117,7 @@ def test_ranks_meet_and_train_like_one_process(method: str, tmp_path: Path, sing
 
 
 def test_two_nodes_of_one_rank_each(tmp_path: Path, single_losses: list[float]) -> None:
-    """Two launchers, each with its own part of the ranks, meet at one address: tcp://."""
+    """Two launchers, each with its own ranks, meet at a tcp:// address."""
     where = f"tcp://127.0.0.1:{free_port()}"
     folders = [tmp_path / "a", tmp_path / "b"]
     nodes = []
@@ -164,7 +164,7 @@ def test_a_rank_that_fails_ends_all_and_is_named(what: str, said: str, tmp_path:
 
 
 def test_ctrl_c_saves_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """A terminal sends it to the launcher's whole process group."""
+    """A terminal sends the signal to the launcher's whole process group."""
     process = launch(tmp_path, "--spawn=2", *SHORT, "train.epochs=4000", f"checkpoint.dir={tmp_path / 'c'}")
     metrics = tmp_path / "c" / "run" / "metrics.jsonl"
     until(lambda: metrics.exists() and '"event": "step"' in metrics.read_text(), 120)
@@ -255,12 +255,13 @@ def test_ranks_of_one_node_meet_at_a_store_that_is_not_on_the_network(monkeypatc
     for name in ("TORCHELASTIC_USE_AGENT_STORE", init_method.INIT_METHOD):
         monkeypatch.delenv(name, raising=False)
     reached = []
-    # With LOCAL_WORLD_SIZE=1 other ranks may be elsewhere, although rank 0 is given the loopback.
+    # If LOCAL_WORLD_SIZE is 1, other ranks may be on other machines, although rank 0 gets the
+    # loopback address.
     for host, local_world in (("127.0.0.1", 2), ("localhost", 2), ("127.0.0.1", 1)):
         port = free_port()
         monkeypatch.setenv("MASTER_ADDR", host)
         monkeypatch.setenv("MASTER_PORT", str(port))
-        for fence in ("0.1", "0.2"):  # A later incarnation in the same process uses the same port.
+        for fence in ("0.1", "0.2"):  # a later incarnation in the same process uses the same port
             monkeypatch.setenv("DDPJOB_FENCE", fence)
             init_method.open_store(Group(0, 2, 0, local_world), 30).set("key", fence)
         where = {each for each in listening([os.getpid()]) if each[1] == port}
@@ -291,7 +292,7 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_file_in_use_and_a_stale_file_of_several_nodes_are_refused(tmp_path: Path) -> None:
-    """Another launch holds a lock, or the ranks of another node may have opened the file already."""
+    """Another launch holds a lock, or another node's ranks may already have opened the file."""
     where = f"file://{tmp_path / 'meet'}"
     with (tmp_path / "meet.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -76,7 +76,7 @@ def test_one_number_is_a_list_of_one() -> None:
 
 
 def test_a_folder_may_be_named_by_a_date(tmp_path: Path) -> None:
-    """YAML reads it as a date. Regression: it was refused as not a path."""
+    """YAML reads the name as a date. Regression: it was rejected because it is not a path."""
     (tmp_path / "c.yaml").write_text("checkpoint: {dir: 2026-1-5}\n")
     assert config.load(str(tmp_path / "c.yaml"), []).checkpoint.dir == Path("2026-1-5")
     assert config.load(None, ["checkpoint.dir=2026-11-26"]).checkpoint.dir == Path("2026-11-26")
@@ -191,7 +191,7 @@ def test_a_key_given_twice_is_refused(text: str, tmp_path: Path) -> None:
 def test_the_argument_of_torch_distributed_launch_is_the_local_rank(
     argument: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "")  # So that it is removed afterwards.
+    monkeypatch.setenv("LOCAL_RANK", "")  # so that it is removed afterwards
     monkeypatch.delenv("LOCAL_RANK")
     assert without_local_rank(["a=1", *argument.split(), "b=2"]) == ["a=1", "b=2"] and os.environ["LOCAL_RANK"] == "1"
     monkeypatch.setenv("LOCAL_RANK", "5")
@@ -237,8 +237,8 @@ def test_parts_of_a_batch_are_given_once() -> None:
 
 
 def test_keeping_the_best_epoch_requires_checkpoints_at_epochs() -> None:
-    """Regression: it was chosen among the other checkpoints, and the best evaluation was silently
-    lost.
+    """Regression: the best checkpoint was chosen from the other checkpoints, and the best
+    evaluation was silently lost.
     """
     keys = ["checkpoint.keep_best=1", "checkpoint.every_epochs=2"]
     for evaluated in (1, 3):
@@ -277,7 +277,9 @@ def test_every_key_has_help_and_is_restored_from_a_checkpoint() -> None:
 
 
 def test_a_rank_starts_without_parsing_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would cost a tenth of a second, and Python before 3.11.8 fails when two threads parse at once."""
+    """Parsing would take 0.1 s, and Python before 3.11.8 fails if two threads parse at the same
+    time.
+    """
     monkeypatch.setattr(loader, "_docs", lambda kind: pytest.fail(f"the source of {kind} was read"))
     read = config.load("imagenet", ["checkpoint.dir=/c"])
     assert read.flat()
@@ -296,7 +298,7 @@ def ended(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 
 
 def test_wrong_arguments_end_with_2_and_in_a_pod_with_78(tmp_path: Path) -> None:
-    """What the launcher passes on to the job's status is the error file's message."""
+    """The launcher copies the error file's message to the job's status."""
     failed = ended("data.nam=x")
     text = "argument: unknown key 'data.nam'; did you mean 'data.name'?"
     assert (failed.returncode, failed.stderr) == (2, f"error: {text}\n")
@@ -310,7 +312,7 @@ def test_wrong_arguments_end_with_2_and_in_a_pod_with_78(tmp_path: Path) -> None
 
 
 def test_torch_is_imported_only_for_training(tmp_path: Path) -> None:
-    """It takes seconds."""
+    """Importing torch takes seconds."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
     path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
     for words in (["--help"], ["ledger", "--help"], ["plot", "--help"]):
@@ -324,13 +326,13 @@ def test_torch_is_imported_only_for_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", dispatch.COMMANDS)
 def test_each_command_shows_its_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with contextlib.suppress(SystemExit):  # argparse's
+    with contextlib.suppress(SystemExit):  # from argparse
         assert dispatch.run([command, "--help"]) == 0
     assert f"python -m ddpjob_trainer {command}" in capsys.readouterr().out
 
 
 def test_a_closed_pipe_is_not_an_error() -> None:
-    """`python -m ddpjob_trainer checkpoint FILE | head`."""
+    """The command is `python -m ddpjob_trainer checkpoint FILE | head`."""
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "ddpjob_trainer", "--help"]

@@ -1,7 +1,9 @@
-"""One CIFAR batch as Pythons and numpys have pickled it, with PIXELS cut out: (before, after), by its writer.
+"""One CIFAR batch as different versions of Python and numpy pickle it. Each entry is (before,
+after): the bytes around PIXELS, which are left out.
 
-Each was written by `pickle.dumps(batch, protocol)` (in Python 2.7 by cPickle, which wrote the official archives) for
-`{"batch_label": "training batch 1 of 5", "labels": [7], "data": ..., "filenames": [...]}`.
+Each was written by `pickle.dumps(batch, protocol)` (in Python 2.7 by cPickle, which wrote the
+official archives) for `{"batch_label": "training batch 1 of 5", "labels": [7], "data": ...,
+"filenames": [...]}`.
 """
 
 PIXELS = bytes(7 * i % 256 for i in range(3072))

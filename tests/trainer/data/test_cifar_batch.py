@@ -1,4 +1,6 @@
-"""The reader of CIFAR's pickles: everything that Pythons and numpys write, and nothing that a file could do besides."""
+"""The reader of CIFAR pickles accepts everything that Python and numpy write, and rejects any other
+instruction in a file.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +59,16 @@ def test_what_this_python_writes_is_read_as_its_own_unpickler_reads_it(dump: Any
     frozen.setflags(write=False)
     for data in (own, np.asfortranarray(own), frozen, own[1:], own[:1]):
         for labels in ([1, 2**40, -5][: len(data)], np.arange(len(data))):
-            names = [f"{number}.png" for number in range(300)]  # More than the memo's short numbers.
+            names = [f"{number}.png" for number in range(300)]  # more than the memo's one-byte indices
             content = dump({"filenames": names, "data": data, "labels": labels}, protocol=protocol)
             found = read_batch(content, "data", "labels")
             assert np.array_equal(found[0], data) and np.array_equal(found[1], labels)
 
 
 class Forged:
-    """An array whose dtype holds Python objects and says that it does not: reading one follows a forged pointer."""
+    """An array whose dtype holds Python objects but claims otherwise. Reading an element would
+    follow a forged pointer.
+    """
 
     def __reduce__(self) -> Any:
         return np.zeros(1).__reduce_ex__(5)[0], (b"\x41" * 8, Lying(), (1,), "C")
@@ -95,7 +99,9 @@ def test_other_types_of_elements_are_refused(code: str) -> None:
 @pytest.mark.parametrize("state", ["setattr", "dict", "dtype's", "array's"])
 @pytest.mark.parametrize("name", NAMES, ids=".".join)
 def test_no_name_of_a_batch_can_be_given_an_attribute_or_a_state(name: tuple[str, str], state: str) -> None:
-    """BUILD with (None, {name: value}) is setattr in Python's machine, on classes and functions too."""
+    """Python's unpickler runs BUILD with (None, {name: value}) as setattr, even on classes and
+    functions.
+    """
     states: dict[str, bytes] = {
         "setattr": b"N}" + text("__defaults__") + b"K\x01\x85s\x86",
         "dict": b"}" + text("__doc__") + b"Ns",
@@ -107,7 +113,9 @@ def test_no_name_of_a_batch_can_be_given_an_attribute_or_a_state(name: tuple[str
 
 
 def test_the_test_of_attributes_finds_a_machine_that_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Python's own machine makes of the same payload, with the names that a batch has to name."""
+    """Python's own unpickler sets the attribute for the same payload, even if only the names of a
+    batch are allowed.
+    """
 
     class Restricted(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
@@ -164,7 +172,7 @@ def bombs() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("bomb", bombs())
 def test_a_bomb_is_refused_and_takes_no_more_memory_than_its_size(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cifar_batch, "MOST_OPCODES", 20_000)  # For the test's time.
+    monkeypatch.setattr(cifar_batch, "MOST_OPCODES", 20_000)  # keeps the test short
     content = bombs()[bomb]
     tracemalloc.start()
     try:
@@ -196,7 +204,7 @@ def test_a_damaged_or_altered_batch_is_read_or_refused_with_one_kind_of_error() 
 def test_a_file_larger_than_any_archive_s_is_refused_unread(write: Any, tmp_path: Path) -> None:
     write(tmp_path)
     path = next(path for path in tmp_path.rglob("data_batch_1*"))
-    os.truncate(path, 1 << 40)  # The file system stores no zeros.
+    os.truncate(path, 1 << 40)  # a sparse file, which takes no space
     with pytest.raises(
         DataError, match=r"data_batch_1\S* has 1,099,511,627,776 bytes, more than any file of the archive"
     ):

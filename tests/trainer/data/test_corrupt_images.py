@@ -1,4 +1,6 @@
-"""Images that cannot be decoded: named, counted, of no weight; the same training on any number of ranks."""
+"""Images that cannot be decoded are reported and counted and have no weight. Training is the same
+on any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ CORRUPT = (
     2,
     14,
     20,
-)  # of the sorted training files: two of them in one micro-batch of the first epoch or the second
+)  # indices of sorted training files; two are in one micro-batch of the first or the second epoch
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """24 training images in two classes, four of them damaged in different ways."""
+    """Create 24 training images in two classes, four of them damaged in different ways."""
     root = tmp_path / "images"
     root.mkdir()
     write_image_folder(root, SIZE // 2)
@@ -42,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def path_of(root: Path, number: int) -> Path:
-    """The file of a training sample."""
+    """Return the file of a training sample."""
     return sorted((root / "train").rglob("*.JPEG"))[number]
 
 
@@ -56,7 +58,9 @@ def arguments(folder: Path, *more: str) -> list[str]:
 
 
 def reference(folder: Path) -> list[float]:
-    """A plain loop: the mean over those samples of each global batch that can be read."""
+    """Return the losses of a plain loop that takes the mean over the readable samples of each
+    global batch.
+    """
     settings = config.load(None, arguments(folder))
     data = open_data(settings.data)
     torch.set_num_threads(1)
@@ -129,8 +133,8 @@ def test_normalisation_statistics_and_mixed_images_do_not_see_the_ranks_either(f
     more = ["model.norm=batch", "data.micro_batches=3", "data.mixup=0.4", "data.cutmix=1"]
     for world in (1, 2, 3):
         good(world, [*arguments(folder, *more), f"checkpoint.dir={tmp_path / str(world)}"])
-    # Statistics over a few images make of what rounding differs by up to 1e-4 in eight steps; gradients that are not
-    # weighed by the readable ones make more.
+    # Statistics over a few images amplify rounding differences to at most 1e-4 in eight steps.
+    # Gradients that are not weighted by the number of readable images differ by more.
     expected = final_losses(tmp_path / "1" / "run")
     for world in (2, 3):
         np.testing.assert_allclose(final_losses(tmp_path / str(world) / "run"), expected, rtol=1e-3)
@@ -184,7 +188,9 @@ def test_corrupt_stop_names_the_first(workers: int, folder: Path) -> None:
 
 
 def test_too_many_end_the_training_at_the_same_step_on_any_number_of_ranks(folder: Path, tmp_path: Path) -> None:
-    """Three of 24 are allowed: at the step that brings the fourth every rank ends, with the same sentence."""
+    """Three unreadable images of 24 are allowed. At the step that reads the fourth, every rank ends
+    with the same message.
+    """
     order = permutation(0, 0, SIZE)
     last = max(order.index(number) for number in CORRUPT) // BATCH
     for world in (1, 2):
@@ -196,7 +202,9 @@ def test_too_many_end_the_training_at_the_same_step_on_any_number_of_ranks(folde
 
 
 def test_too_many_test_images_end_the_training_too(folder: Path, tmp_path: Path) -> None:
-    """What is left of them is another test set: of none the loss would be 0, which is the best of all."""
+    """The remaining images would be a different test set. If none remained, the loss would be 0,
+    the best possible one.
+    """
     for path in (folder / "val").rglob("*.JPEG"):
         path.write_bytes(b"text")
     size = len(list((folder / "val").rglob("*.JPEG")))

@@ -1,4 +1,4 @@
-"""NVIDIA DALI as the decoder of training images (its CPU pipeline: the same code runs on a GPU)."""
+"""NVIDIA DALI decodes training images. Its CPU pipeline is tested; a GPU runs the same code."""
 
 from __future__ import annotations
 
@@ -31,14 +31,18 @@ needs_dali = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _no_pipeline_stays() -> Iterator[None]:
-    """Its end in a forked process, where its threads are not, is a crash; other tests fork ranks."""
+    """Collect pipelines after each test. A forked rank does not have a pipeline's threads, so
+    collecting one there would crash.
+    """
     yield
     gc.collect()
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Photographs, not noise: pixels of two decoders are compared."""
+    """Create a folder of photographs instead of noise, because the pixels of two decoders are
+    compared.
+    """
     from sklearn.datasets import load_sample_image
 
     for part in ("train", "val"):

@@ -1,4 +1,6 @@
-"""Data sets in their real on-disk formats; augmentation that does not depend on ranks; clear errors."""
+"""Data sets are read in their real on-disk formats, augmentation does not depend on the ranks, and
+errors are clear.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def test_cifar10_python_and_binary_versions_give_the_same_as_torchvision(
 
     monkeypatch.setattr(
         torchvision.datasets.CIFAR10, "_check_integrity", lambda self: True
-    )  # the MD5 of the official files
+    )  # MD5 checksums of the official files
     monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda *_: True)
     (tmp_path / "py" / "cifar-10-batches-py" / "batches.meta").write_bytes(
         pickle.dumps({"label_names": list("abcdefghij")})
@@ -175,7 +177,7 @@ def test_crop_and_flip_moves_and_mirrors_as_it_says() -> None:
 
 
 def test_crop_and_flip_takes_the_numbers_drawn_for_each_sample() -> None:
-    """Against a plain loop over torchvision's functions with the same draws."""
+    """The reference is a plain loop over torchvision's functions with the same draws."""
     from ddpjob_trainer.data.randomness import uniform
     from torchvision.transforms.v2 import functional
 
@@ -196,7 +198,7 @@ def test_numbers_that_a_device_draws_are_those_of_the_host_to_the_bit(seed: int,
 
 
 def test_an_epochs_crops_are_drawn_without_a_copy_from_the_host() -> None:
-    """A device would wait for it, with nothing to do, at the beginning of each epoch."""
+    """Such a copy would keep the device idle at the start of each epoch."""
     on_host = list[str]()
 
     class Watch(TorchDispatchMode):
@@ -288,7 +290,9 @@ def test_values_that_make_no_sense_are_refused() -> None:
 
 
 def test_a_small_set_lies_on_the_training_device(tmp_path: Path) -> None:
-    """`meta` stands for an accelerator: shapes without content, and no way back to the CPU."""
+    """`meta` stands for an accelerator: its tensors have no content and cannot be copied back to
+    the CPU.
+    """
     write_cifar_binary(tmp_path)
     settings = config.load(None, ["data.name=cifar10", f"data.dir={tmp_path}"]).data
     data = open_data(settings, torch.device("meta"))
@@ -308,7 +312,9 @@ def test_test_images_are_never_augmented(tmp_path: Path) -> None:
 
 
 def test_workers_live_over_epochs_and_serve_the_test_set_too(tmp_path: Path) -> None:
-    """Also after an epoch that was left in the middle: what was read ahead is not taken for the next one's."""
+    """An epoch that ends early does not disturb this: its prefetched batches are not used in the
+    next epoch.
+    """
     write_image_folder(tmp_path)
     arguments = ["data.name=imagefolder", f"data.dir={tmp_path}", "data.image_size=16"]
     data, reference = opened(*arguments, "data.workers=2"), opened(*arguments, "data.workers=0")
@@ -318,7 +324,7 @@ def test_workers_live_over_epochs_and_serve_the_test_set_too(tmp_path: Path) -> 
         for one, other in zip(mine, theirs, strict=True):
             assert torch.equal(one.images, other.images) and torch.equal(one.labels, other.labels)
 
-    others = children()  # Of earlier tests, until their pools are collected.
+    others = children()  # workers of earlier tests, until their pools are collected
     same(data.train_batches(parts, 0), reference.train_batches(parts, 0))
     workers = children() - others
     assert len(workers) == 2
@@ -326,7 +332,7 @@ def test_workers_live_over_epochs_and_serve_the_test_set_too(tmp_path: Path) -> 
     next(left)
     same(data.test_batches(parts), reference.test_batches(parts))
     assert children() > workers and len(children() - others) == 4, "an evaluation has workers of its own"
-    same(left, list(reference.train_batches(parts, 1))[1:])  # A test set in between does not disturb it.
+    same(left, list(reference.train_batches(parts, 1))[1:])  # evaluating a test set in between does not disturb it
     workers, left = children() - others, data.train_batches(parts, 1)
     next(left)
     same(data.train_batches(parts, 2), reference.train_batches(parts, 2))
@@ -334,7 +340,9 @@ def test_workers_live_over_epochs_and_serve_the_test_set_too(tmp_path: Path) -> 
 
 
 def test_a_signal_to_the_group_while_workers_start_ends_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun's SIGTERM may come after the fork and before the worker has left the rank's group."""
+    """torchrun may send SIGTERM after the fork but before the worker has left the rank's process
+    group.
+    """
     from ddpjob_trainer.data import pool
 
     def signalled(index: int) -> None:
@@ -351,7 +359,9 @@ def test_a_signal_to_the_group_while_workers_start_ends_none(tmp_path: Path, mon
 
 
 def test_ctrl_c_while_workers_start_interrupts_training(tmp_path: Path) -> None:
-    """Also when another thread takes it, and the main thread would raise it in a hook of the fork."""
+    """This also holds if another thread receives the signal and the main thread would raise the
+    exception in a fork hook.
+    """
     write_image_folder(tmp_path)
     data = opened("data.name=imagefolder", f"data.dir={tmp_path}", "data.image_size=16", "data.workers=1")
 
@@ -381,7 +391,9 @@ def children() -> set[int | None]:
 
 
 def test_the_share_of_time_waited_for_data_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading an image takes long here, and a step a few ms: nearly all time is waited, from the first step on."""
+    """Reading an image takes much longer than a step here, so nearly all time is spent waiting,
+    from the first step on.
+    """
     from ddpjob_trainer.data import imagefolder
 
     write_image_folder(tmp_path)
@@ -450,7 +462,7 @@ def test_an_image_that_the_machine_cannot_read_is_not_taken_for_a_damaged_one(tm
     data = opened("data.name=imagefolder", f"data.dir={tmp_path}", "data.image_size=16", "data.workers=0")
     next(data.train_batches([[0]], 0))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # All of them are in use.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # all of them are in use
     try:
         with pytest.raises(
             DataError, match=r"image .*n01440764_0.JPEG cannot be read \(Too many open files\); .*ulimit -n"

@@ -1,4 +1,4 @@
-"""Decoding against torchvision's and Pillow's own functions, at full and at reduced size."""
+"""Decoding agrees with the functions of torchvision and Pillow, at full and at reduced size."""
 
 from __future__ import annotations
 
@@ -123,9 +123,9 @@ def test_every_colour_mode_becomes_three_planes(photograph: Image.Image, mode: s
 
 @pytest.mark.parametrize(("kind", "order"), [("PNG", "<"), ("TIFF", "<"), ("TIFF", ">"), ("PPM", "<")])
 def test_grey_of_16_bits_is_the_picture_that_8_bits_show(photograph: Image.Image, kind: str, order: str) -> None:
-    """Pillow's own conversion cuts values at 255, which makes a picture of 16 bits white all over."""
+    """Pillow's own conversion clips values at 255, so a 16-bit image becomes entirely white."""
     grey = photograph.resize((64, 48)).convert("L")
-    low = np.random.default_rng(0).integers(0, 256, (48, 64))  # The bits that do not fit.
+    low = np.random.default_rng(0).integers(0, 256, (48, 64))  # the low bits, which do not fit
     fine = Image.fromarray((np.asarray(grey).astype(np.uint16) * 256 + low).astype(f"{order}u2"))
     pixels = middle(encoded(fine, kind), 32)
     assert torch.equal(pixels, middle(encoded(grey, "PNG"), 32))
@@ -159,14 +159,16 @@ def test_what_is_no_whole_image_is_unreadable(photograph: Image.Image) -> None:
 
 
 def test_a_jpeg_with_a_harmless_fault_is_still_an_image(photograph: Image.Image) -> None:
-    """libjpeg warns of bytes after the end and of unknown markers between; people train on such files."""
+    """libjpeg only warns about bytes after the end and unknown markers, and people train on such
+    files.
+    """
     whole = encoded(photograph.resize((64, 48)), quality=90)
     pixels = crop(whole, box(0, 0, 48, 64), 32)
     assert torch.equal(crop(whole + b"trailing bytes", box(0, 0, 48, 64), 32), pixels)
 
 
 def giants() -> dict[str, bytes]:
-    """Images of a few hundred bytes whose headers say that they have more pixels than are allowed."""
+    """Return images of a few hundred bytes whose headers claim more pixels than allowed."""
     small, wide, high = Image.new("RGB", (64, 64)), 16_383, 16_000
 
     def patched(content: bytes, where: int, value: bytes) -> bytes:
@@ -207,7 +209,7 @@ def refuse_to_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simplejpeg, "decode_jpeg", called)
     monkeypatch.setattr(ImageFile.ImageFile, "load", called)
     monkeypatch.setattr(WebPImagePlugin._webp, "WebPAnimDecoder", called)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # A script may lift Pillow's own limit.
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # a script may remove Pillow's own limit
 
 
 @pytest.mark.parametrize("kind", giants())
@@ -246,7 +248,7 @@ def test_a_line_of_pixels_is_not_scaled_to_billions() -> None:
 
 
 def test_a_jpeg_of_thousands_of_scans_is_refused_undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each scan of a few bytes is a pass over all pixels."""
+    """Each scan of a few bytes costs a pass over all pixels."""
     whole = encoded(Image.new("RGB", (64, 64)), progressive=True)
     scan = whole[whole.index(b"\xff\xda") : -2]
     content = whole[:-2] + scan * 600 + whole[-2:]
@@ -258,6 +260,8 @@ def test_a_jpeg_of_thousands_of_scans_is_refused_undecoded(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("kind", ["EPS", "ICO", "PCX", "TGA", "SGI", "PDF"])
 def test_formats_that_are_not_documented_are_not_opened(kind: str) -> None:
-    """Pillow has some forty, chosen by a file's bytes; that of EPS runs Ghostscript."""
+    """Pillow has about forty decoders and chooses one by a file's bytes. Its EPS decoder runs
+    Ghostscript.
+    """
     with pytest.raises(UnreadableImage, match=r"^not a known image format \(JPEG, PNG, WEBP, BMP, GIF, TIFF, PPM\)$"):
         middle(encoded(Image.new("RGB", (64, 64)), kind), 8)

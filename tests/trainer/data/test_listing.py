@@ -14,7 +14,7 @@ from ddpjob_trainer.data.imagefolder import Folder
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Class folders, one with a folder inside, all changed an hour ago."""
+    """Create class folders, one with a subfolder, all last changed an hour ago."""
     write_image_folder(tmp_path / "data", 3)
     folder = tmp_path / "data" / "train"
     first = sorted(folder.iterdir())[0]
@@ -26,14 +26,14 @@ def root(tmp_path: Path) -> Path:
 
 
 def settle(path: Path) -> None:
-    """As if it had last changed an hour ago."""
+    """Set the modification times to an hour ago."""
     before = time.time() - 3600
     os.utime(path, (before, before))
 
 
 @pytest.fixture
 def scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Folders that were listed."""
+    """Record the folders that are listed."""
     found: list[str] = []
     scan = os.scandir
 
@@ -51,7 +51,7 @@ def names(root: Path, kept: Path) -> list[str]:
 
 
 def in_order(root: Path) -> list[str]:
-    """Folder after folder, as torchvision's ImageFolder."""
+    """Return the files folder by folder, in the order of torchvision's ImageFolder."""
     return [
         str(path) for path in sorted(root.rglob("*"), key=lambda path: (str(path.parent), path.name)) if path.is_file()
     ]
@@ -81,7 +81,7 @@ def renamed(root: Path) -> None:
 
 
 def added_by_tar(root: Path) -> None:
-    """It sets the times of folders to those in the archive."""
+    """Add files as tar does, which sets the folders' times to those in the archive."""
     one = next(root.rglob("*.JPEG"))
     before = one.parent.stat()
     os.link(one, one.parent / "new.jpeg")
@@ -107,7 +107,7 @@ def test_changed_data_are_seen(change, root: Path, tmp_path: Path) -> None:  # t
 
 
 def test_what_changed_just_now_is_not_kept(root: Path, tmp_path: Path, scans: list[str]) -> None:
-    """A further change may leave the time of modification as it is."""
+    """Another change within the clock's resolution may leave the modification time unchanged."""
     added(root)
     names(root, tmp_path / "kept")
     scans.clear()
@@ -118,7 +118,7 @@ def test_what_changed_just_now_is_not_kept(root: Path, tmp_path: Path, scans: li
 def test_where_folders_have_no_times_each_start_lists(
     root: Path, tmp_path: Path, scans: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of some buckets that are mounted as file systems."""
+    """Some buckets that are mounted as file systems have no times."""
     monkeypatch.setattr(module, "_times_of", lambda path: (0, 0))
     names(root, tmp_path / "kept")
     scans.clear()

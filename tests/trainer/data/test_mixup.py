@@ -1,4 +1,6 @@
-"""Mixup, CutMix and RandAugment against torchvision's, as functions of (seed, epoch, sample or micro-batch)."""
+"""Mixup, CutMix and RandAugment agree with torchvision's. They are functions of (seed, epoch,
+sample or micro-batch).
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_cutmix_is_torchvisions_with_the_same_rectangle(key: int) -> None:
 
 
 def test_lambdas_and_areas_are_spread_as_the_papers_say() -> None:
-    """Beta(0.3, 0.3) for mixup; CutMix's area is 1 - Beta(1, 1), less what the border cuts off."""
+    """The weights follow Beta(0.3, 0.3) for mixup. The area for CutMix is 1 - Beta(1, 1), minus the
+    part beyond the border.
+    """
     shares = np.array([float(mixup.mix(MIXUP, batch(2), key, 4).labels[0, 0]) for key in range(2000)])
     expected = np.random.default_rng(0).beta(0.3, 0.3, 20000)
     for quantile in (0.1, 0.25, 0.5, 0.75, 0.9):
@@ -91,7 +95,7 @@ def test_an_unreadable_image_is_mixed_into_none(settings: DataConfig) -> None:
     labels[2] = UNREADABLE
     mixed = mixup.mix(settings, Batch(whole.images, labels, 1), 3, 4)
     reference = mixup.mix(settings, whole, 3, 4)
-    for place in (2, 3):  # 3's partner is 2
+    for place in (2, 3):  # sample 3 is mixed with sample 2
         assert torch.equal(mixed.images[place], whole.images[place])
     assert mixed.labels[2].sum() == 0 and mixed.labels[3].tolist() == [0, 0, 0, 1]
     for place in (0, 1, 4, 5):
@@ -118,13 +122,13 @@ def mixed_arguments(folder: Path) -> list[str]:
 
 
 def partner_by_rank(rank: int) -> None:
-    """The defect: what is mixed depends on the rank."""
+    """Deliberate defect: each rank mixes different samples."""
     mix = mixup.mix
     mixup.mix = lambda settings, taken, key, classes: mix(settings, taken, key + rank, classes)
 
 
 def dealt_by_rank(rank: int) -> None:
-    """The defect: micro-batches are the ranks' parts."""
+    """Deliberate defect: the ranks' parts are mixed as if they were micro-batches."""
     deal = Dealing.deal
     Dealing.deal = lambda self, samples, state: deal(Dealing(self.rank, self.world, self.world), samples, state)  # type: ignore[method-assign]
 

@@ -1,4 +1,6 @@
-"""The ingredients of published recipes are their references', on the same random draws; the recipes can be built."""
+"""The ingredients of published recipes equal their reference implementations on the same random
+draws, and the recipes can be built.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def test_random_erasing_is_torchvisions() -> None:
 
 
 def test_cutout_is_the_papers() -> None:
-    """Their code: a square about a uniform center, cut at the borders."""
+    """The paper's code cuts a square around a uniformly drawn center and clips it at the
+    borders.
+    """
     images = torch.ones(50, 3, 32, 20)
     found = Cutout(16, SEED)(images.clone(), list(range(50)), EPOCH)
     draws = uniform(derive(SEED, 0x43555420), EPOCH, np.arange(50), 2)
@@ -186,7 +190,9 @@ def drawing(_: Any) -> Any:
 
 @pytest.mark.parametrize("more", [[], ["data.trivialaugment=true"]])
 def test_encoded_images_in_versions(more: list[str], tmp_path: Path) -> None:
-    """Crop, flip and RandAugment of a version are its own; label and content are the sample's."""
+    """Each version has its own crop, flip and RandAugment. All versions of a sample share its label
+    and content.
+    """
     for part, count in (("train", 8), ("val", 2)):
         for number in range(count):
             path = tmp_path / part / f"{number % 2}" / f"{number}.png"

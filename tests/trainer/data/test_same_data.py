@@ -1,4 +1,6 @@
-"""Ranks train together only on the same data: names, sizes and labels, wherever the folder is."""
+"""Ranks train together only if their data is the same (names, sizes and labels), wherever the
+folder is.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ TRAINING += ["eval.pictures=false", "checkpoint.every_seconds=0", "train.timeout
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> tuple[Path, Path]:
-    """The same images in folders whose names are not equally long."""
+    """Create the same images in two folders whose names differ in length."""
     first, second = tmp_path / "node0", tmp_path / "second-node"
     first.mkdir()
     write_image_folder(first, 4)

@@ -1,4 +1,6 @@
-"""The sampler deals every sample of an epoch out exactly once, whatever the world size is and however it changes."""
+"""The sampler deals out every sample of an epoch exactly once, for any number of ranks and any
+changes to it.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ def counting(dealt: list[Step]) -> list[Micro]:
 
 
 def joined(dealt: list[Step]) -> list[int]:
-    """All ranks' samples in the order of the global batch."""
+    """Return all ranks' samples in the order of the global batch."""
     return [sample for micro in sorted(counting(dealt), key=lambda micro: micro.number) for sample in micro.samples]
 
 
@@ -144,7 +146,7 @@ def test_where_whole_micro_batches_are_uneven_ranks_share_them_evenly(
 
 
 def test_a_step_of_a_long_epoch_costs_its_own_micro_batches_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ImageNet on 256 ranks: one key for the order, one for this rank's micro-batch."""
+    """ImageNet on 256 ranks needs one key for the order and one for this rank's micro-batch."""
     calls = []
     derive = module.derive
     monkeypatch.setattr(module, "derive", lambda *parts: calls.append(parts) or derive(*parts))
@@ -170,7 +172,7 @@ def test_upcoming_steps_are_those_of_each_epoch() -> None:
 
 @given(st.lists(st.integers(0, 2**64), min_size=1, max_size=5))
 def test_keys_are_splitmix64s(parts: list[int]) -> None:
-    """Old checkpoints' keys, order and initial weights."""
+    """A different key would change the order and the initial weights of old checkpoints."""
     golden, state = 0x9E3779B97F4A7C15, 0
     for part in parts:
         counter = (state ^ ((part + 1) * golden)) & (2**64 - 1)
@@ -232,7 +234,9 @@ def test_versions_are_the_same_in_the_same_order_over_any_sequence_of_worlds(
 
 
 def test_versions_are_those_of_timms_and_deits_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each global batch, whatever the number of ranks; torchvision's RASampler is the same code."""
+    """Each global batch has the same samples, for any number of ranks. torchvision's RASampler has
+    the same code.
+    """
     import torch
     from timm.data.distributed_sampler import RepeatAugSampler  # type: ignore[import-untyped]
 
@@ -250,14 +254,16 @@ def test_versions_are_those_of_timms_and_deits_sampler(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("repeats", "micro_batches"), [(4, 4), (4, 8), (3, 8), (2, 2)])
 def test_a_micro_batch_holds_no_sample_twice(repeats: int, micro_batches: int) -> None:
-    """Where there are as many micro-batches as versions: as on the ranks of timm's sampler."""
+    """If there are at least as many micro-batches as versions, they behave like the ranks of timm's
+    sampler.
+    """
     for step in ElasticSampler(960, 96, Dealing(0, 1, micro_batches), SamplerState(), repeats).rest_of_epoch():
         for micro in step.micros:
             assert len({number % 960 for number in micro.samples}) == len(micro.samples) > 1
 
 
 def test_more_portions_than_samples_are_one_for_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """train.accumulate=1000000000000 looked for samples in each of them."""
+    """Regression: train.accumulate=1000000000000 looked for samples in every portion."""
     looks: list[int] = []
 
     def once(items: list[int], part: int, parts: int) -> object:

@@ -1,4 +1,6 @@
-"""The generated shapes: the same images on any machine, and each a function of its number alone."""
+"""The generated shapes are the same images on any machine. Each image depends only on its
+number.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def opened(*keys: str) -> DataSet:
 
 
 def test_the_images_are_the_same_everywhere() -> None:
-    """To the bit: the digest is of what was drawn when the recipe's figures were measured."""
+    """Images are equal bit by bit. The digest was taken when the recipe's figures were measured."""
     numbers = np.concatenate([np.arange(300), np.arange(300) + TEST_BEGINS])
     images, labels = draw(numbers)
     assert images.shape == (600, 3, SIDE, SIDE) and images.dtype == np.uint8
@@ -54,7 +56,9 @@ def test_no_test_image_is_a_training_image() -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_mirror_image_of_a_shape_is_of_its_class(name: str) -> None:
-    """So a flip keeps the label: it has an axis. Its other rotations are drawn as often."""
+    """Each shape has a mirror axis, so a flip keeps the label. Its other rotations are drawn
+    equally often.
+    """
     line = (np.arange(200) + 0.5) / 75 - 200 / 150
     u, v = np.meshgrid(line, line)
     shape = CLASSES[name]

@@ -1,5 +1,5 @@
-"""Tar shards: packed, indexed, read by byte range from a folder and from a web server; the same
-training as from the image folder.
+"""Tar shards are packed, indexed, and read by byte range from a folder and a web server. Training
+from them equals training from the image folder.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def opened(*arguments: str) -> DataSet:
 
 
 def images(data: DataSet, count: int) -> dict[bytes, int]:
-    """Test images, not augmented, as bytes -> label."""
+    """Return the labels of the test images without augmentation, by the image's bytes."""
     (batch,) = data.test_batches([list(range(count))])
     return {image.numpy().tobytes(): label for image, label in zip(batch.images, batch.labels.tolist(), strict=True)}
 
@@ -109,7 +109,7 @@ def test_an_index_of_other_shards_is_made_anew(packed: Path, monkeypatch: pytest
 
 
 def relabelled(shard: Path) -> None:
-    """The same tar with the other label for each image: not a byte longer."""
+    """Return the same tar, at the same length, with the other label for each image."""
     content = io.BytesIO()
     with tarfile.open(shard) as old, tarfile.open(fileobj=content, mode="w", format=tarfile.USTAR_FORMAT) as new:
         for member in old:
@@ -150,7 +150,7 @@ def test_an_index_copied_to_a_store_is_believed_until_the_store_knows_better() -
 
 
 def test_training_from_shards_is_that_from_the_folder_of_the_same_order(packed: Path, tmp_path: Path) -> None:
-    """Also on 2 ranks, and with workers."""
+    """This also holds on 2 ranks and with workers."""
     arguments = [
         "data.name=shards",
         *CONFIG,
@@ -167,13 +167,15 @@ def test_training_from_shards_is_that_from_the_folder_of_the_same_order(packed: 
 
 
 class Ranges(SimpleHTTPRequestHandler):
-    """A web server that knows byte ranges, as object stores do; `faults` answers are 503 first."""
+    """A web server that supports byte ranges, as object stores do. Its first `faults` responses are
+    503.
+    """
 
     faults = 0
     requests: list[str]
 
     def do_GET(self) -> None:
-        """A whole file, or a part."""
+        """Send a whole file, or a part of it."""
         wanted = self.headers.get("Range")
         path = Path(self.translate_path(self.path))
         if wanted is None or not path.is_file():
@@ -193,7 +195,7 @@ class Ranges(SimpleHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: Any) -> None:
-        """Silence."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -267,7 +269,9 @@ def a_jpeg(folder: Path) -> bytes:
 
 
 def test_shards_of_other_tools_are_read(folder: Path, tmp_path: Path) -> None:
-    """Long names (pax headers), folders in names, further members, .cls before its image."""
+    """Other tools write long names (pax headers), folders in names, extra members, and .cls before
+    its image.
+    """
     jpeg, long = a_jpeg(folder), "a-very-long-key" * 12
     members = {"d/one.two.cls": b"1\n", "d/one.cls": b" 1\n", "d/one.jpg": jpeg, "d/one.json": b"{}"}
     members |= {f"{long}.JPG": jpeg, f"{long}.cls": b"0"}
@@ -316,13 +320,13 @@ def test_bad_shards_are_named_with_the_remedy(folder: Path, tmp_path: Path) -> N
         opened("data.url=http://127.0.0.1:9/x", f"data.index={tmp_path}")
     with pytest.raises(
         DataError, match=r"http://127.0.0.1:99999/x cannot be read .*data.url is correct"
-    ):  # No OSError.
+    ):  # not an OSError
         opened("data.url=http://127.0.0.1:99999/x", f"data.index={tmp_path}")
 
 
 @pytest.fixture
 def shard(folder: Path, tmp_path: Path) -> Path:
-    """Of five images."""
+    """Pack a shard of five images."""
     path = tmp_path / "five" / "train" / "s.tar"
     jpeg = a_jpeg(folder)
     write_shard(path, {f"{n}.{kind}": jpeg if kind == "jpg" else b"0" for n in range(5) for kind in ("jpg", "cls")})
@@ -331,7 +335,9 @@ def shard(folder: Path, tmp_path: Path) -> Path:
 
 
 def test_a_shard_of_which_tarfile_would_read_a_part_is_refused(shard: Path) -> None:
-    """A copy that was cut between two members, or within a header, and several tars in one file."""
+    """A copy may be truncated between two members or within a header, and a file may contain
+    several tars.
+    """
     with tarfile.open(shard) as archive:
         third = archive.getmembers()[4].offset
     whole = shard.read_bytes()
@@ -409,7 +415,7 @@ def test_a_damaged_index_is_named(packed: Path) -> None:
 def test_where_a_file_system_has_no_locks_the_index_is_built_all_the_same(
     packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on Lustre without its option flock: the message spoke of permissions."""
+    """Lustre without its option flock has no locks. Regression: the message blamed permissions."""
 
     def refused(*_: Any) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -505,7 +511,7 @@ def test_as_many_shards_can_be_open_as_the_system_allows(packed: Path) -> None:
 
 
 def test_the_example_of_a_bucket_reads_shards(folder: Path, tmp_path: Path) -> None:
-    """A folder of ImageNet's 1.3 million images has more objects than a job fetches."""
+    """A folder of ImageNet's 1.3 million images has more objects than a job may fetch."""
     pack_shards.main([str(folder), str(tmp_path / "out")])
     _, name, *keys = yaml.safe_load((EXAMPLES / "data-bucket.yaml").read_text())["spec"]["args"]
     settings = config.load(name, [*keys, *CONFIG, f"data.dir={tmp_path / 'out'}"])
@@ -518,7 +524,7 @@ def index_of(packed: Path, **changes: Any) -> dict[str, Any]:
 
 
 def empty_array_of(shape: tuple[int, ...], kind: str) -> bytes:
-    """A .npy file that claims a shape and has no content."""
+    """Return a .npy file that claims a shape but has no content."""
     stream = io.BytesIO()
     np.lib.format.write_array_header_1_0(stream, {"descr": kind, "fortran_order": False, "shape": shape})
     return stream.getvalue()
@@ -548,7 +554,7 @@ def test_an_index_that_points_outside_of_its_shards_is_refused(
 
 
 def test_an_index_is_neither_unpacked_nor_believed_about_its_size(packed: Path) -> None:
-    """Each of these files is small, and numpy.load would allocate gigabytes for it."""
+    """Each of these files is small, but numpy.load would allocate gigabytes for it."""
     path = packed / "train" / "index.npz"
     np.savez_compressed(path, **index_of(packed), more=np.zeros(10_000_000, np.int64))
     with pytest.raises(DataError, match="its arrays are compressed"):
@@ -615,7 +621,7 @@ def test_a_list_of_classes_is_not_read_whatever_its_size(packed: Path) -> None:
 def test_an_image_in_a_folder_is_a_file_of_bounded_size(folder: Path) -> None:
     data = imagefolder.Folder(folder / "train")
     paths = [Path(data.name(number)) for number in range(3)]
-    os.truncate(paths[0], 1 << 40)  # The file system stores no zeros.
+    os.truncate(paths[0], 1 << 40)  # a sparse file, which takes no space
     for path in paths[1:]:
         path.unlink()
     os.mkfifo(paths[1])

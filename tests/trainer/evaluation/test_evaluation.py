@@ -1,5 +1,5 @@
-"""Evaluation over ranks gives what scikit-learn gives on one process, whatever the number of ranks,
-and no padded sample counts.
+"""Evaluation over any number of ranks gives scikit-learn's results for one process. Padded samples
+do not count.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ddpjob_trainer.optim.loss import Loss
 
 EXACT = EvalConfig(pr=PrKind.EXACT)
 
-# Pickled by value: the ranks need not import this module.
+# Pickled by value, so the ranks need not import this module.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Scores:
-    """A test set whose images are the scores that a model would give."""
+    """A test set whose images are already the scores that a model would compute."""
 
     def __init__(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         self._logits, self._labels = logits, labels
@@ -58,8 +58,9 @@ class Scores:
 
 
 def scores(size: int, classes: int, *, ties: bool = False, absent: int = 0) -> Scores:
-    """Random scores that are often right; `ties`: few different ones; `absent`: so many classes of
-    the last have no sample.
+    """Return random scores that are often right.
+
+    `ties` rounds them, so that few values differ. The last `absent` classes have no samples.
     """
     generator = torch.Generator().manual_seed(size * classes)
     labels = torch.randint(0, classes - absent, (size,), generator=generator)
@@ -68,7 +69,9 @@ def scores(size: int, classes: int, *, ties: bool = False, absent: int = 0) -> S
 
 
 def on_ranks(world: int, act: Callable[[Group], Any]) -> list[Any]:
-    """What `act` returns on each of `world` real ranks over gloo; an exception comes back as its text."""
+    """Call `act` on each of `world` real ranks over gloo, and return the results. An exception is
+    returned as its text.
+    """
     if world == 1:
         return [act(Group())]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -107,7 +110,7 @@ def as_scikit_learn(data: Scores) -> dict[str, Any]:
     first_wins = (
         data.classes - 1 - labels,
         logits.numpy()[:, ::-1],
-    )  # scikit-learn's top_k takes the last of equal scores
+    )  # scikit-learn's top_k prefers the last of equal scores
     numbers = np.arange(data.classes)
     with np.errstate(all="ignore"):
         return {
@@ -153,7 +156,9 @@ def test_equal_to_scikit_learn_on_any_number_of_ranks(world: int) -> None:
 
 @pytest.mark.parametrize("kind", [PrKind.EXACT, PrKind.BINNED])
 def test_with_bce_a_score_alone_makes_its_class_s_probability(kind: PrKind) -> None:
-    """By softmax, which the loss does not know, a sample's other scores changed its place among all samples."""
+    """This loss does not use softmax: a sample's other scores would change its position among all
+    samples.
+    """
     from sklearn.metrics import average_precision_score
 
     data, criterion = scores(4000, 6), Loss(OptimConfig(loss="bce"))
@@ -205,7 +210,7 @@ def test_memory_of_binned_does_not_grow() -> None:
 
 
 def test_stages_of_a_pipeline_count_once() -> None:
-    """Ranks 0 and 1 see the first half, 2 and 3 the second; 1 and 3 have the scores."""
+    """Ranks 0 and 1 read the first half, 2 and 3 the second. Only ranks 1 and 3 have the scores."""
     data = scores(31, 6)
 
     def stage(group: Group) -> dict[str, float]:
@@ -219,8 +224,8 @@ def test_stages_of_a_pipeline_count_once() -> None:
 
 
 def test_every_rank_takes_part_in_every_round() -> None:
-    """A forward pass may be a collective: with 3 samples, batches of one and 2 ranks, both have two
-    rounds with images.
+    """A forward pass may contain a collective. With 3 samples, batches of one and 2 ranks, both
+    ranks have two rounds with images.
     """
 
     def count(group: Group) -> list[int]:
@@ -241,7 +246,9 @@ def test_every_rank_takes_part_in_every_round() -> None:
 
 
 def test_a_padded_sample_is_noticed() -> None:
-    """As DistributedSampler does it: the first samples once more, so that all ranks have as many."""
+    """DistributedSampler pads like this: it repeats the first samples so that all ranks have the
+    same number.
+    """
 
     def padded(items: list[int], part: int, parts: int) -> list[int]:
         return [items[place % len(items)] for place in range(part, -(-len(items) // parts) * parts, parts)]
@@ -255,7 +262,9 @@ def test_a_padded_sample_is_noticed() -> None:
 
 
 def test_curves_per_rank_would_differ() -> None:
-    """Average precision is no mean over ranks: without the gathering the comparison with scikit-learn fails."""
+    """Average precision is not a mean over ranks: without gathering the scores, the comparison with
+    scikit-learn fails.
+    """
     data = scores(57, 8)
     wanted = as_scikit_learn(data)["macroAP"]
 
@@ -354,7 +363,7 @@ def test_thinning_keeps_the_ends_and_the_best_of_each_recall() -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two epochs of digits on two ranks, evaluated with curves."""
+    """Train on digits for two epochs on two ranks, with curves in the evaluation."""
     folder = tmp_path_factory.mktemp("trained")
     ended = ranks.run(2, [*ranks.TINY, f"checkpoint.dir={folder}", "eval.pr=exact", "train.eval_every=2"])
     assert [end.code for end in ended] == [0, 0], ended
@@ -373,8 +382,8 @@ def test_a_training_leaves_the_evaluation_of_its_epochs(trained: Path) -> None:
 def test_the_command_gives_what_scikit_learn_gives_for_the_checkpoint(
     trained: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    """The whole way: file, configuration in it, data, model, scores; the reference reads the file
-    by torch.load alone.
+    """The test covers the file, its configuration, the data, the model and the scores. The
+    reference reads the file with torch.load only.
     """
     from ddpjob_trainer import config
     from ddpjob_trainer.data.catalog import open_data
@@ -435,7 +444,7 @@ def test_the_command_names_what_is_wrong(trained: Path, tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named_before_the_evaluation(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A traceback was all that was left of it."""
+    """Regression: the only output was a traceback."""
     (tmp_path / "file").touch()
     with (
         monkeypatch.context() as patched,

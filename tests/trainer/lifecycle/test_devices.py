@@ -1,4 +1,4 @@
-"""What is set for CUDA alone, without one."""
+"""Settings that are made only for CUDA, tested without a CUDA device."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def test_cudnn_searches_the_fastest_algorithm_unless_runs_must_repeat_to_the_bit
 def test_a_node_whose_gpus_are_gone_does_not_train_on_the_cpu(
     gpus: str, visible: str | None, built: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others would wait for it in NCCL, and a job of one node would train on, a hundred times slower."""
+    """The other nodes would wait for it in NCCL, and a job of one node would train a hundred times
+    slower.
+    """
     monkeypatch.setattr(devices, "_count", lambda kind: 0)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

@@ -1,5 +1,5 @@
-"""A checkpoint is put in place only by the newest incarnation of the job; what was left behind ends with
-an exit code of its own.
+"""Only the newest incarnation of a job may publish a checkpoint. An older one that still runs ends
+with an exit code of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ranks import TINY, run, until
 
 
 def incarnation(folder: Path, monkeypatch: pytest.MonkeyPatch, fence: str) -> CheckpointFolder:
-    """An incarnation of the job that was started with this DDPJOB_FENCE."""
+    """Start an incarnation of the job with this DDPJOB_FENCE."""
     monkeypatch.setenv("DDPJOB_FENCE", fence)
     made = CheckpointFolder(CheckpointConfig(), folder, Group())
     made.claim(agree_on_incarnation(Group()))
@@ -36,7 +36,7 @@ def incarnation(folder: Path, monkeypatch: pytest.MonkeyPatch, fence: str) -> Ch
 
 
 def save(folder: CheckpointFolder, step: int) -> None:
-    """A checkpoint, on disk at the end."""
+    """Save a checkpoint and wait until it is on disk."""
     folder.save(lambda: {"step": step, "sampler": {"epoch": 0, "consumed": step}}, step)
     folder.finish()
 
@@ -62,7 +62,7 @@ def test_generation_and_round_are_compared_as_numbers(
 
 
 def test_a_claim_that_an_older_life_overwrote_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both read the folder before either had written."""
+    """Both incarnations read the folder before either had written its claim."""
     newest = incarnation(tmp_path, monkeypatch, "0.5")
     claim = json.loads((tmp_path / "fence.json").read_text())
     (tmp_path / "fence.json").write_text(json.dumps(claim | {"round": 4, "incarnation": 1}))
@@ -109,8 +109,8 @@ CHECK_NOTHING = "from ddpjob_trainer.lifecycle.fence import Claim; Claim.check =
 
 @pytest.mark.parametrize("defect", ["", CHECK_NOTHING], ids=["as-it-is", "defect-no-check"])
 def test_a_frozen_process_that_wakes_up_after_its_successor(defect: str, tmp_path: Path) -> None:
-    """A node that comes back: its process continues where it was frozen. Without the check it would
-    undo its successor's end.
+    """A partitioned node returns and its process continues where it was frozen. Without the check,
+    it would undo the final state of its successor.
     """
     log, shared = tmp_path / "zombie.txt", tmp_path / "shared"
     zombie = trainer(
@@ -146,7 +146,7 @@ def test_a_frozen_process_that_wakes_up_after_its_successor(defect: str, tmp_pat
 
 
 def test_all_ranks_end_as_fenced_when_the_writer_is(tmp_path: Path) -> None:
-    """Rank 0 finds out in the background; rank 1 must not be taken for a failure of its own."""
+    """Rank 0 finds out in the background. Rank 1 must not be reported as a separate failure."""
 
     def prepare(rank: int) -> None:
         write = Ledger.step
@@ -161,7 +161,7 @@ def test_all_ranks_end_as_fenced_when_the_writer_is(tmp_path: Path) -> None:
     ends = run(2, [*TINY, "train.epochs=50", "checkpoint.every_steps=2", f"checkpoint.dir={tmp_path}"], prepare=prepare)
     assert all(end.error.startswith("FencedError: ") for end in ends), ends
     assert "(generation 7, round 0)" in ends[0].error and "see its message for the reason" in ends[1].error
-    assert max(steps(tmp_path), default=0) <= 4  # None at all where the first was still being written.
+    assert max(steps(tmp_path), default=0) <= 4  # no checkpoint at all if the first one was still being written
 
 
 def test_a_start_that_is_older_than_the_folder_ends_with_the_code(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_start_that_is_older_than_the_folder_ends_with_the_code(tmp_path: Path
 def job(
     monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, uid: str, fence: str = "0.1", cluster: str = "here"
 ) -> CheckpointFolder:
-    """A first pod of the job claims the folder."""
+    """Claim the folder for the first pod of a job."""
     identity = {"NAMESPACE": "team", "NAME": name, "UID": uid, "POD": f"{name}-0-0", "CLUSTER": cluster}
     for key, value in identity.items():
         monkeypatch.setenv(f"DDPJOB_{key}", value)
@@ -194,7 +194,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def died(folder: CheckpointFolder) -> None:
-    """Its process ends without a word."""
+    """End the owner's process without any notice."""
     folder._ownership._ended.set()
 
 
@@ -203,7 +203,7 @@ def test_an_owner_that_could_not_read_its_file_for_a_moment_keeps_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job(monkeypatch, tmp_path, "a", "uid-a")
-    read, failures = fence.Owner.read, [None] * 3  # As an OSError of a network file system.
+    read, failures = fence.Owner.read, [None] * 3  # an OSError of a network file system
     monkeypatch.setattr(fence.Owner, "read", lambda path: failures.pop() if failures else read(path))
     until = time.monotonic() + 20
     while failures and time.monotonic() < until:
@@ -249,7 +249,9 @@ def test_jobs_of_one_name_on_two_clusters_do_not_take_the_folder_from_each_other
 
 
 def test_the_ranks_wait_for_one_that_watches_longer_than_a_collective_may_take(tmp_path: Path) -> None:
-    """30 s in production, whatever train.timeout_seconds is; here 6 s and 3 s."""
+    """Watching takes 30 s in production, whatever train.timeout_seconds is. Here the times are 6 s
+    and 3 s.
+    """
     former = {"job": "uid-b", "namespace": "team", "name": "b", "pod": "b-0-0", "ended": False, "cluster": ""}
     tmp_path.joinpath("owner.json").write_text(json.dumps(former))
 

@@ -1,4 +1,6 @@
-"""How long a rank that is asked to end waits for its peers; what it starts does not inherit its deafness to SIGTERM."""
+"""How long a rank that must end waits for its peers, and why the processes that it starts still end
+on SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_patience_is_what_the_pod_is_given_less_what_others_need(monkeypatch: py
 def test_with_silent_peers_a_rank_leaves_before_the_pod_is_killed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A grace of 9 s: the rule without one would have given up after 4 s, the pod's end comes 9 s after the signal."""
+    """The grace period is 9 s, so the pod ends 9 s after the signal. Without it, the rank would
+    have given up after 4 s.
+    """
     ranks = start(
         2, [*TINY, "train.epochs=4000", f"checkpoint.dir={tmp_path}"], env=lambda rank: {"DDPJOB_GRACE_SECONDS": "9"}
     )
@@ -61,7 +65,9 @@ def test_with_silent_peers_a_rank_leaves_before_the_pod_is_killed(
 
 
 def test_a_stop_waits_for_the_checkpoint_under_way_then_saves_its_own(tmp_path: Path) -> None:
-    """Both are whole on disk, and the job says that it stopped, when the ranks leave with 75."""
+    """When the ranks exit with 75, both checkpoints are complete on disk and the metrics report the
+    stop.
+    """
 
     def prepare(rank: int) -> None:
         write = torch_file.write
@@ -81,7 +87,9 @@ def test_a_stop_waits_for_the_checkpoint_under_way_then_saves_its_own(tmp_path: 
 
 
 def test_slow_ranks_are_waited_for_as_long_as_they_answer(tmp_path: Path) -> None:
-    """Rank 1 is asked to stop within the step after which rank 0 has begun to write, and whose end takes long."""
+    """Rank 1 is asked to stop in the step after rank 0 began to write. That step takes rank 0 a
+    long time.
+    """
 
     def prepare(rank: int) -> None:
         signals._PATIENCE_SECONDS = 0.3
@@ -100,8 +108,8 @@ def test_slow_ranks_are_waited_for_as_long_as_they_answer(tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_under_way_is_waited_for_where_nobody_says_when_the_end_comes(tmp_path: Path) -> None:
-    """The disk takes 7 s, longer than the patience with a step: rank 0 waits for it at an epoch's
-    end, and rank 1 for rank 0.
+    """Writing takes 7 s, longer than the patience with a step. Rank 0 waits for it at the end of an
+    epoch, and rank 1 waits for rank 0.
     """
 
     def prepare(rank: int) -> None:
@@ -150,8 +158,8 @@ def test_an_error_in_training_does_not_cut_the_checkpoint_under_way(tmp_path: Pa
 def test_sigterm_at_the_very_end_does_not_cut_short_what_is_still_written(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Nobody agrees on anything any more: the patience with the other ranks, half a second here,
-    must not end a slow last write.
+    """The ranks no longer agree on anything at this point. The patience with other ranks, 0.5 s
+    here, must not cut off a slow last write.
     """
 
     def prepare(rank: int) -> None:
@@ -181,7 +189,9 @@ def listening() -> tuple[StopRequest, Any]:
 
 @pytest.fixture
 def stop() -> Any:
-    """A rank that listens, put back afterwards."""
+    """Yield the stop request of a rank that listens for signals, and restore the handlers
+    afterwards.
+    """
     made, before = listening()
     yield made
     made._agreed.set()
@@ -191,8 +201,8 @@ def stop() -> Any:
 
 @pytest.mark.parametrize("how", ["fork", "subprocess"])
 def test_what_a_rank_starts_ends_on_sigterm_and_does_not_stop_the_rank(how: str, stop: StopRequest) -> None:
-    """A loader that is terminated. With the rank's handler and pipe it would live on, and the rank
-    would take it for its own end.
+    """A data-loader process may be terminated. If it inherited the rank's handler and pipe, it
+    would survive, and the rank would stop instead.
     """
     if how == "fork":
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
@@ -223,7 +233,9 @@ def test_a_second_loop_in_a_process_leaves_no_signal_blocked_after_a_fork(stop: 
 
 
 def test_who_blocks_sigterm_around_a_fork_has_it_blocked_in_the_child(stop: StopRequest) -> None:
-    """So workers of the data loader start: the rank's own care at a fork must not undo it."""
+    """Workers of the data loader start this way. The rank's own handling of a fork must not unblock
+    the signal.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
         child = os.fork()
@@ -236,7 +248,9 @@ def test_who_blocks_sigterm_around_a_fork_has_it_blocked_in_the_child(stop: Stop
 
 
 def test_defect_a_thread_in_sigwait_would_leave_children_deaf(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why it is not done so: the block that sigwait needs is inherited over fork and exec."""
+    """The trainer does not use sigwait, because the block that it needs is inherited across fork
+    and exec.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
         process = subprocess.Popen([sys.executable, "-c", HELPER], stdout=subprocess.PIPE)
@@ -252,12 +266,14 @@ def test_defect_a_thread_in_sigwait_would_leave_children_deaf(monkeypatch: pytes
 
 
 def test_the_flag_is_seen_while_the_main_thread_is_blocked(stop: StopRequest) -> None:
-    """In a call that Python's own handler cannot interrupt, as a collective is: C waits for a mutex, signal or not."""
-    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # All zeros, an open one; 40 bytes in glibc.
+    """The main thread waits in C for a mutex, where Python's own handler cannot interrupt it. A
+    collective blocks in the same way.
+    """
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # zeros: unlocked; glibc needs 40 bytes
     seen: list[bool] = []
 
     def watch() -> None:
-        time.sleep(0.2)  # for the main thread to be there
+        time.sleep(0.2)  # until the main thread waits for the mutex
         os.kill(os.getpid(), signal.SIGTERM)
         seen.append(stop._requested.wait(20))
         libc.pthread_mutex_unlock(mutex)

@@ -1,6 +1,7 @@
-"""Stacks of a rank at a signal, also while it is blocked, and of all ranks if no step ends.
+"""A rank dumps its stacks on a signal, even while it is blocked, and all ranks dump theirs if no
+step ends.
 
-Also the profile of chosen steps.
+The profile of selected steps is tested here as well.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def stacks(folder: Path, rank: int) -> str:
 
 
 def test_the_signal_dumps_a_rank_that_is_blocked(tmp_path: Path, capfd: Any) -> None:
-    """Rank 1 is stopped: rank 0 waits for it inside a collective, and reports where."""
+    """Rank 1 is stopped, so rank 0 waits for it in a collective and reports where."""
     ranks = start(2, [*TINY, "train.epochs=4000", f"checkpoint.dir={tmp_path}"])
     pids = [process.pid for process, _ in ranks]
     try:
@@ -56,7 +57,9 @@ def test_the_signal_dumps_a_rank_that_is_blocked(tmp_path: Path, capfd: Any) -> 
 
 
 def test_all_ranks_dump_before_a_hanging_collective_fails(tmp_path: Path, capfd: Any) -> None:
-    """Rank 1 sleeps in its step 4; with 3 s for a collective, stacks come after 2.7 s."""
+    """Rank 1 sleeps in step 4. With a timeout of 3 s for a collective, the stacks are dumped after
+    2.7 s.
+    """
 
     def prepare(rank: int) -> None:
         from ddpjob_trainer.reporting.ledger import Ledger
@@ -82,7 +85,9 @@ def test_all_ranks_dump_before_a_hanging_collective_fails(tmp_path: Path, capfd:
 
 
 def test_the_signal_ends_no_rank_that_is_about_to_leave(tmp_path: Path) -> None:
-    """It did: what faulthandler restored was the default."""
+    """Regression: the signal ended the rank, because faulthandler had restored the default
+    action.
+    """
 
     def leave() -> None:
         StackDumps(tmp_path, 0, 60).close()
@@ -97,7 +102,7 @@ def test_the_signal_ends_no_rank_that_is_about_to_leave(tmp_path: Path) -> None:
 def test_under_a_launcher_a_rank_answers_its_signal_until_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the file that worker.py has registered."""
+    """The rank writes to the file that worker.py has registered."""
     monkeypatch.setenv("DDPJOB_STACKS_DIR", str(tmp_path))
     monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(tmp_path))
     monkeypatch.setenv("RANK", "3")

@@ -1,4 +1,6 @@
-"""What a start of a rank costs and does: no compiler, no scikit-learn; devices and models chosen by name."""
+"""What starting a rank costs: it imports no compiler and no scikit-learn, and selects devices and
+models by name.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ print(settings is sys.modules["torch._dynamo.convert_frame"].config)
 
 
 def test_training_imports_no_compiler_and_compiling_still_works(tmp_path: Path) -> None:
-    """Two ranks, so that DistributedDataParallel takes part."""
+    """Two ranks are used so that DistributedDataParallel takes part."""
     command = [
         sys.executable,
         "-c",
@@ -92,7 +94,9 @@ def test_the_collector_is_off_during_imports_and_as_before_after_them() -> None:
 
 
 def test_a_setting_of_the_compiler_is_made_where_the_compiler_reads_it() -> None:
-    """The import hook had Python run the module of settings twice: a program set the one that nobody read."""
+    """Regression: the import hook ran the settings module twice, so a program changed a copy that
+    nothing read.
+    """
     done = subprocess.run([sys.executable, "-c", SETS], capture_output=True, text=True, timeout=60 * slowness())
     assert done.stdout == "True\n", done.stderr
 
@@ -113,7 +117,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_rank_forked_after_preload_trains_and_imports_nothing_of_ours(tmp_path: Path) -> None:
-    """With the compiler's stand-in, and no thread that a fork would lose."""
+    """The compiler is replaced by its stand-in, and no thread runs that a fork would lose."""
     command = [
         sys.executable,
         "-c",
@@ -139,7 +143,9 @@ def test_a_rank_forked_after_preload_trains_and_imports_nothing_of_ours(tmp_path
 
 
 def test_ranks_of_agents_that_have_restarted_differently_find_each_other(tmp_path: Path) -> None:
-    """A spare's agent has restarted nothing, the one beside it has; both use the store of one of them."""
+    """One agent has restarted its ranks and the other, a former spare, has not. Both use one of the
+    agents' stores.
+    """
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def agent(rank: int) -> dict[str, str]:
@@ -162,7 +168,9 @@ def test_backend_and_device() -> None:
 
 
 def test_one_visible_device_for_each_rank_is_its_device_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm's habit. Under torchrun one visible device is one for all ranks, which cannot share it."""
+    """Slurm shows each rank a single device. Under torchrun, a single visible device is the same
+    one for all ranks, which cannot share it.
+    """
     monkeypatch.setattr(devices, "_count", lambda kind: 1 if kind == "cuda" else 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")

@@ -1,4 +1,6 @@
-"""SIGTERM: the ranks agree, save and leave with 75; a rank whose peers are silent leaves by itself."""
+"""The ranks agree on SIGTERM, save and exit with 75. A rank whose peers do not answer exits
+alone.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ def test_sigterm_to_torchrun_saves_and_a_later_start_continues(tmp_path: Path) -
 
 @pytest.mark.parametrize("how", ["torchrun", "ctrl-c", "killed"])
 def test_a_rank_that_is_asked_to_end_saves_and_leaves_no_worker_behind(how: str, tmp_path: Path) -> None:
-    """torchrun and a terminal signal the whole process group: a worker that died of it would take
-    the rank with it before it has saved.
+    """torchrun and terminals signal the whole process group. If that ended a worker, the rank would
+    fail before it has saved.
     """
     write_image_folder(tmp_path / "images", 8)
     arguments = [
@@ -94,8 +96,8 @@ def test_sigterm_during_evaluation_keeps_the_epoch_and_evaluates_later(tmp_path:
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_rank_whose_peer_is_gone_leaves_promptly(how: signal.Signals, tmp_path: Path) -> None:
-    """SIGSTOP: the collective blocks for ever; SIGKILL: it fails at once. No checkpoint is on its
-    way, which would be waited for.
+    """SIGSTOP lets the collective block forever; SIGKILL makes it fail at once. No checkpoint is
+    being written, because the rank would wait for it.
     """
     ranks = start(2, [*TINY, "train.epochs=4000", "checkpoint.every_epochs=0", f"checkpoint.dir={tmp_path}"])
     until(lambda: steps(tmp_path) > 3)

@@ -1,4 +1,4 @@
-"""Running statistics cost a few calls per step, whatever the number of layers."""
+"""Running statistics need only a few calls per step, whatever the number of layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Count(TorchDispatchMode):
-    """Counts calls of ATen, and the tensors in lists of these."""
+    """Counts ATen calls, and the tensors in their lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,9 @@ def test_a_step_takes_as_many_calls_for_53_layers_as_for_one(layers: int) -> Non
 
 
 def test_the_models_buffers_stay_the_same_tensors() -> None:
-    """Others hold them: a moving average, a state that is loaded in place."""
+    """Other objects hold these tensors, such as a moving average, or a state that is loaded in
+    place.
+    """
     model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(5, momentum=None), nn.BatchNorm1d(2, affine=False))
     before = dict(model.named_buffers())
     values = {name: torch.rand(buffer.shape) if buffer.dim() else torch.tensor(7) for name, buffer in before.items()}
@@ -57,7 +59,9 @@ def test_the_models_buffers_stay_the_same_tensors() -> None:
 
 
 def test_instance_normalization_has_the_statistics_of_all_samples() -> None:
-    """On several ranks each kept those of its own: evaluations and checkpoints depended on the rank."""
+    """Regression: each rank kept the statistics of its own samples, so evaluations and checkpoints
+    depended on the rank.
+    """
     images = torch.randn(6, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     whole, parts = (nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True)) for _ in range(2))
     whole(images)

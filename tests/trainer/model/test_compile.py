@@ -1,4 +1,4 @@
-"""torch.compile and channels_last change how the model computes, not what."""
+"""torch.compile and channels_last change how the model computes, but not its results."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="torch.compile on the CPU needs a C++ compiler"
 )
 def test_a_compiled_training_has_the_same_curve(tmp_path: Path) -> None:
-    """As a process of its own: the compiler's front end is really there, and its results are used.
-    Float32 sums in another order.
+    """The training runs in a separate process with the compiler's real front end. Float32 sums may
+    be in a different order.
     """
     keys = [
         *TINY,
         "data.batch=719",
         "train.threads=1",
-    ]  # 2 steps of one size: one graph for training, one for evaluation.
+    ]  # 2 steps of equal size, so one graph for training and one for evaluation
     good(1, [*keys, f"checkpoint.dir={tmp_path / 'plain'}"])
     arguments = [*keys, "model.compile=true", f"checkpoint.dir={tmp_path}"]
     code = (

@@ -1,4 +1,6 @@
-"""model.drop_path: torchvision's stochastic depth in each residual block, the same on any number of ranks."""
+"""model.drop_path is torchvision's stochastic depth in each residual block, and is the same on any
+number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from torchvision.ops import StochasticDepth, stochastic_depth
 
 IMAGES = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 TOLERANCE = 1e-4
-"""float32 sums in another order, over the four steps of RUN."""
+"""Covers float32 sums in a different order over the four steps of RUN."""
 
 
 def resnet(drop_path: float = 0.5, name: str = "resnet18_cifar") -> nn.Module:
@@ -43,7 +45,9 @@ def test_rates_rise_evenly_to_the_last_block_and_weights_keep_their_names(name: 
 
 
 def test_a_blocks_branch_goes_through_torchvisions_function() -> None:
-    """By hand, block after block, each sample's branch left out or scaled as a whole, from the same random numbers."""
+    """The reference walks through the blocks by hand with the same random numbers. It drops or
+    scales each sample's branch as a whole.
+    """
     model, plain = resnet(0.7).train(), resnet(0.0).train()
     torch.manual_seed(5)
     found = model(IMAGES)
@@ -89,7 +93,7 @@ def test_a_model_in_parts_is_refused(strategy: str) -> None:
 
 
 RUN = [
-    # Two steps: what is rounded otherwise on another processor grows tenfold with each.
+    # Only two steps, because rounding differences between processors grow tenfold with each step.
     *("data.name=synthetic", "data.shape=1,8,8", "data.size=48", "data.batch=24", "data.micro_batches=4"),
     *("model.name=resnet18_cifar", "model.drop_path=0.5", "train.epochs=1", "train.log_every=1", "optim.lr=0.001"),
     *("optim.momentum=0", "checkpoint.every_seconds=0", "eval.pictures=false", "train.threads=1", "data.stretch=1.5"),
@@ -107,7 +111,7 @@ def distance(one: Path, other: Path) -> float:
 
 
 def drawn_by_rank(rank: int) -> None:
-    """A defect: each rank draws for its own samples."""
+    """Deliberate defect: each rank draws only for its own samples."""
     forward = shared_parts.SharedParts._mask
 
     def own(self: Any, module: nn.Module, inner: Any, values: torch.Tensor) -> torch.Tensor:
@@ -118,7 +122,7 @@ def drawn_by_rank(rank: int) -> None:
 
 @pytest.mark.slow
 def test_1_2_and_3_ranks_train_the_same(tmp_path: Path) -> None:
-    """2 ranks take whole micro-batches, 3 share the four."""
+    """Each of 2 ranks takes whole micro-batches; 3 ranks share the four."""
     assert [sampler.Dealing(0, world, 4, dividing=sampler.Dividing.EXACT).passes(24) > 0 for world in (2, 3)] == [
         False,
         True,

@@ -1,4 +1,6 @@
-"""model.freeze: what matches keeps its values, on any number of ranks and through a resume."""
+"""Parameters that match model.freeze keep their values, on any number of ranks and across a
+resume.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ FROZEN = [*TINY, "model.freeze=features.*", "optim.weight_decay=0.1"]
     ids=["", "ordered", "O2"],
 )
 def test_it_keeps_its_values_and_the_rest_trains_alike_on_1_2_1_ranks(keys: list[str], tmp_path: Path) -> None:
-    """A weight decay would change them as well."""
+    """Weight decay would also change them."""
     good(1, [*FROZEN, *keys, f"checkpoint.dir={tmp_path / 'alone'}"])
     walk = [*FROZEN, *keys, f"checkpoint.dir={tmp_path / 'walk'}"]
     for world, stop in ((1, 3), (2, 9)):
@@ -30,7 +32,7 @@ def test_it_keeps_its_values_and_the_rest_trains_alike_on_1_2_1_ranks(keys: list
         assert [end.code for end in ended] == [75] * world, ended
     good(1, walk)
     losses = [final_losses(tmp_path / folder / "run") for folder in ("alone", "walk")]
-    # bfloat16 at O2 rounds at 4e-3, and the sums of two ranks otherwise than those of one.
+    # bfloat16 at O2 rounds at 4e-3, and two ranks round their sums differently from one.
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-2 if "amp.level=O2" in keys else 1e-4)
     first = build_model(config.load(None, FROZEN).model, (1, 8, 8), 10, 0).state_dict()
     last = torch.load(tmp_path / "walk" / "step-000000016.pt", weights_only=True)
@@ -41,7 +43,9 @@ def test_it_keeps_its_values_and_the_rest_trains_alike_on_1_2_1_ranks(keys: list
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_it_may_change_at_a_resume(name: str, tmp_path: Path) -> None:
-    """As where the head is trained first. Momenta of some weights and none of others ended in a traceback."""
+    """A user may train the head first. Regression: momenta for only some of the weights ended in a
+    traceback.
+    """
     keys = [*TINY, f"optim.name={name}", "optim.lr=0.01", "optim.ema_decay=0.5", f"checkpoint.dir={tmp_path}"]
     for world, more, stop in ((1, ["model.freeze=features.*"], 3), (2, [], 12), (1, ["model.freeze=features.*"], None)):
         ended = run(world, [*keys, *more], prepare=stop_at(stop) if stop else None)

@@ -1,4 +1,6 @@
-"""A model that cannot take the size of the images says so in one line, which names what sets it."""
+"""A model that cannot take the size of the images fails with a one-line error that points to the
+setting.
+"""
 
 from __future__ import annotations
 

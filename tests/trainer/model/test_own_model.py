@@ -1,4 +1,6 @@
-"""Anybody's model by the name of a function: the same training on any number of ranks, through a stop and a resume."""
+"""Any model can be given as the name of a function. Training is the same on any number of ranks and
+across a stop and a resume.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +158,7 @@ class Wrapped(nn.Module):
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The name of a module that can be imported."""
+    """Write a module that can be imported, and yield its name."""
     (tmp_path / "somebodys_models.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "somebodys_models"
@@ -177,8 +179,8 @@ def test_it_trains_alike_on_1_2_1_ranks_and_on_one(own: str, tmp_path: Path) -> 
 
 
 def test_a_model_in_evaluation_mode_trains_as_after_an_evaluation(own: str, tmp_path: Path) -> None:
-    """As models with weights of somebody's are returned. Its first epoch, and the rest of one after a restart, had
-    other statistics and no dropout.
+    """Functions that load pretrained weights often return models in this mode. Regression: until
+    the first evaluation after each start, statistics differed and dropout was off.
     """
     for name in ("net", "evaluating"):
         good(1, [*TINY, f"model.name={own}:{name}", "train.epochs=1", f"checkpoint.dir={tmp_path / name}"])
@@ -187,7 +189,7 @@ def test_a_model_in_evaluation_mode_trains_as_after_an_evaluation(own: str, tmp_
 
 
 def test_a_weight_without_a_gradient_is_refused_before_the_first_update(own: str, tmp_path: Path) -> None:
-    """DDP would leave all gradients that it sends with it to their ranks, and fail in the step after that."""
+    """DDP would not reduce any gradient of the same bucket, and would fail in the next step."""
     keys = [*TINY, f"model.name={own}:idle", "train.epochs=1", f"checkpoint.dir={tmp_path}"]
     for ended in run(2, keys):
         assert ended.error.startswith("ConfigError"), ended
@@ -199,7 +201,9 @@ def test_a_weight_without_a_gradient_is_refused_before_the_first_update(own: str
 
 @pytest.mark.parametrize("key", ["ddp.ordered=true", "strategy=fsdp"])
 def test_what_it_draws_by_itself_is_the_same_on_all_ranks(key: str, own: str, tmp_path: Path) -> None:
-    """DDP sends rank 0's weights to all; elsewhere each rank trained a model of its own, without a word."""
+    """DDP broadcasts rank 0's weights. Regression: with other strategies, each rank silently
+    trained a different model.
+    """
     folder = tmp_path / "values"
 
     def note(rank: int) -> None:
@@ -225,7 +229,9 @@ def test_what_it_draws_by_itself_is_the_same_on_all_ranks(key: str, own: str, tm
 
 
 def test_weights_of_some_forward_passes_alone_are_refused_before_the_first_update(own: str, tmp_path: Path) -> None:
-    """DDP sends gradients in a step's last pass: the first step's were each rank's own, and a checkpoint held them."""
+    """DDP reduces gradients in the last pass of a step. Regression: the first step used each rank's
+    own gradients, and a checkpoint contained the result.
+    """
     keys = [
         *TINY,
         f"model.name={own}:alternating",
@@ -241,8 +247,8 @@ def test_weights_of_some_forward_passes_alone_are_refused_before_the_first_updat
 
 
 def test_a_weight_that_a_later_step_leaves_out_is_refused_before_its_update(own: str, tmp_path: Path) -> None:
-    """As with layers left out at random. The step after it ended in torch's traceback, and a checkpoint held the update
-    by one rank's gradients.
+    """Models that drop layers at random do this. Regression: the next step failed with torch's
+    traceback, and a checkpoint contained an update by one rank's gradients.
     """
     keys = [*TINY, f"model.name={own}:thinning", "data.micro_batches=2", "train.epochs=1", "checkpoint.every_steps=1"]
     for ended in run(2, [*keys, f"checkpoint.dir={tmp_path / 'ddp'}"]):
@@ -253,7 +259,7 @@ def test_a_weight_that_a_later_step_leaves_out_is_refused_before_its_update(own:
 
 
 def test_in_order_a_weight_without_a_gradient_keeps_its_values_on_all_ranks(own: str, tmp_path: Path) -> None:
-    """On several ranks it was decayed, which one rank does not do."""
+    """Regression: weight decay was applied to it on several ranks, but not on one."""
     keys = [*TINY, f"model.name={own}:idle", "ddp.ordered=true", "data.micro_batches=4", "optim.weight_decay=0.1"]
     weights = []
     for world in (1, 2):
@@ -323,14 +329,16 @@ def test_mistakes_are_named(name: str, message: str, own: str, monkeypatch: pyte
     ],
 )
 def test_another_output_ends_the_first_step(name: str, message: str, own: str, tmp_path: Path) -> None:
-    """It was seen in the first evaluation, after epochs of training on classes that do not exist."""
+    """Regression: this was found only in the first evaluation, after epochs of training on classes
+    that do not exist.
+    """
     (end,) = run(1, [*TINY, f"model.name={own}:{name}", "train.eval_every=2", f"checkpoint.dir={tmp_path}"])
     assert end.code == 1 and re.search(message, end.error), end
     assert not metrics(tmp_path / "run", "step")
 
 
 def test_timms_models_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a stand-in for timm: the call, and its way to drop paths."""
+    """A stand-in for timm records the call. It has timm's own drop path."""
 
     class DropPath(nn.Module):
         drop_prob = 0.1

@@ -1,4 +1,6 @@
-"""A model is a chain of modules, and its cut is the best one; parts of ddp_mp are on their own devices."""
+"""A model is a chain of modules and is cut in the cheapest way. The parts of ddp_mp are on their
+own devices.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_the_parts_of_a_chain_give_what_the_model_gives(name: str, parts: int) -
 
 
 def test_a_sequence_keeps_a_module_in_both_of_its_places() -> None:
-    """An activation that is made once and used twice, of which named_children tells the first place alone."""
+    """An activation may be created once and used twice; named_children yields only its first
+    position.
+    """
     activation = nn.ReLU()
     model = nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 4), activation, nn.Linear(4, 2))
     layers = to_sequential(model)
@@ -55,7 +59,7 @@ def test_a_sequence_keeps_a_module_in_both_of_its_places() -> None:
 
 
 class Residual(nn.Sequential):
-    """Adds what its modules compute to the input."""
+    """Adds the output of its modules to the input."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         added: torch.Tensor = input + super().forward(input)  # type: ignore[no-untyped-call]
@@ -90,7 +94,7 @@ def test_two_parts_cost_nearly_the_same(name: str) -> None:
 
 
 def test_no_other_cut_is_cheaper() -> None:
-    """Against all that there are."""
+    """The cut is compared with every possible one."""
     draw = random.Random(7)
     for _ in range(200):
         modules = [nn.Linear(1, 1) if draw.random() < 0.6 else nn.ReLU() for _ in range(draw.randint(1, 9))]
@@ -136,7 +140,9 @@ def spread(monkeypatch: pytest.MonkeyPatch, devices: list[torch.device]) -> DdpM
 
 
 def test_parts_are_on_their_devices_and_values_cross_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The meta device stands for a second one: what is there cannot come back, which shows where values go."""
+    """The meta device stands for a second device. Values cannot be copied back from it, which shows
+    where they are sent.
+    """
     strategy = spread(monkeypatch, [CPU, torch.device("meta")])
     seen: list[tuple[str, str]] = []
     for name, module in strategy.model.named_modules():

@@ -1,4 +1,6 @@
-"""Ranks that share micro-batches compute what whole ones give: outputs, gradients, statistics, random numbers."""
+"""Ranks that share micro-batches compute what one rank computes for whole ones: outputs, gradients,
+statistics, random numbers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ IMAGES = torch.randn(SAMPLES, 3, 6, 5, generator=torch.Generator().manual_seed(1
 
 
 class Meeting:
-    """What the ranks of one process send each other: each exchange waits for all of them."""
+    """The exchange between ranks that are threads of one process. Each exchange waits for all of
+    them.
+    """
 
     def __init__(self, world: int) -> None:
         self.sent: dict[int, Any] = {}
@@ -43,7 +47,7 @@ class Meeting:
 
 
 class OneOf(Group):
-    """One rank among threads."""
+    """A rank that is one of several threads."""
 
     def __init__(self, rank: int, world: int, meeting: Meeting) -> None:
         super().__init__(rank, world)
@@ -68,7 +72,7 @@ def dealt(world: int, stretch: float = 1.25, rank: int = 0) -> list[Micro]:
 
 
 def whole() -> dict[str, Any]:
-    """Each micro-batch by itself, through torch's own layers."""
+    """Compute each micro-batch separately, with torch's own layers."""
     model, outputs, running = network(), [], []
     for micro in Dealing(0, 1, MICROS).deal(list(range(SAMPLES)), SamplerState()):
         own = network()
@@ -130,12 +134,16 @@ def test_outputs_gradients_and_statistics_are_those_of_whole_micro_batches(world
 
 
 def test_ranks_that_share_nothing_exchange_nothing() -> None:
-    """4 micro-batches on 3 ranks in one pass: neighbours only; 2 layers of images and 1 of features, both ways."""
+    """4 micro-batches on 3 ranks in one pass involve only neighbors: 2 layers of images and 1 of
+    features, in both directions.
+    """
     assert shared(3, 2.0)["messages"] == [6, 12, 6]
 
 
 def test_a_part_draws_what_the_whole_micro_batch_would() -> None:
-    """Two layers in a row, so that the second one continues where the first one of the same micro-batch ended."""
+    """Two layers follow each other, so the second one continues where the first one ended for the
+    same micro-batch.
+    """
     layers = nn.Sequential(nn.Dropout(0.4), nn.Dropout2d(0.3), StochasticDepth())
     expected = []
     for micro in Dealing(0, 1, MICROS).deal(list(range(SAMPLES)), SamplerState()):
@@ -154,7 +162,7 @@ def test_a_part_draws_what_the_whole_micro_batch_would() -> None:
 
 
 class Windows(nn.Module):
-    """As an attention over windows: its layers get (n * windows, ...)."""
+    """An attention over windows: its layers receive (n * windows, ...)."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -184,7 +192,7 @@ def test_a_layer_that_drops_nothing_may_get_what_it_likes() -> None:
 
 
 class StochasticDepth(nn.Module):
-    """As torchvision's."""
+    """A copy of torchvision's StochasticDepth."""
 
     p = 0.2
 
@@ -196,7 +204,7 @@ class StochasticDepth(nn.Module):
 
 
 class NormAndActivation(nn.BatchNorm2d):
-    """As timm's BatchNormAct2d."""
+    """A copy of timm's BatchNormAct2d."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input).relu()

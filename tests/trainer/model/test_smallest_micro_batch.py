@@ -1,4 +1,6 @@
-"""A micro-batch of one sample that batch normalization cannot take is found before training, not at an epoch's end."""
+"""A micro-batch of one sample, which batch normalization cannot process, is found before training,
+not at the end of an epoch.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Statistics of all ranks: any number of ranks, with uneven and empty shares, equals one BatchNorm
-over the whole batch.
+"""Batch statistics are taken over all ranks. Any number of ranks, even with uneven or empty shares,
+equals one BatchNorm over the whole batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 SYNC = [*TINY, "model.norm=batch", "train.epochs=1"]
-# float32 sums in another order, through 8 steps of momentum SGD.
+# Covers float32 sums in a different order, over 8 steps of momentum SGD.
 TOLERANCE = 1e-4
 
 
@@ -93,14 +93,14 @@ def test_outputs_gradients_and_running_statistics(
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Plain BatchNorm over the whole global batch, on one process."""
+    """Train one process with plain BatchNorm over the whole global batch."""
     folder = tmp_path_factory.mktemp("alone")
     good(1, [*SYNC, "data.micro_batches=1", f"checkpoint.dir={folder}"])
     return final_losses(folder / "run")
 
 
 def unweighted(rank: int) -> None:
-    """Deliberate defect: the mean of the ranks' means, whatever their counts."""
+    """Deliberate defect: the ranks' means are averaged without their counts."""
     cat = torch.cat
 
     def forget_counts(tensors: list[torch.Tensor], *more: object) -> torch.Tensor:
@@ -115,7 +115,7 @@ def unweighted(rank: int) -> None:
 def test_any_number_of_ranks_lies_on_the_curve_of_one(
     world: int, defect: Callable[[int], None] | None, alone: list[float], tmp_path: Path
 ) -> None:
-    """200 samples are no multiple of 3, nor is the last batch of 38."""
+    """Neither 200 samples nor the last batch of 38 can be divided evenly by 3."""
     good(world, [*SYNC, "model.sync_batchnorm=true", f"checkpoint.dir={tmp_path}"], prepare=defect)
     if defect is None:
         np.testing.assert_allclose(final_losses(tmp_path / "run"), alone, rtol=TOLERANCE, atol=TOLERANCE)
@@ -124,7 +124,9 @@ def test_any_number_of_ranks_lies_on_the_curve_of_one(
 
 
 def counting_stand_ins(rank: int) -> None:
-    """Deliberate defect: a rank without samples has those that it takes along among the statistics."""
+    """Deliberate defect: a rank without samples includes its placeholder samples in the
+    statistics.
+    """
     backward = Strategy.backward_one
 
     def with_all(self: Strategy, micro: object, batch: object, count: int) -> torch.Tensor:
@@ -136,7 +138,7 @@ def counting_stand_ins(rank: int) -> None:
 
 @pytest.mark.parametrize("defect", [None, counting_stand_ins])
 def test_a_rank_without_samples_changes_no_statistics(defect: Callable[[int], None] | None, tmp_path: Path) -> None:
-    """A run that grows to 3 ranks with a global batch of 2, and a last batch of 1."""
+    """A run grows to 3 ranks with a global batch of 2 and a last batch of 1."""
     arguments = [
         "data.name=synthetic",
         "data.shape=1,8,8",
@@ -155,7 +157,7 @@ def test_a_rank_without_samples_changes_no_statistics(defect: Callable[[int], No
 
 
 def test_a_run_with_fixed_micro_batches_continues_with_statistics_of_all_ranks(tmp_path: Path) -> None:
-    """Else ranks would go through different numbers of micro-batches, and wait for each other."""
+    """Otherwise ranks would process different numbers of micro-batches and wait for each other."""
     assert [end.code for end in run(1, [*SYNC, f"checkpoint.dir={tmp_path}"], prepare=stop_at(3))] == [75]
     good(2, [*SYNC, "model.sync_batchnorm=true", f"checkpoint.dir={tmp_path}"])
 
@@ -185,7 +187,7 @@ def test_one_value_per_channel_has_no_variance() -> None:
 
 
 def test_an_empty_share_is_sent_by_torchs_layer_as_the_others_are() -> None:
-    """What it sends has the format of what it is given."""
+    """An empty share is sent in the format of the layer's input."""
 
     formats = []
 
@@ -207,7 +209,7 @@ def test_an_empty_share_is_sent_by_torchs_layer_as_the_others_are() -> None:
 
 
 class NormAndActivation(nn.BatchNorm2d):
-    """As timm's BatchNormAct2d."""
+    """A copy of timm's BatchNormAct2d."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input).relu()

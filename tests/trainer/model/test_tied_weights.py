@@ -1,4 +1,6 @@
-"""A weight that two modules share, such as a language model's embedding and its head, is one through every resume."""
+"""A weight that two modules share, such as a language model's embedding and head, stays shared
+across every resume.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The moving average of the weights equals torch's AveragedModel, is what is evaluated, and
-survives restarts to the bit.
+"""The moving average of the weights equals torch's AveragedModel, is used for evaluation, and is
+bit-identical after restarts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_it_is_torchs_average() -> None:
 
 
 def test_steps_that_are_left_out_do_not_count() -> None:
-    """Whether that is known at once, or on the device only."""
+    """This holds whether the skip is known at once or only on the device."""
     weight = torch.zeros(3)
     known, later = MovingAverage(0.9, [("w", weight)]), MovingAverage(0.9, [("w", weight)])
     for step in range(6):

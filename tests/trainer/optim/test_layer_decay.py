@@ -1,5 +1,8 @@
-"""Learning rates that fall from block to block are timm's for its models and BEiT's rule for others; with groups
-without decay, frozen layers, every strategy's names, and another value at a resume.
+"""Learning rates that decay from block to block equal timm's for its models, and follow BEiT's rule
+for others.
+
+The tests cover parameter groups without decay, frozen layers, the parameter names of every
+strategy, and a different value at a resume.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ CONFIG = OptimConfig(name=OptimizerName.ADAMW, lr=0.2, weight_decay=0.05, layer_
 
 
 def rates(model: nn.Module, optim: OptimConfig = CONFIG) -> dict[str, tuple[float, float]]:
-    """(learning rate, weight decay) of each parameter that is trained."""
+    """Return (learning rate, weight decay) of each trained parameter."""
     trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     optimizer = build_optimizer(optim, trained, depths(model))
     set_learning_rate(optimizer, 0.2)
@@ -57,7 +60,9 @@ def test_a_model_of_timm_has_timms_groups(name: str, freeze: tuple[str, ...]) ->
 
 
 def beit(name: str) -> int:
-    """get_layer_id_for_vit of BEiT and MAE, for torchvision's names and four blocks."""
+    """The function get_layer_id_for_vit of BEiT and MAE, for torchvision's names and four
+    blocks.
+    """
     if name in ("class_token", "encoder.pos_embedding") or name.startswith("conv_proj"):
         return 0
     block = re.match(r"encoder\.layers\.encoder_layer_(\d+)\.", name)
@@ -119,7 +124,7 @@ def test_one_is_one_group_and_wrong_values_are_refused() -> None:
 
 
 class HeadFirst(nn.Module):
-    """What the rule cannot know."""
+    """A model whose head comes first, which the rule cannot detect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +163,9 @@ def test_a_group_matcher_without_timm_is_an_error_with_a_remedy(monkeypatch: pyt
 
 @pytest.mark.parametrize("form", ["torch", "dcp"])
 def test_another_value_at_a_resume(tmp_path: Path, form: str) -> None:
-    """The first half of the training is without; at the resume the rates are the new ones, and momentum is kept."""
+    """The first half of the training has no layer decay. After the resume the rates are the new
+    ones, and momentum is kept.
+    """
     tiny = [
         "strategy=single", "data.batch=256", "model.width=4", "train.eval_every=9", "optim.lr=0.05", "train.epochs=2",
         f"checkpoint.dir={tmp_path / 'a'}", f"checkpoint.format={form}", "checkpoint.every_epochs=1",
@@ -173,4 +180,4 @@ def test_another_value_at_a_resume(tmp_path: Path, form: str) -> None:
         scales = [[group.get("lr_scale") for group in state["groups"]] for state in states]
         assert scales[0] == scales[1] == [0.125, 0.25, 0.5, 1.0]
         assert [group["lr"] for group in states[0]["groups"]] == [0.05 * scale for scale in scales[0]]
-    assert train.run(config.load(None, [*tiny, "train.epochs=3", "optim.schedule=constant"])) == 0  # And back.
+    assert train.run(config.load(None, [*tiny, "train.epochs=3", "optim.schedule=constant"])) == 0  # and back again

@@ -1,5 +1,5 @@
-"""A loss that is not finite on one rank: every rank leaves the step out; three in a row end all,
-naming step, rank and samples.
+"""If the loss is not finite on one rank, every rank skips the step. Three such steps in a row end
+all ranks with an error that reports the step, rank and samples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORSE = [*TINY, "train.epochs=1", "optim.lr=0.05"]
 
 
 def broken_at(steps: range, rank: int) -> Callable[[int], None]:
-    """The loss of one rank is NaN at these steps (from 1)."""
+    """Make the loss of one rank NaN at these steps (counted from 1)."""
 
     def prepare(own: int) -> None:
         from ddpjob_trainer.optim import loss
@@ -38,8 +38,8 @@ def broken_at(steps: range, rank: int) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_is_left_out_on_all_ranks_and_reported(world: int, tmp_path: Path, capfd: Any) -> None:
-    """What is left equals a run whose steps 3 and 4 were never taken: the gradient of one rank
-    alone would make the ranks differ.
+    """The result equals a run in which steps 3 and 4 were never taken. If a single rank had kept
+    its gradient, the ranks would differ.
     """
     good(world, [*WORSE, f"checkpoint.dir={tmp_path}"], prepare=broken_at(range(3, 5), world - 1))
     reported = metrics(tmp_path / "run", "skipped")
@@ -82,7 +82,7 @@ def test_the_first_one_ends_it_when_asked(tmp_path: Path) -> None:
 
 
 def test_without_leaving_out_the_weights_would_be_lost(tmp_path: Path) -> None:
-    """The deliberate defect: the optimizer takes every step, whatever the gradient."""
+    """Deliberate defect: the optimizer takes every step, whatever the gradient is."""
 
     def prepare(rank: int) -> None:
         from ddpjob_trainer.optim.precision import Precision
@@ -136,7 +136,9 @@ def test_a_static_scale_or_none_may_not() -> None:
 
 
 def test_on_an_accelerator_nothing_waits_until_the_report() -> None:
-    """`skipped` is then a tensor on the device: sums are right without looking at it, and looking is for the report."""
+    """`skipped` is then a tensor on the device. Sums are right without reading it, and it is read
+    only for the report.
+    """
     watch, reported = guard()
     kept = [take(watch, step, torch.tensor(step == 2), torch.inf if step == 2 else 3.0) for step in (1, 2, 3)]
     assert [float(losses) for losses, _ in kept] == [3.0, 0.0, 3.0] and [int(count) for _, count in kept] == [10, 0, 10]
@@ -155,7 +157,7 @@ def test_a_limit_below_one_is_refused() -> None:
 
 
 def test_the_curve_continues_where_it_was(tmp_path: Path) -> None:
-    """Step 1 left out on two ranks: the others' losses are those of a run that begins one step
+    """Step 1 is skipped on two ranks. The other losses equal those of a run that begins one step
     later with the same weights.
     """
     good(2, [*WORSE, f"checkpoint.dir={tmp_path}/a"], prepare=broken_at(range(1, 2), 1))
@@ -165,7 +167,9 @@ def test_the_curve_continues_where_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline", "parameter_server"])
 def test_every_strategy_leaves_it_out_on_all_ranks(strategy: str, tmp_path: Path) -> None:
-    """The rank with samples sees it: the last stage of a pipeline, the worker of a parameter server."""
+    """Only the rank that computes the loss detects it: the last stage of a pipeline, or the worker
+    of a parameter server.
+    """
     micros = ["data.micro_batches=2"] if strategy == "pipeline" else []
     steps = range(5, 7) if strategy == "pipeline" else range(3, 4)
     arguments = [*WORSE, f"strategy={strategy}", *micros, f"checkpoint.dir={tmp_path}"]

@@ -1,4 +1,4 @@
-"""LARS, averaged weights, clipping, smoothed labels: the same curve and the same evaluation however
+"""LARS, averaged weights, clipping and smoothed labels have the same curve and evaluation, however
 ranks share the training.
 """
 
@@ -31,7 +31,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def own_part_only(rank: int) -> None:
-    """Deliberate defect: a rank clips by the norm of the part of the gradients that it has."""
+    """Deliberate defect: each rank clips by the norm of its own part of the gradients."""
     Precision.over_parts = property(lambda self: None, lambda self, value: None)  # type: ignore[assignment]
 
 
@@ -42,7 +42,7 @@ def own_part_only(rank: int) -> None:
 def test_every_strategy_has_the_curve_of_one_process(
     strategy: str, world: int, defect: Callable[[int], None] | None, alone: Path, tmp_path: Path
 ) -> None:
-    """float32 sums in another order, 8 steps."""
+    """The tolerance covers float32 sums in a different order over 8 steps."""
     good(world, [*CRAFT, f"strategy={strategy}", f"checkpoint.dir={tmp_path}"], prepare=defect)
     curves = final_losses(tmp_path / "run"), final_losses(alone)
     evaluated = [metrics(folder, "eval")[-1]["loss"] for folder in (tmp_path / "run", alone)]

@@ -1,5 +1,5 @@
-"""Rates equal torch's schedulers at every step; optimizers, groups and losses equal torch's own or
-the paper's formula by hand.
+"""Rates equal those of torch's schedulers at every step. Optimizers, parameter groups and losses
+equal torch's own or the paper's formula.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_one_cycle_is_torchs(rise: float, start: float, end: float) -> None:
         optimizer, max_lr=0.4, total_steps=TOTAL, pct_start=rise, div_factor=1 / start, final_div_factor=final
     )
     torchs_rates = [optimizer.param_groups[0]["lr"]]
-    for _ in range(TOTAL - 1):  # One more, and torch's raises an error.
+    for _ in range(TOTAL - 1):  # one step more, and torch's scheduler raises an error
         optimizer.step()
         scheduler.step()
         torchs_rates.append(optimizer.param_groups[0]["lr"])
@@ -77,7 +77,7 @@ def test_one_cycle_is_torchs(rise: float, start: float, end: float) -> None:
 
 
 def test_one_cycle_of_few_steps() -> None:
-    """The rise is one step long: torch's divides by zero."""
+    """The rise is one step long, for which torch's scheduler divides by zero."""
     config = OptimConfig(lr=0.4, schedule=ScheduleName.ONE_CYCLE, rise=0.5)
     assert [learning_rate(config, Position(step, 2, 1, 1)) for step in range(2)] == pytest.approx([0.4, 0.4 * 4e-6])
 
@@ -109,9 +109,11 @@ SCHEDULES = [
 def test_the_rate_follows_the_samples_whatever_the_batches_were(
     config: OptimConfig, batches: list[int], changes: list[int]
 ) -> None:
-    """Any changes of the batch: each step has the rate of a run with the smallest steps, of a place within this step.
+    """The batch may change at any sample. Each step's rate is one that a run with the smallest
+    steps has within this step.
 
-    After each change the rate is that of a run whose batch was always the new one, and the last step's is the last.
+    After each change, the rate is that of a run whose batch was always the new one. The last step
+    has the last rate.
     """
     size, consumed, walk = (
         STEPS * BATCH,
@@ -123,7 +125,8 @@ def test_the_rate_follows_the_samples_whatever_the_batches_were(
     while consumed < size * EPOCHS:
         batch = next((each for each, until in walk if consumed < until), batch)
         found = rate(config, consumed, batch)
-        # One cycle's top lies a step before its place among the samples: the step before counts as well.
+        # The maximum of one-cycle is one step before its position among the samples, so the step
+        # before also counts.
         near = finest[max(0, consumed - batch) : consumed + min(batch, size)]
         assert min(near) * (1 - 1e-9) <= found <= max(near) * (1 + 1e-9), (consumed, batch)
         consumed += min(batch, size - consumed % size)
@@ -160,7 +163,9 @@ def trained(make: Callable[[nn.Module], torch.optim.Optimizer]) -> list[torch.Te
 
 
 def split(model: nn.Module, decay: float) -> list[dict[str, object]]:
-    """Groups by kind of module, where the trainer goes by the number of dimensions."""
+    """Group parameters by the kind of their module. The trainer groups them by their number of
+    dimensions.
+    """
     normalized = {
         id(p) for module in model.modules() if isinstance(module, nn.BatchNorm2d) for p in module.parameters()
     }
@@ -194,13 +199,11 @@ def split(model: nn.Module, decay: float) -> list[dict[str, object]]:
 def test_optimizers_are_torchs(config: OptimConfig, torchs: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
     ours, theirs = trained(lambda model: build_optimizer(config, model.named_parameters())), trained(torchs)
     for own, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(
-            own, other, rtol=1e-5, atol=1e-6
-        )  # Fused kernels round once where others round twice.
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)  # fused kernels round once, others twice
 
 
 def test_groups_without_decay_differ_from_one_group() -> None:
-    """That the two rows above can fail."""
+    """The two comparisons with groups above can fail."""
     with_decay = trained(lambda model: build_optimizer(OptimConfig(weight_decay=0.2), model.named_parameters()))
     without = trained(
         lambda model: build_optimizer(
@@ -221,7 +224,7 @@ def small_transformers() -> Iterator[nn.Module]:
 
 
 def test_tokens_positions_and_layer_scales_are_not_decayed() -> None:
-    """The tensors of more than one dimension that are left are matrices and convolutions."""
+    """The remaining tensors with more than one dimension are matrices and convolutions."""
     for model in small_transformers():
         decayed, free = build_optimizer(OptimConfig(decay_norm_and_bias=False), model.named_parameters()).param_groups
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -235,7 +238,7 @@ def test_tokens_positions_and_layer_scales_are_not_decayed() -> None:
 
 @pytest.mark.parametrize("name", [OptimizerName.SGD, OptimizerName.ADAMW])
 def test_weights_in_parts_step_all_at_once(name: OptimizerName) -> None:
-    """torch by itself steps through DTensors weight by weight."""
+    """torch itself steps through DTensors one by one."""
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
     config = OptimConfig(name=name, lr=0.1)
@@ -257,7 +260,9 @@ def test_weights_in_parts_step_all_at_once(name: OptimizerName) -> None:
 
 
 def test_lars_is_the_papers_algorithm() -> None:
-    """You, Gitman, Ginsburg 2017, algorithm 1, in float64 by numpy; biases and normalisation by plain SGD."""
+    """The reference is algorithm 1 of You, Gitman, Ginsburg 2017 in float64 with numpy. Biases and
+    normalization use plain SGD.
+    """
     config = OptimConfig(name=OptimizerName.LARS, lr=3.0, momentum=0.9, weight_decay=0.01, trust_coefficient=0.02)
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4)), nn.Parameter(torch.zeros(2, 2))]
@@ -281,7 +286,9 @@ def test_lars_is_the_papers_algorithm() -> None:
 
 
 def test_lamb_is_the_papers_algorithm() -> None:
-    """You et al. 2019, algorithm 2, with Adam's correction, in float64 by numpy; what has no decay by plain Adam."""
+    """The reference is algorithm 2 of You et al. 2019 with Adam's bias correction, in float64 with
+    numpy. Parameters without decay use plain Adam.
+    """
     config = OptimConfig(
         name=OptimizerName.LAMB, lr=0.1, weight_decay=0.02, betas=(0.8, 0.95), decay_norm_and_bias=False
     )

@@ -1,5 +1,5 @@
-"""Apex's levels equal the same loops written by hand with torch's own parts; scale, clipping and
-skipped steps; resume is exact.
+"""Apex's levels equal hand-written loops of torch's own parts. Loss scale, clipping and skipped
+steps are covered, and a resume is exact.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Small tensors: a second thread costs more than it saves."""
+    """Use one thread, because the tensors are small and a second thread costs more than it
+    saves.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -67,7 +69,7 @@ def batch(step: int, part: int = 0) -> Batch:
 
 
 def steps(strategy: Strategy, numbers: range, parts: int = 1) -> list[tuple[float, bool]]:
-    """Train; (norm, skipped) of each step."""
+    """Take these steps and return (norm, skipped) of each."""
     updates = []
     for step in numbers:
         micros = [Micro(part, list(range(6)), part) for part in range(parts)]
@@ -190,13 +192,15 @@ def test_o0_clips_as_torch_does() -> None:
 
 
 def test_data_parallel_threads_compute_in_the_format() -> None:
-    """Autocast's format is a thread's own."""
+    """Autocast's format is thread-local."""
     strategy = opened("strategy=dp", "amp.level=O1")
     assert strategy.network(batch(0).images).dtype is torch.bfloat16
 
 
 def test_data_parallel_on_the_cpu_leaves_a_machines_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """train.backend=gloo on a machine that has some, and torch would take them all."""
+    """If train.backend=gloo is set on a machine with GPUs, torch's DataParallel would use all of
+    them.
+    """
 
     def taken(*_: Any, **__: Any) -> Any:
         raise AssertionError("a GPU's")
@@ -208,7 +212,7 @@ def test_data_parallel_on_the_cpu_leaves_a_machines_gpus_alone(monkeypatch: pyte
 
 
 def test_masters_are_where_their_weights_are() -> None:
-    """A strategy may have spread the model over devices since."""
+    """A strategy may have moved parts of the model to other devices."""
     precision = Precision(AmpConfig(level=AmpLevel.O2))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     precision.convert(model)[1].to("meta")
@@ -219,7 +223,7 @@ def test_masters_are_where_their_weights_are() -> None:
 
 
 def spoiled(strategy: Strategy) -> None:
-    """A step with a gradient that is not finite."""
+    """Compute a step's gradients and make one value NaN."""
     micro = Micro(0, list(range(6)), 0)
     strategy.backward([(micro, batch(99))], 6)
     next(iter(strategy.model.parameters())).grad.view(-1)[3] = float("nan")  # type: ignore[union-attr]
@@ -234,8 +238,8 @@ def spoiled(strategy: Strategy) -> None:
 def test_a_step_that_is_not_finite_leaves_nothing_behind(
     amp: list[str], optimizer: str, when: int, waits: bool
 ) -> None:
-    """Also where it is the first: torch's fused SGD would leave its momentum uninitialised. And
-    where nobody waits for the result.
+    """This also holds for the first step, where torch's fused SGD would leave its momentum
+    uninitialized, and if nothing waits for the result.
     """
     arguments = [
         *amp,
@@ -259,7 +263,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(
         for name, value in strategy.model.named_buffers():
             value.copy_(running[name])
     assert all(torch.equal(strategy.state()["model"][name], value) for name, value in before.items())
-    # A power of two less of scale changes no bit of gradients that neither overflow nor vanish.
+    # Halving the scale changes no bit of gradients that neither overflow nor underflow.
     steps(strategy, range(when, 6))
     steps(undisturbed, range(when, 6))
     for name, value in undisturbed.state()["model"].items():
@@ -268,7 +272,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_images_that_are_not_finite_spoil_no_running_statistics(level: str) -> None:
-    """Else one such image would make every later evaluation NaN."""
+    """Otherwise one such image would make every later evaluation NaN."""
     strategy = opened(f"amp.level={level}")
     steps(strategy, range(2))
     before = {name: value.clone() for name, value in strategy.model.named_buffers() if value.is_floating_point()}
@@ -304,7 +308,7 @@ def test_the_dynamic_scale_falls_and_grows_as_gradscaler_says() -> None:
 
 
 def test_another_window_counts_from_a_resume_on() -> None:
-    """The checkpoint's was taken, without a word."""
+    """Regression: the checkpoint's window was used silently."""
     keys = "amp.level=O1", "amp.dtype=float16"
     before, after = opened(*keys, "amp.scale_window=2000"), opened(*keys, "amp.scale_window=3")
     steps(before, range(2))
@@ -314,8 +318,8 @@ def test_another_window_counts_from_a_resume_on() -> None:
 
 
 def overflow_on_the_last_rank(step: int, folder: Path, defect: bool) -> object:
-    """In one step one rank's loss is not finite; each rank writes down which steps it left out.
-    With the defect rank 0 does not look.
+    """Make the last rank's loss infinite in one step. Each rank records the steps that it skips.
+    With the defect, rank 0 does not check its gradients.
     """
 
     def prepare(rank: int) -> None:
@@ -334,7 +338,7 @@ def overflow_on_the_last_rank(step: int, folder: Path, defect: bool) -> object:
             with (folder / f"skipped-{rank}").open("a") as file:
                 file.write(f"{int(found.skipped)}")
             if defect and taken[0] > step:
-                os._exit(1)  # Ranks that disagree would wait for each other.
+                os._exit(1)  # ranks that disagree would wait for each other
             return found
 
         Strategy.loss, Strategy.update = spoil, note  # type: ignore[method-assign, assignment]
@@ -384,8 +388,8 @@ def float32_curve(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_the_curve_is_that_of_float32(
     world: int, level: str, dtype: str, tolerance: float, float32_curve: list[float], tmp_path: Path
 ) -> None:
-    """8 steps from a loss of 2.4 to about 1.6: float16 rounds at 5e-4, bfloat16 at 4e-3, relative;
-    a few times that is allowed.
+    """The loss falls from 2.4 to about 1.6 in 8 steps. float16 rounds at a relative 5e-4 and
+    bfloat16 at 4e-3, and a few times that is allowed.
     """
     good(world, [*TINY, *CURVE, f"amp.level={level}", f"amp.dtype={dtype}", f"checkpoint.dir={tmp_path}"])
     np.testing.assert_allclose(final_losses(tmp_path / "run"), float32_curve, rtol=tolerance)
@@ -402,8 +406,8 @@ def forgetful(rank: int) -> None:
 
 @pytest.mark.parametrize(("world", "defect"), [(2, False), (1, True)])
 def test_resume_is_exact_with_its_scale(world: int, defect: bool, tmp_path: Path) -> None:
-    """With a window of 3 the scale has doubled before the stop. The deliberate defect, a scale that
-    starts over, is found.
+    """The window is 3, so the scale has doubled before the stop. The deliberate defect, a scale
+    that starts over, is detected.
     """
     arguments = [
         *TINY,
@@ -464,7 +468,7 @@ def test_values_that_make_no_sense(amp: AmpConfig, message: str) -> None:
 
 
 def test_a_device_that_cannot_is_named_before_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As on processors for which torch has no convolution in float16."""
+    """torch has no float16 convolution for some processors."""
 
     def refuse(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("\"slow_conv2d_cpu\" not implemented for 'Half'")
@@ -507,7 +511,7 @@ def test_tf32_is_switched_on_and_off(wanted: bool) -> None:
         ({}, "cpu", True, (AmpLevel.O0, torch.float32)),
         ({"dtype": AmpDtype.BFLOAT16}, "cpu", True, (AmpLevel.O0, torch.float32)),
         ({}, "cuda", True, (AmpLevel.O1, torch.bfloat16)),
-        ({}, "cuda", False, (AmpLevel.O0, torch.float32)),  # Before Ampere: emulated, slower than float32.
+        ({}, "cuda", False, (AmpLevel.O0, torch.float32)),  # before Ampere: emulated, slower than float32
         ({"dtype": AmpDtype.FLOAT16}, "cuda", False, (AmpLevel.O1, torch.float16)),
         ({"level": AmpLevel.O0}, "cuda", True, (AmpLevel.O0, torch.float32)),
         ({"level": AmpLevel.O1}, "cuda", True, (AmpLevel.O1, torch.float16)),
@@ -531,7 +535,7 @@ def test_the_level_follows_the_device(
 def test_auto_is_one_format_on_all_ranks(
     strategy: str, with_it: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As where some ranks' GPUs are older, or have none: what computes in float32 decides."""
+    """Some ranks may have older GPUs or none. If any rank computes in float32, all do."""
 
     def prepare(rank: int) -> None:
         from ddpjob_trainer.optim import precision
@@ -570,11 +574,11 @@ def test_the_default_is_float32_to_the_bit_on_the_cpu(tmp_path: Path) -> None:
         saved.append(torch.load(max(folder.glob("step-*.pt")), weights_only=True)["model"])
         assert metrics(folder / "run", "start")[0]["precision"] == ("bfloat16 (O1)" if number == 2 else "float32")
     assert all(torch.equal(value, saved[1][name]) for name, value in saved[0].items())
-    assert not all(torch.equal(value, saved[2][name]) for name, value in saved[0].items())  # That it can fail.
+    assert not all(torch.equal(value, saved[2][name]) for name, value in saved[0].items())  # the comparison can fail
 
 
 def test_a_run_continues_in_the_other_format(tmp_path: Path) -> None:
-    """As on a GPU, then on the CPU, then on a GPU: bfloat16, float32, bfloat16."""
+    """The run moves from a GPU to the CPU and back: bfloat16, float32, bfloat16."""
     keys = [*TINY, f"checkpoint.dir={tmp_path}"]
     for epochs, level in ((1, "O1"), (2, "auto"), (3, "O1")):
         good(1, [*keys, f"train.epochs={epochs}", f"amp.level={level}", "optim.schedule=constant"])

@@ -1,4 +1,6 @@
-"""Preflight: each fault is made for real; the table must name it, its culprit and the remedy, and nothing else."""
+"""Each fault is made for real. The table must then report exactly this fault, its culprit and the
+remedy.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ Prepare = Callable[[int], None]
 
 @dataclass
 class Flown:
-    """What a preflight of forked ranks, each a node of its own, came to."""
+    """The result of a preflight of forked ranks, each on a node of its own."""
 
     codes: list[int | None]
     said: list[str]
@@ -41,7 +43,9 @@ class Flown:
     seconds: float
 
     def assert_only(self, check: str, status: str, culprit: str, value: str, remedy: str) -> None:
-        """This check alone is worse than OK (what depends on it may be skipped); all ranks have ended in agreement."""
+        """Assert that only this check is worse than OK and that all ranks ended alike. Dependent
+        checks may be skipped.
+        """
         worse = {
             name: result["status"] for name, result in self.results.items() if result["status"] not in ("OK", "SKIPPED")
         }
@@ -63,7 +67,9 @@ def fly(
     stopping: int | None = None,
     place: Network | None = None,
 ) -> Flown:
-    """Run all ranks but the absent ones; one that stops itself is ended when the others are done."""
+    """Run all ranks except `absent`. A rank that stops itself (`stopping`) is killed when the
+    others are done.
+    """
     port, began = free_port(), time.monotonic()
     context = multiprocessing.get_context("fork")
     processes: list[Any] = []
@@ -129,7 +135,7 @@ def _rank(
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is waited for in vain here does not come later either."""
+    """Shorten waits that always time out in these tests."""
     monkeypatch.setattr(conduct, "_CONNECT_SECONDS", 1.0)
     monkeypatch.setattr(conduct, "_LEAVE_SECONDS", 1.0)
     monkeypatch.setattr(conduct, "_NFS_SECONDS", 0.5)
@@ -137,7 +143,7 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on(rank: int, action: Callable[[], object]) -> Prepare:
-    """Only on one rank."""
+    """Return a hook that acts only on one rank."""
     return lambda current: action() and None if current == rank else None  # type: ignore[func-returns-value]
 
 
@@ -150,7 +156,9 @@ def all_ok(flown: Flown) -> None:
 
 
 def test_all_is_well(tmp_path: Path) -> None:
-    """Three nodes on one machine; the file that shows whether folders are shared is gone afterwards."""
+    """Three nodes run on one machine. The file that shows whether a folder is shared is removed
+    afterwards.
+    """
     flown = fly(tmp_path, 3)
     all_ok(flown)
     assert "right on 3 ranks (gloo)" in flown.results["all-reduce"]["value"]
@@ -206,14 +214,16 @@ def test_another_python_is_a_warning(tmp_path: Path) -> None:
 
 @pytest.fixture
 def nodes() -> Iterator[Network]:
-    """A network of three nodes."""
+    """Create a network of three nodes."""
     need_namespaces()
     with network(3) as made:
         yield made
 
 
 def listener_loses(rank: int, longer_than: int = -1) -> Prepare:
-    """The firewall of one node: what is sent to its listener is lost."""
+    """Return a hook that drops everything sent to the listener of one node, as its firewall
+    would.
+    """
 
     class Filtered(peers.Listener):
         def server_activate(self) -> None:
@@ -231,7 +241,7 @@ def test_three_networks_without_a_fault(nodes: Network, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("world", "pairs"), [(3, "2 of 6"), (2, "1 of 2")])
 def test_one_direction_that_is_blocked(world: int, pairs: str, tmp_path: Path) -> None:
-    """What a host's firewall does: connections that begin here are let out, none is let in. The store works."""
+    """A host's firewall lets outgoing connections through but no incoming ones. The store works."""
     flown = fly(tmp_path, world, prepare=listener_loses(1))
     value = f"{pairs} directed pairs fail; node-a -> node-b ("
     remedy = "allow incoming TCP ports 1024-65535 on lo at node-b from the other nodes"
@@ -243,7 +253,7 @@ def test_one_direction_that_is_blocked(world: int, pairs: str, tmp_path: Path) -
 
 
 def test_both_directions_blocked_but_for_the_store(nodes: Network, tmp_path: Path) -> None:
-    """What a cloud's security group does that opens the documented port alone."""
+    """A cloud's security group may open only the documented port."""
     nodes.run(2, "ip rule add pref 10 ipproto tcp dport 29450 lookup main")
     nodes.run(2, "ip rule add pref 20 to 10.77.0.0/24 ipproto tcp blackhole")
     flown = fly(tmp_path, 3, place=nodes, env=lambda _: {"MASTER_PORT": "29450"})
@@ -254,7 +264,9 @@ def test_both_directions_blocked_but_for_the_store(nodes: Network, tmp_path: Pat
 
 
 def test_full_packets_that_are_lost(tmp_path: Path) -> None:
-    """A path whose MTU is smaller than the interfaces say lets a connection begin, and then stands still."""
+    """If a path's MTU is smaller than the interfaces report, a connection is established and then
+    stalls.
+    """
     flown = fly(tmp_path, 3, prepare=listener_loses(1, longer_than=1200))
     remedy = "compare the MTU of the nodes' interfaces"
     flown.assert_only("reachability", "FAIL", "node-b (in)", "full packets are lost", remedy)
@@ -272,7 +284,9 @@ def test_a_rank_that_cannot_reach_rank_0_says_so_and_is_named(nodes: Network, tm
 
 
 def test_an_interface_that_gloo_would_not_find_others_by(nodes: Network, tmp_path: Path) -> None:
-    """The host's name is no address of this network, so that gloo falls back to the loopback."""
+    """The host's name does not resolve to an address of this network, so gloo falls back to the
+    loopback.
+    """
     flown = fly(tmp_path, 2, place=nodes, env=lambda rank: {"GLOO_SOCKET_IFNAME": "" if rank else "eth0"})
     flown.assert_only(
         "own address",
@@ -319,7 +333,9 @@ def test_rank_0_that_never_comes(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_stops_on_the_way_is_named_with_what_it_was_at(tmp_path: Path) -> None:
-    """It stops for good in the middle of its checks; it is not there to be asked, and the others end without it."""
+    """The rank stops permanently in the middle of its checks. It cannot be asked for the cause, and
+    the others end without it.
+    """
     stop = on(1, lambda: setattr(conduct, "own_address", lambda _: os.kill(os.getpid(), signal.SIGSTOP)))
     flown = fly(tmp_path, 3, "preflight.join_seconds=5", "preflight.step_seconds=2", prepare=stop, stopping=1)
     (culprit,) = flown.results["ranks"]["culprit"]
@@ -341,13 +357,13 @@ def test_clock_skew(tmp_path: Path) -> None:
 
 
 def test_clock_skew_of_rank_0_is_not_blamed_on_the_others(tmp_path: Path) -> None:
-    """And what Kerberos would refuse is a failure."""
+    """A skew that Kerberos would not accept is a failure."""
     flown = fly(tmp_path, 3, prepare=on(0, lambda: setattr(peers, "now", lambda: time.time() - 1000)))
     flown.assert_only("clocks", "FAIL", "node-a (-1000.0 s)", " s apart", "run NTP there")
 
 
 def images(folder: Path) -> list[str]:
-    """A folder of images, as far as preflight reads it."""
+    """Create a folder of images, with only the parts that preflight reads."""
     for part in ("train", "val"):
         for name in ("cat", "dog"):
             (folder / part / name).mkdir(parents=True)
@@ -356,7 +372,9 @@ def images(folder: Path) -> list[str]:
 
 
 def test_small_shared_memory(tmp_path: Path) -> None:
-    """128 / 2 images to train on and 64 to test on, of 224 x 224 x 3 bytes, in four batches ahead; one node has 16."""
+    """The loaders hold 128 / 2 training images and 64 test images of 224 x 224 x 3 bytes, four
+    batches ahead. One node has 16 MB.
+    """
     need_namespaces()
     arguments = [*images(tmp_path / "data"), "train.eval_batch=64"]
     flown = fly(tmp_path, 2, *arguments, prepare=on(1, lambda: own_mount(Path("/dev/shm"), "size=16m")))
@@ -470,7 +488,7 @@ def test_data_folder_with_fewer_files_on_one_rank(tmp_path: Path) -> None:
 
 
 def test_a_file_system_that_does_not_answer_is_named_in_time(tmp_path: Path) -> None:
-    """A pipe without a writer: opening it waits for ever, as a dead NFS mount does."""
+    """Opening a pipe without a writer blocks forever, like a dead NFS mount."""
     folder = tmp_path / "dead"
     folder.mkdir()
     os.mkfifo(folder / "pipe")
@@ -501,7 +519,7 @@ def test_a_wrong_sum(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_in_the_all_reduce(tmp_path: Path) -> None:
-    """It never answers; the others' collective ends by its timeout."""
+    """The rank never answers, so the others' collective times out."""
     hang = on(1, lambda: setattr(peers, "all_reduce", lambda *_: time.sleep(60)))
     flown = fly(tmp_path, 2, "preflight.step_seconds=2", prepare=hang)
     found = flown.results["all-reduce"]
@@ -524,7 +542,7 @@ def test_training_begins_after_a_good_preflight_and_not_after_a_bad_one(tmp_path
 
 
 def test_command_under_torchrun(tmp_path: Path) -> None:
-    """Exit code 1, and the table is out before torchrun ends the ranks."""
+    """The exit code is 1, and the table is printed before torchrun ends the ranks."""
     (tmp_path / "file").touch()
     base = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "ddpjob_trainer", "preflight"]
     command = [
@@ -544,7 +562,7 @@ def test_command_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process alone, and a command line that is wrong."""
+    """The cases are a single process and an invalid command line."""
     monkeypatch.setattr("ddpjob_trainer.lifecycle.fast_exit.leave_fast", lambda: None)
     assert command.main([f"--json={tmp_path / 'report.json'}", f"checkpoint.dir={tmp_path}", "train.threads=1"]) == 0
     assert "preflight of 1 rank(s) on 1 node(s): 14 OK" in capsys.readouterr().out
@@ -560,7 +578,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 def test_the_folder_of_the_file_in_which_ranks_meet_goes(tmp_path: Path) -> None:
-    """As when a volume is unmounted: each rank says so, and nobody waits for more than the time to join."""
+    """A volume may be unmounted. Each rank reports this, and none waits longer than the time to
+    join.
+    """
     place = tmp_path / "meeting"
     place.mkdir()
     facts = conduct._Preflight._facts
@@ -579,7 +599,9 @@ def test_the_folder_of_the_file_in_which_ranks_meet_goes(tmp_path: Path) -> None
 
 
 def test_the_folder_goes_while_torch_opens_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch then waits five minutes with Python's lock held, so that no thread of Python could end the process."""
+    """torch then waits five minutes while it holds the GIL, so no Python thread could end the
+    process.
+    """
     monkeypatch.setattr(conduct, "_GRACE_SECONDS", 0.0)
     prepare = lambda _: setattr(Path, "is_dir", lambda self: True)  # noqa: E731
     where = {"DDPJOB_TRAINER_INIT": f"file://{tmp_path}/gone/file"}
@@ -589,7 +611,7 @@ def test_the_folder_goes_while_torch_opens_its_file(tmp_path: Path, monkeypatch:
 
 
 def test_a_file_system_that_does_not_answer_when_its_file_is_opened(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")  # Opening it to write waits for a reader, as a dead NFS mount does.
+    os.mkfifo(tmp_path / "pipe")  # opening it for writing waits for a reader, like a dead NFS mount
     where = {"DDPJOB_TRAINER_INIT": f"file://{tmp_path}/pipe"}
     flown = fly(tmp_path, 2, "preflight.join_seconds=1", env=lambda _: where)
     assert flown.codes == [1, 1] and flown.seconds < 10 * slowness()

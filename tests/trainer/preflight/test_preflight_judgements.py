@@ -1,4 +1,4 @@
-"""What preflight finds and concludes for machines that are not at hand here."""
+"""What preflight concludes for machines that are not available here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Usage, Address = namedtuple("Usage", "total used free"), namedtuple("Address", "
 
 
 def layout(ranks: int, per_node: int = 1) -> Layout:
-    """Nodes a, b, ... of `per_node` ranks each."""
+    """Return a layout of nodes a, b, ... with `per_node` ranks each."""
     return Layout.of({r: {"host": "abcdef"[r // per_node], "leader": r - r % per_node} for r in range(ranks)})
 
 
@@ -48,7 +48,7 @@ def context(
 
 
 def merged(name: str, *findings: RankFinding, per_node: int = 1) -> Result:
-    """Rank 0's row of a check."""
+    """Return rank 0's row of a check."""
     (check,) = (check for check in facts.CHECKS if check.name == name)
     ranks = len(findings) * per_node if check.per_node else len(findings)
     step = per_node if check.per_node else 1
@@ -56,7 +56,7 @@ def merged(name: str, *findings: RankFinding, per_node: int = 1) -> Result:
 
 
 def test_what_is_well_everywhere_names_nobody() -> None:
-    """Findings come out of JSON: their status is a plain string."""
+    """Findings come from JSON, so their status is a plain string."""
     ok = merged("checkpoint folder", *(RankFinding("written", "OK") for _ in range(2)))  # type: ignore[arg-type]
     assert (ok.status, ok.culprit) == (Status.OK, ())
 
@@ -113,7 +113,9 @@ def test_devices(change: dict[str, Any], status: str, value: str, monkeypatch: p
 
 
 def test_the_device_that_a_rank_with_several_trains_on_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 has devices 2 and 3: on device 1, which is rank 0's, it must not even open a context."""
+    """Rank 1 has devices 2 and 3. It must not even open a context on device 1, which belongs to
+    rank 0.
+    """
     opened: list[torch.device] = []
     monkeypatch.setattr(facts.devices, "_count", lambda kind: 4 * (kind == "cuda"))
     monkeypatch.setattr(torch.cuda, "set_device", opened.append)
@@ -140,7 +142,9 @@ def test_driver_version(text: str, driver: str, tmp_path: Path, monkeypatch: pyt
 
 
 def test_threads_beyond_the_cores_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container with a limit of two CPUs on a machine of 64 cores: torch would start 32 threads per rank."""
+    """A container has a limit of two CPUs on a machine with 64 cores, where torch would start 32
+    threads per rank.
+    """
     monkeypatch.setattr(devices, "cpu_limit", lambda: 2.0)
     monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: range(64))
     crowded = facts.cpu_threads(context(local_world=2, threads=32))
@@ -200,7 +204,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shared_memory_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL between a node's GPUs wants more than Docker's 64 MiB."""
+    """NCCL needs more than Docker's 64 MiB between the GPUs of a node."""
     monkeypatch.setattr(facts.shutil, "disk_usage", lambda _: Usage(2**26, 0, 2**26))
     assert facts.shared_memory(context(local_world=2)).status is Status.OK, "no GPUs"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -216,7 +220,7 @@ def test_shared_memory_for_samples_of_unknown_size() -> None:
 
 
 def test_data_that_is_too_much_to_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first two levels are compared instead."""
+    """If counting takes too long, the first two levels are compared instead."""
     for part, label in itertools.product(("train", "val"), range(3)):
         (tmp_path / part / str(label) / "more").mkdir(parents=True)
         (tmp_path / part / str(label) / "1.jpg").touch()
@@ -235,7 +239,9 @@ def test_data_that_is_too_much_to_count(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_entries_that_are_no_data(tmp_path: Path) -> None:
-    """The index of shards, and what a desktop and a file system leave; an empty folder is a fault."""
+    """The index of the shards and files left by desktops and file systems are not counted. An empty
+    folder is a fault.
+    """
     with pytest.raises(PreflightError, match="the folder is empty"):
         facts.count(tmp_path, 60)
     for name in ("a.tar", "b/c.tar"):
@@ -282,7 +288,9 @@ def test_own_address_that_others_cannot_use() -> None:
 
 
 def test_the_interface_that_nccl_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names are beginnings of names unless they follow a =; one that has an IPv6 address only is as good."""
+    """A name is a prefix unless it follows a =. An interface that has only an IPv6 address is
+    accepted too.
+    """
     for value in ("l", "nothing,lo", "=lo", "l:29500"):
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", value)
         own = addresses.own_address(Group())
@@ -327,7 +335,9 @@ NODES = {0: NodeAddress("s", "10.0.0.1", "", "eth0", 1), 1: NodeAddress("t", "10
 
 
 def test_reachability_names_direction_and_remedy() -> None:
-    """Only what node a sends out to b is lost; a node that does not report is named as well."""
+    """Only packets from node a to b are lost. A node that does not report is also named as a
+    culprit.
+    """
     lost = {0: {1: Contact("no response: blocked")}, 1: {0: Contact("")}}
     row = checks.reachability(lost, NODES, layout(2))
     assert row.culprit == ("b (in)",) and row.value.endswith("a -> b (10.0.0.2, port 2): no response: blocked")
@@ -343,7 +353,7 @@ def test_reachability_names_direction_and_remedy() -> None:
 
 
 def test_a_listener_that_is_another_program() -> None:
-    """It takes the connection and ends it, says nothing, or is not there at all."""
+    """The other program accepts the connection and closes it, sends nothing, or is not running."""
 
     def tried(server: socket.socket, token: str = "token") -> str:
         return peers.connect(NodeAddress("", "127.0.0.1", port=server.getsockname()[1], token=token), 0.5).problem
@@ -362,7 +372,9 @@ def test_a_listener_that_is_another_program() -> None:
 
 
 def test_clocks_are_only_blamed_for_what_is_sure() -> None:
-    """A slow round trip shows little: 2 s apart to within 1.5 s may be half a second. Either direction will do."""
+    """A slow round trip proves little: a difference of 2 s, known to within 1.5 s, may be 0.5 s.
+    Either direction is enough.
+    """
 
     def judged(there: Contact, back: Contact) -> Result:
         return checks.clocks({0: {1: there}, 1: {0: back}}, layout(2), 1.0)
@@ -374,7 +386,8 @@ def test_clocks_are_only_blamed_for_what_is_sure() -> None:
     assert (judged(none, none).status, judged(none, none).culprit) == (Status.SKIPPED, ("b",))
 
 
-# ---------------------------------------------------------------- the all-reduce, the table, waiting
+# ---------------------------------------------------------------- the all-reduce, the table,
+# waiting
 
 
 def test_slow_network() -> None:
@@ -418,7 +431,7 @@ def test_training_does_not_inherit_the_short_patience_of_preflight_with_the_stor
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    for agents in ("False", "True"):  # The store as it is, and with a prefix.
+    for agents in ("False", "True"):  # with the plain store and with a prefixed one
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agents)
         monkeypatch.setenv("MASTER_PORT", str(server.port))

@@ -1,4 +1,6 @@
-"""Progress reaches the coordinator, the metrics log and the picture, and a coordinator that is gone delays nothing."""
+"""Progress reaches the coordinator, the metrics log and the plot. A coordinator that is gone delays
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ from rich.console import Console
 
 @pytest.fixture
 def coordinator() -> Any:
-    """A real HTTP server on loopback that keeps what it takes."""
+    """Serve real HTTP on the loopback and keep what the coordinator accepts."""
     posts: list[tuple[str, str | None, dict[str, Any]]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -98,7 +100,9 @@ def test_copies_are_posted_by_themselves_and_displace_no_progress(coordinator: A
 
 
 def test_another_coordinator_is_told_who_lags_too(coordinator: Any) -> None:
-    """In Fast it takes the round over; the one before has taken what it knew along."""
+    """A new coordinator takes over the round in Fast mode, and the state of the previous one is
+    lost.
+    """
     port, posts, handler = coordinator
     link = ProgressClient(f"127.0.0.1:{port}", "secret")
     link.post_stragglers([{"rank": 1, "slowdown": 2.0}])
@@ -127,7 +131,7 @@ def test_what_is_posted_names_its_round(coordinator: Any, monkeypatch: pytest.Mo
 def test_an_activity_is_posted_by_itself_when_it_lasts_and_ends_with_the_next_steps(
     coordinator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress_client, "_BRIEF_SECONDS", 3.0)  # A busy machine stands still for a second.
+    monkeypatch.setattr(progress_client, "_BRIEF_SECONDS", 3.0)  # a busy machine can stall for a second
     port, posts, _ = coordinator
     link = ProgressClient(f"127.0.0.1:{port}", "secret")
     for activity in ("saving", None, "saving", None):
@@ -193,8 +197,8 @@ train.evaluate, Writer.wait = evaluates, waits
 
 
 def test_the_first_name_is_looked_up_by_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """glibc reads the environment for it, and getenv in a thread crashes the process while another
-    thread sets a variable.
+    """glibc reads the environment during the lookup. getenv in a thread crashes the process if
+    another thread sets a variable.
     """
     lookers: list[threading.Thread] = []
     look = socket.getaddrinfo
@@ -407,7 +411,7 @@ def test_sparklines() -> None:
 
 
 def test_a_terminal_gets_the_live_view(tmp_path: Path) -> None:
-    """A real training on a real pseudo-terminal."""
+    """A real training runs on a real pseudo-terminal."""
     reader, writer = os.openpty()
 
     def on_terminal(rank: int) -> None:
@@ -417,7 +421,7 @@ def test_a_terminal_gets_the_live_view(tmp_path: Path) -> None:
     (rank,) = start(1, [*TINY, f"checkpoint.dir={tmp_path}"], on_terminal)
     os.close(writer)
     shown = b""
-    with contextlib.suppress(OSError):  # the terminal's other end is closed
+    with contextlib.suppress(OSError):  # the other end of the terminal is closed
         while chunk := os.read(reader, 4096):
             shown += chunk
     os.close(reader)
@@ -427,7 +431,7 @@ def test_a_terminal_gets_the_live_view(tmp_path: Path) -> None:
 
 
 def test_an_error_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
-    """The live view hides the cursor; a shell would continue without."""
+    """The live view hides the cursor, and the shell would not show it again."""
     terminal, side = pty.openpty()
 
     def prepare(rank: int) -> None:
@@ -442,7 +446,7 @@ def test_an_error_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
     ranks = start(1, [*TINY, f"checkpoint.dir={tmp_path}"], prepare, env=lambda rank: {"TERM": "xterm"})
     os.close(side)
     said = b""
-    with contextlib.suppress(OSError):  # The other side is closed.
+    with contextlib.suppress(OSError):  # the other end is closed
         while part := os.read(terminal, 4096):
             said += part
     os.close(terminal)

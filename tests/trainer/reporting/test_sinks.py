@@ -1,5 +1,5 @@
-"""Numbers reach TensorBoard, Prometheus, W&B and MLflow, a restart continues the same run, and
-no sink disturbs training.
+"""Metrics reach TensorBoard, Prometheus, W&B and MLflow. A restart continues the same run, and no
+sink disturbs training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from machine import free_port, slowness
 from ranks import TINY, good, metrics, run, stop_at
 
 LIVES = ((0, False), (4, True))
-"""(step it resumes after, whether it completes the training): the second repeats steps 5 and 6."""
+"""Each is (the step after which it resumes, whether it completes the training). The second one
+repeats steps 5 and 6.
+"""
 
 
 def need(package: str) -> None:
@@ -39,7 +41,7 @@ def need(package: str) -> None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first import on a busy machine takes longer than a stop waits."""
+    """Wait longer at a stop, because the first import of a sink takes long on a busy machine."""
     monkeypatch.setattr(background, "_STOPPING_SECONDS", 60.0)
 
 
@@ -48,7 +50,9 @@ def a_run(folder: Path, step: int = 0) -> Run:
 
 
 def written_by(deadline: float, file: Path, word: bytes) -> None:
-    """W&B's own process writes, and may do so after `finish` has returned."""
+    """Wait until `word` is in the file. W&B's own process may write it after `finish` has
+    returned.
+    """
     while word not in file.read_bytes():
         assert time.monotonic() < deadline, file.read_bytes()
         time.sleep(0.1)
@@ -221,7 +225,7 @@ def test_values_that_make_no_sense_are_named(tmp_path: Path, capfd: Any) -> None
 
 
 class Broken:
-    """Fails at the third number."""
+    """A sink that fails at the third number."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -249,7 +253,7 @@ def test_a_sink_that_fails_is_reported_once_and_training_continues(
 
 
 class Stuck:
-    """Takes for ever."""
+    """A sink that never returns."""
 
     def write(self, step: int, values: Any) -> None:
         time.sleep(1000)
@@ -270,7 +274,7 @@ def test_a_sink_that_hangs_delays_nothing(monkeypatch: pytest.MonkeyPatch, capfd
 
 
 def test_a_run_reports_all_that_happens(tmp_path: Path) -> None:
-    """A real run of two incarnations, read back from TensorBoard's files."""
+    """A real run has two incarnations. Its events are read back from TensorBoard's files."""
     need("tensorboard")
     arguments = [*TINY, f"checkpoint.dir={tmp_path}", "report.tensorboard=true", "eval.pr=binned"]
     assert [end.code for end in run(1, arguments, prepare=stop_at(3))] == [75]

@@ -1,4 +1,6 @@
-"""A rank's own work is distinguished from its waiting for others, and a rank that lags is named, once, everywhere."""
+"""A rank's own work is distinguished from its waiting for others. A rank that lags is reported
+once, everywhere.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp
-import torch.distributed.pipelining  # Takes seconds: once, and not in each rank.
+import torch.distributed.pipelining  # takes seconds, so import it once and not in each rank
 from ddpjob_pod.stragglers import NAMED, Straggler, Stragglers
 from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator import progress
@@ -30,11 +32,11 @@ from ranks import TINY, good, metrics
 from torch import nn
 
 LATE = 0.1
-"""Seconds."""
+"""Delay in seconds."""
 
 
 def slow(rank: int, where: str) -> Callable[[int], None]:
-    """A hook for `good`: this rank sleeps before, in the middle of, or after its own work."""
+    """Return a hook for `good`: this rank sleeps before, during or after its own work."""
 
     def prepare(own: int) -> None:
         from ddpjob_trainer.optim.precision import Precision
@@ -45,7 +47,7 @@ def slow(rank: int, where: str) -> Callable[[int], None]:
             convolve = nn.Conv2d.forward
 
             def late(self: nn.Conv2d, values: torch.Tensor) -> torch.Tensor:
-                time.sleep(LATE * (self.training and self.in_channels == 1))  # The first one.
+                time.sleep(LATE * (self.training and self.in_channels == 1))  # in the first convolution only
                 return convolve(self, values)
 
             nn.Conv2d.forward = late  # type: ignore[method-assign]
@@ -71,7 +73,7 @@ def slow(rank: int, where: str) -> Callable[[int], None]:
 
 SYNCHRONIZED = ["model.norm=batch", "model.sync_batchnorm=true"]
 SHARED = ["model.norm=batch", "data.micro_batches=3"]
-"""Of two ranks, so that these share micro-batches."""
+"""Settings under which two ranks share micro-batches."""
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -101,7 +103,9 @@ def test_the_late_rank_has_the_time_and_the_others_wait(
 
 @pytest.mark.parametrize("more", [["strategy=fsdp"], SYNCHRONIZED, ["strategy=pipeline"]])
 def test_where_waits_are_not_seen_nobodys_own_time_is_known(more: list[str], tmp_path: Path) -> None:
-    """As on accelerators. What contains waits is no wait for data, of several micro-batches in a step either."""
+    """Accelerators do not show waits. A phase that contains waits is not reported as waiting for
+    data, even with several micro-batches in a step.
+    """
 
     def blind(rank: int) -> None:
         from ddpjob_trainer.distributed import step_clock
@@ -116,7 +120,7 @@ def test_where_waits_are_not_seen_nobodys_own_time_is_known(more: list[str], tmp
         StepClock.__init__ = as_elsewhere  # type: ignore[method-assign]
         slow(late, "forward")(rank)
 
-    stages = "strategy=pipeline" in more  # The first of which has the first convolution.
+    stages = "strategy=pipeline" in more  # the first stage has the first convolution
     late, portions = (0, "pipeline.micro_batches=2") if stages else (1, "train.accumulate=2")
     keys = [*TINY, "train.epochs=1", portions, *more, f"checkpoint.dir={tmp_path}"]
     good(2, keys, prepare=blind)
@@ -129,7 +133,7 @@ def test_where_waits_are_not_seen_nobodys_own_time_is_known(more: list[str], tmp
 
 
 class Event:
-    """Stands in for a GPU's event: every record is a second after the last one."""
+    """A stand-in for a GPU's event. Each is recorded one second after the previous one."""
 
     now = 0.0
 
@@ -165,7 +169,9 @@ def test_waits_of_a_gpus_stream_are_exchange_in_any_phase(monkeypatch: pytest.Mo
 
 
 def test_the_clock_marks_the_end_of_a_backward_pass_before_what_waits_for_it() -> None:
-    """As DDP's wait: a callback that the engine calls last. Without `watch` all of it would be the pass's."""
+    """DDP waits in a callback that the engine calls last. Without `watch`, this time would count as
+    part of the pass.
+    """
     clock, weight = StepClock(torch.device("cpu")), nn.Parameter(torch.ones(3))
     engine = torch.autograd.Variable._execution_engine
     for watched in (True, False):
@@ -231,7 +237,9 @@ def test_a_stage_is_compared_with_itself() -> None:
 
 
 def test_who_has_more_or_fewer_samples_does_not_lag() -> None:
-    """Two samples and one, in passes that take the same time for both, and in some that take it for each sample."""
+    """One rank has two samples and the other one. Passes take the same time for both, or time in
+    proportion to the samples.
+    """
     for own in ([1.0, 1.0, 1.0], [2.0, 1.0, 1.0]):
         judge = Stragglers(1.5, 0)
         even = [own[0] / 2, own[1], own[2]]
@@ -249,7 +257,9 @@ def test_few_are_named_the_slowest_first() -> None:
 
 
 def test_whatever_is_named_is_taken_by_any_coordinator() -> None:
-    """Of random machines, with ranks that become slow, recover, and become faster than the median."""
+    """The machines are random, with ranks that become slow, recover, and become faster than the
+    median.
+    """
     dice = random.Random(0)
     most = 0
     for _ in range(50):
@@ -267,8 +277,10 @@ def test_whatever_is_named_is_taken_by_any_coordinator() -> None:
 
 @pytest.fixture
 def posts() -> Iterator[tuple[int, list[dict[str, Any]], list[int]]]:
-    """A coordinator that keeps what it takes of what is posted. It answers posts of stragglers with the codes of the
-    list in their order, and with the last for ever (0: not at all).
+    """Serve as a coordinator that keeps the posts it accepts.
+
+    Posts of stragglers are answered with the codes of the list in order, the last one repeatedly. 0
+    means no response.
     """
     taken: list[dict[str, Any]] = []
     codes = [200]
@@ -295,8 +307,8 @@ def posts() -> Iterator[tuple[int, list[dict[str, Any]], list[int]]]:
 
 
 def recovering(rank: int, after: int) -> Callable[[int], None]:
-    """A hook for `good`: this rank sleeps long in so many forward passes; else every rank does so for a while, next to
-    which it is little what a busy machine does to one of them.
+    """Return a hook for `good`: this rank sleeps long in its first `after` forward passes. All
+    ranks sleep for long enough that the noise of a busy machine is small in comparison.
     """
 
     def prepare(own: int) -> None:
@@ -336,9 +348,11 @@ def test_a_lagging_rank_reaches_log_and_coordinator_and_so_does_its_recovery(
 
 
 def late_in(data: range, forward: range, rank: int, passes: int, stages: int) -> Callable[[int], None]:
-    """A hook for `good`: every rank sleeps in the middle of each of its `passes` forward passes of a step, in the first
-    of `stages` stages longest; and `rank` four times as long in the steps `forward`, and for its data in those of
-    `data`. It is so long that what a busy machine does to one rank is little next to it.
+    """Return a hook for `good` that delays ranks in parts of their steps.
+
+    Every rank sleeps during each of its `passes` forward passes of a step, longest in the first of
+    `stages` stages. `rank` sleeps four times as long in the steps `forward`, and while reading its
+    data in the steps `data`. The noise of a busy machine is small compared with these delays.
     """
     base = min(0.5, 0.05 * slowness())
 
@@ -387,7 +401,9 @@ def late_in(data: range, forward: range, rank: int, passes: int, stages: int) ->
 def test_the_rank_that_lags_is_named_and_no_other(
     world: int, more: list[str], rank: int, passes: int, tmp_path: Path
 ) -> None:
-    """While all are even nobody is. "whole": micro-batches that ranks cannot share, so that one computes another's."""
+    """No rank is reported while all are equally fast. "whole" means that ranks cannot share
+    micro-batches, so one rank also computes another's.
+    """
     late = late_in(range(9, 17), range(25, 33), rank, passes, 2 if "strategy=pipeline" in more else 1)
 
     def prepare(own: int) -> None:
@@ -434,7 +450,7 @@ def test_flops_are_those_by_hand_and_nothing_is_computed() -> None:
     found = flops.flops_per_sample(settings, (1, 8, 8), 10)
     assert torch.equal(torch.get_rng_state(), state)
     forward = 2 * 9 * (64 * 1 * 8 + 64 * 8 * 16 + 16 * 16 * 16) + 2 * 64 * 10
-    # Backward: as much for the weights and for the inputs, but for the images.
+    # The backward pass costs as much for the weights as for the inputs, except for the images.
     assert found == 3 * forward - 2 * 9 * 64 * 1 * 8
     resnet = config.load(None, ["model.name=torchvision:resnet18", "data.name=imagefolder"])
     assert flops.flops_per_sample(resnet, (3, 224, 224), 1000) == pytest.approx(3 * 3.63e9, rel=0.03)  # 1.814 GMAC
@@ -495,16 +511,16 @@ def test_the_share_of_the_peak(tmp_path: Path) -> None:
     settings = config.load(None, ["report.peak_flops=5e9"])
     assert flops.device_peak(settings, torch.device("cpu"), torch.float32) == 5e9
     assert flops.device_peak(config.load(None, []), torch.device("cpu"), torch.float32) == 0
-    keys = [*TINY, "train.epochs=1", "report.peak_flops=1e7"]  # So small that four digits of the share say much.
+    keys = [*TINY, "train.epochs=1", "report.peak_flops=1e7"]  # low, so four digits of the share are significant
     good(2, [*keys, f"checkpoint.dir={tmp_path}"])
     check_shares(metrics(tmp_path / "run", "step"), 2e7)
 
 
 def check_shares(lines: list[dict[str, Any]], peak: float) -> None:
-    """MFU is of the speed over the last reports, here over all of them."""
+    """Check the MFU, which is computed from the speed over the last reports (here all of them)."""
     per_sample = flops.flops_per_sample(config.load(None, TINY), (1, 8, 8), 10)
     seconds_per_sample = 0.0
-    for number, line in enumerate(lines[:-1], 1):  # The last batch is smaller.
+    for number, line in enumerate(lines[:-1], 1):  # the last batch is smaller
         seconds_per_sample += 1 / line["samplesPerSecond"]
         speed = number / seconds_per_sample
         assert line["mfu"] == pytest.approx(speed * per_sample / peak, rel=0.01, abs=1e-4)
@@ -512,7 +528,9 @@ def check_shares(lines: list[dict[str, Any]], peak: float) -> None:
 
 
 def with_peaks(*peaks: float) -> Callable[[int], None]:
-    """A hook for `good`: the peak of each rank's device, by its name. FLOPs are counted before there are peers."""
+    """Return a hook for `good` that sets the peak of each rank's device by its name. FLOPs are
+    counted before there are peers.
+    """
 
     def prepare(rank: int) -> None:
         count = flops.flops_per_sample
@@ -559,7 +577,7 @@ def test_a_process_with_several_devices_has_the_peak_of_all(monkeypatch: pytest.
     settings = config.load(None, ["strategy=ddp_mp", "ddp_mp.devices=4"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
-    assert [computes_on(settings, device) for device in (cuda, cpu)] == [4, 1]  # Its stages share the CPU.
+    assert [computes_on(settings, device) for device in (cuda, cpu)] == [4, 1]  # the stages share the CPU
     assert [computes_on(config.load(None, ["strategy=dp"]), device) for device in (cuda, cpu)] == [3, 1]
     assert computes_on(config.load(None, []), cuda) == 1
 

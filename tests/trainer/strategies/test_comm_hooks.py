@@ -1,4 +1,6 @@
-"""DDP's communication hooks: what they send is shorter, the curve stays near; what does not go together is refused."""
+"""DDP's communication hooks send less data and hardly change the curve. Incompatible settings are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 def noted(folder: Path) -> Callable[[int], None]:
-    """Each rank writes down the format and length of what the hooks send."""
+    """Return a hook: each rank records the format and length of the sent gradients."""
 
     def prepare(rank: int) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -49,7 +51,9 @@ def noted(folder: Path) -> Callable[[int], None]:
 def test_gradients_of_half_the_length(
     hook: str, sent: str, tolerance: float, whole: list[float], tmp_path: Path
 ) -> None:
-    """8 steps; a float16 rounds at 5e-4, a bfloat16 at 4e-3, and losses move by less than gradients do."""
+    """8 steps are taken. float16 rounds at 5e-4 and bfloat16 at 4e-3; losses change less than
+    gradients.
+    """
     good(2, [*ARGUMENTS, f"ddp.comm_hook={hook}", f"checkpoint.dir={tmp_path}"], prepare=noted(tmp_path))
     np.testing.assert_allclose(final_losses(tmp_path / "run"), whole, rtol=tolerance)
     assert final_losses(tmp_path / "run") != whole
@@ -64,7 +68,7 @@ def _saved(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def test_powersgd_sends_little_and_begins_anew_after_a_restart(whole: list[float], tmp_path: Path) -> None:
-    """The first steps after each start are whole; a stop and a restart go through."""
+    """The first steps after each start are sent uncompressed. A stop and a restart succeed."""
     keys = [*ARGUMENTS, "ddp.comm_hook=powersgd", "ddp.powersgd_start=2", f"checkpoint.dir={tmp_path}"]
     assert [end.code for end in run(2, keys, prepare=stop_at(5))] == [75, 75]
     curve = final_losses(tmp_path / "run")
@@ -79,7 +83,9 @@ def test_powersgd_sends_little_and_begins_anew_after_a_restart(whole: list[float
 
 
 def test_powersgd_goes_on_after_a_step_that_is_left_out(tmp_path: Path) -> None:
-    """Its memory of errors, and the matrices that it begins with, held what was not finite."""
+    """Regression: its error memory and its initial matrices contained values that were not
+    finite.
+    """
 
     def prepare(rank: int) -> None:
         from ddpjob_trainer.optim import loss

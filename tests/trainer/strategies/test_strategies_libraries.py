@@ -1,5 +1,5 @@
-"""Horovod, DeepSpeed and a parameter server compute what one process computes, stop and go on as it
-does, and say what they need.
+"""Horovod, DeepSpeed and a parameter server compute what one process computes, stop and continue
+like it, and report missing requirements.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from ranks import TINY, Ended, Prepare, final_losses, finish, metrics, start, st
 
 from scripts import install_horovod
 
-# Five micro-batches with statistics of their own, so that ranks have different numbers of them; eight steps.
+# Five micro-batches, each with its own statistics, so that ranks have different numbers of them.
+# Eight steps.
 SETTINGS = [*TINY, "train.epochs=1", "train.timeout_seconds=600", "data.micro_batches=5", "model.norm=batch"]
-# Each sample by itself: rounding cannot make a batch's mean jump over a kink of the network, so that weights
-# can be compared too. Two groups of parameters, which ZeRO keeps in a vector each.
+# Without batch statistics, rounding cannot move a batch's mean across a kink of the network, so
+# weights can be compared as well. There are two groups of parameters, and ZeRO keeps each of them
+# in one vector.
 SMOOTH = ["model.norm=group", "optim.decay_norm_and_bias=false", "optim.clip_norm=0.5"]
 
-# float32 sums in another order: 4e-7 was seen after 16 steps; a sample that is left out of a step changes the
-# loss by 1e-3.
+# Covers float32 sums in a different order: 4e-7 was seen after 16 steps. Leaving out one sample of
+# a step changes the loss by 1e-3.
 TOLERANCE = 1e-5
 
 DEEPSPEED = [f"strategy=deepspeed deepspeed.stage={stage}" for stage in range(4)]
@@ -46,7 +48,9 @@ HOROVOD, SERVER = "strategy=horovod", "strategy=parameter_server"
 
 
 def run(world: int, arguments: list[str], prepare: Prepare | None = None) -> list[Ended]:
-    """Libraries import for a while where a machine has much to do."""
+    """Run ranks with a long timeout, because importing the libraries takes long on a busy
+    machine.
+    """
     return finish(start(world, arguments, prepare), timeout=180)
 
 
@@ -57,26 +61,28 @@ def good(world: int, arguments: list[str], prepare: Prepare | None = None) -> No
 
 @pytest.fixture(scope="module")
 def horovod() -> str:
-    """A folder with a real Horovod."""
+    """Return a folder with a real Horovod."""
     site = str(horovod_site())
     sys.path.append(site)
-    importlib.import_module("horovod.torch")  # Once, here; forked ranks have it.
+    importlib.import_module("horovod.torch")  # imported once here, so forked ranks have it
     return site
 
 
 @pytest.fixture(scope="module")
 def deepspeed() -> None:
-    """Imported once, here; forked ranks have it."""
+    """Import DeepSpeed once here, so that forked ranks have it."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install deepspeed")
     importlib.import_module(
         "deepspeed.runtime.zero.muon.muon_optimizer"
-    )  # Its engine asks for it, and it brings the compiler.
+    )  # DeepSpeed's engine imports this, which also imports the compiler
 
 
 @pytest.fixture
 def library(request: pytest.FixtureRequest) -> Callable[[str], Prepare]:
-    """What a rank of a strategy needs to import; skips where it cannot be had."""
+    """Return hooks that let ranks import a strategy's library. Skip the test if it is not
+    available.
+    """
 
     def prepare(strategy: str) -> Prepare:
         name = strategy.split()[0].removeprefix("strategy=")
@@ -91,7 +97,7 @@ def library(request: pytest.FixtureRequest) -> Callable[[str], Prepare]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One process, undisturbed."""
+    """Train one process without interruption."""
     folder = tmp_path_factory.mktemp("alone")
     good(1, [*SETTINGS, "strategy=single", f"checkpoint.dir={folder}"])
     return folder
@@ -99,7 +105,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def smooth(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, without statistics of batches."""
+    """Train like `alone`, but without batch statistics."""
     folder = tmp_path_factory.mktemp("smooth")
     good(1, [*SETTINGS, *SMOOTH, "strategy=single", f"checkpoint.dir={folder}"])
     return folder
@@ -118,8 +124,8 @@ def both(*prepares: Prepare) -> Prepare:
 
 
 def halves_and_doubles(strategy: str) -> Prepare:
-    """Gradients come at half their size, and are scaled as where samples cannot be read: to the bit
-    the same, where that works.
+    """Return a hook that halves the gradients and then doubles them with the scaling for unreadable
+    samples. If the scaling works, the result is bit-identical.
     """
 
     def prepare(rank: int) -> None:
@@ -134,7 +140,7 @@ def halves_and_doubles(strategy: str) -> Prepare:
 
 
 def deviation(folder: Path, reference: Path) -> float:
-    """Largest difference between two loss curves."""
+    """Return the largest difference between two loss curves."""
     return float(np.abs(np.array(final_losses(folder / "run")) - np.array(final_losses(reference / "run"))).max())
 
 
@@ -172,7 +178,7 @@ def test_losses_weights_and_optimizer_are_those_of_one_process(
 def test_sigterm_then_another_strategy_and_number_of_ranks(
     walk: list[tuple[str, int]], alone: Path, tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
-    """Each incarnation takes two steps, saves and leaves; the last one ends the training."""
+    """Each incarnation takes two steps, saves and exits. The last one ends the training."""
     for incarnation, (strategy, world) in enumerate(walk):
         last = incarnation == len(walk) - 1
         prepare = library(strategy) if last else both(library(strategy), stop_at(2 + 2 * incarnation))
@@ -183,15 +189,17 @@ def test_sigterm_then_another_strategy_and_number_of_ranks(
 
 
 def forgets_the_mean(rank: int) -> None:
-    """DeepSpeed divides by the number of ranks."""
+    """Deliberate defect: the gradients are not multiplied by the number of ranks, although
+    DeepSpeed divides by it.
+    """
     from ddpjob_trainer.strategies.contrib.deepspeed import DeepSpeed
 
     DeepSpeed.weight = lambda self, count: 1 / count  # type: ignore[method-assign]
 
 
 def averages_over_ranks(rank: int) -> None:
-    """Each rank gives the mean over its own samples, and the mean of these is taken, as scripts do:
-    wrong when shares differ.
+    """Deliberate defect: the mean of the ranks' own means is taken, as many scripts do. It is wrong
+    if the ranks have different numbers of samples.
     """
     from ddpjob_trainer.strategies.contrib.horovod import Horovod
 
@@ -241,14 +249,14 @@ def test_a_killed_rank_ends_the_others_which_then_resume(
         Ledger.step = step  # type: ignore[method-assign]
 
     arguments = [*SETTINGS, *strategy.split(), "checkpoint.every_steps=2", f"checkpoint.dir={tmp_path}"]
-    ended = run(3, arguments, prepare=both(library(strategy), dies))  # A collective would be waited for ten minutes.
+    ended = run(3, arguments, prepare=both(library(strategy), dies))  # they would wait ten minutes for a collective
     assert ended[1].code == -signal.SIGKILL and all(end.code not in (0, 75) for end in ended), ended
     good(2, arguments, prepare=library(strategy))
     assert deviation(tmp_path, alone) < TOLERANCE
 
 
 def test_a_worker_keeps_the_servers_state_where_folders_are_not_shared(alone: Path, tmp_path: Path) -> None:
-    """Three nodes; the server's folder is lost between two incarnations."""
+    """There are three nodes. The server's folder is lost between two incarnations."""
 
     def node(rank: int) -> dict[str, str]:
         return {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "DDPJOB_CHECKPOINT_DIR": str(tmp_path / str(rank))}
@@ -278,7 +286,7 @@ def test_horovodrun_starts_the_ranks(horovod: str, alone: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_torchrun_starts_a_parameter_server(alone: Path, tmp_path: Path) -> None:
-    """Its agent serves the store that the RPC group meets in."""
+    """torchrun's agent serves the store in which the RPC group meets."""
     process = torchrun(3, [*SETTINGS, SERVER, f"checkpoint.dir={tmp_path}"], tmp_path)
     assert process.wait(240 * slowness()) == 0, (tmp_path / "out.txt").read_text()
     assert deviation(tmp_path, alone) < TOLERANCE
@@ -287,14 +295,14 @@ def test_torchrun_starts_a_parameter_server(alone: Path, tmp_path: Path) -> None
 def test_fp16_compression_is_close_and_not_equal(
     alone: Path, tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
-    """Gradients of 11 bits: the loss differs in the fourth digit at most."""
+    """fp16 gradients have 11 bits, so the loss changes in the fourth digit at most."""
     good(2, [*SETTINGS, HOROVOD, "horovod.compression=fp16", f"checkpoint.dir={tmp_path}"], prepare=library(HOROVOD))
     assert 0 < deviation(tmp_path, alone) < 2e-3
     assert deviation(tmp_path, alone) > deviation(alone, alone)
 
 
 def test_deepspeed_counts_its_steps_once(deepspeed: None, tmp_path: Path) -> None:
-    """After a restart, with two groups of parameters."""
+    """The step count is right after a restart, with two groups of parameters."""
     arguments = [
         *SETTINGS,
         *SMOOTH,
@@ -309,7 +317,7 @@ def test_deepspeed_counts_its_steps_once(deepspeed: None, tmp_path: Path) -> Non
 
 
 def test_deepspeed_computes_in_short_formats_and_needs_no_launcher(deepspeed: None, tmp_path: Path) -> None:
-    """Its engine leaves CUDA's autocast before it calls the model."""
+    """DeepSpeed's engine leaves CUDA's autocast before it calls the model."""
 
     def bare(rank: int) -> None:
         from deepspeed.runtime.engine import DeepSpeedEngine
@@ -332,7 +340,7 @@ def test_deepspeed_computes_in_short_formats_and_needs_no_launcher(deepspeed: No
 
 
 def test_gradients_that_are_not_finite_leave_the_step_out(tmp_path: Path, library: Callable[[str], Prepare]) -> None:
-    """A rate that overflows float32 at once: weights stay as they were, on every strategy."""
+    """The rate overflows float32 at once. The weights must not change, whatever the strategy is."""
 
     def explodes(rank: int) -> None:
         from ddpjob_trainer.strategies.strategy import Strategy
@@ -468,7 +476,9 @@ def test_the_installer_sets_the_language_everywhere(source: Path) -> None:
 
 
 def test_the_installer_uses_every_processor_also_below_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """make hands its own flags down, which mean one job at a time: the build took more than a quarter of an hour."""
+    """make passes its own flags on, and they allow a single job. Regression: the build took more
+    than 15 minutes.
+    """
     environments: list[dict[str, str] | None] = []
 
     def pip(python: str, *arguments: str, env: dict[str, str] | None = None) -> None:

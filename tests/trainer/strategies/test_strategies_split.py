@@ -1,5 +1,5 @@
-"""Strategies that split the model, or the work on it, compute what one process computes; and any
-resumes from any other's checkpoint.
+"""Strategies that split the model, or the work on it, compute what one process computes. Each can
+resume from the checkpoints of every other.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import torch
 from ddpjob_trainer.commands.check_ledger import read, verify
 from ranks import TINY, final_losses, good, metrics, run, stop_at
 
-# Batch normalisation and dropout: a micro-batch that is cut otherwise, or meets other random numbers, shows.
-# 1438 images: the last step of an epoch has 38, in micro-batches of 10, 10, 9 and 9.
+# Batch normalization and dropout show whether a micro-batch was divided differently or got
+# different random numbers. There are 1438 images, so the last step of an epoch has 38, in
+# micro-batches of 10, 10, 9 and 9.
 PROBLEM = [*TINY, "model.norm=batch", "model.dropout=0.2", "data.micro_batches=4"]
 
-# float32 sums in another order: one step differs by 1e-6 relative, and 16 steps of momentum SGD amplify that
-# less than a hundred times.
+# Covers float32 sums in a different order: one step differs by a relative 1e-6, and 16 steps of
+# momentum SGD amplify this less than a hundredfold.
 TOLERANCE = 1e-4
 
 
@@ -31,7 +32,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same(folder: Path, reference: Path, *, exact: bool) -> None:
-    """Loss of every step, evaluation, weights and running statistics."""
+    """Compare the losses of all steps, the evaluation, the weights and the running statistics."""
     rtol = 0.0 if exact else TOLERANCE
     np.testing.assert_allclose(final_losses(folder / "run"), final_losses(reference / "run"), rtol=rtol, atol=rtol)
     for mine, other in zip(metrics(folder / "run", "eval"), metrics(reference / "run", "eval"), strict=True):
@@ -43,7 +44,7 @@ def assert_same(folder: Path, reference: Path, *, exact: bool) -> None:
 
 
 def import_once() -> None:
-    """Here, and not in each forked rank, which takes a second or two."""
+    """Import libraries here, because each forked rank would need a second or two for it."""
     for name in (
         "torch.distributed.pipelining",
         "torch.distributed.fsdp",
@@ -55,14 +56,15 @@ def import_once() -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """strategy=single, undisturbed."""
+    """Train with strategy=single, without interruption."""
     import_once()
     folder = tmp_path_factory.mktemp("alone")
     good(1, [*PROBLEM, "strategy=single", f"checkpoint.dir={folder}"])
     return folder
 
 
-# Exact where gradients are added up in one process, in the order of the micro-batches.
+# The comparison is exact where one process adds up the gradients, in the order of the
+# micro-batches.
 CASES = {
     "dp": (1, [], True),
     "fsdp": (2, [], False),
@@ -84,8 +86,8 @@ def test_losses_and_weights_are_those_of_one_process(case: str, alone: Path, tmp
 
 
 def test_each_strategy_continues_from_the_one_before(alone: Path, tmp_path: Path) -> None:
-    """Stopped by SIGTERM at one rank within an epoch, on a different number of ranks, seven times; from
-    both formats of checkpoints.
+    """Each run is stopped within an epoch by SIGTERM to one rank, and continued on a different
+    number of ranks. This is done seven times, with checkpoints of both formats.
     """
     arguments = [*PROBLEM, f"checkpoint.dir={tmp_path}"]
     incarnations = [("ddp", 2), ("fsdp", 3), ("pipeline", 2), ("dp", 1), ("fsdp", 2), ("ddp_mp", 3), ("pipeline", 3)]
@@ -104,7 +106,7 @@ def test_each_strategy_continues_from_the_one_before(alone: Path, tmp_path: Path
 
 @pytest.mark.parametrize(("world", "keys"), [(3, ["strategy=fsdp"]), (4, ["strategy=pipeline", "pipeline.stages=2"])])
 def test_ranks_without_samples_take_part(world: int, keys: list[str], tmp_path: Path) -> None:
-    """Samples that are dealt out one by one, and a last batch of one sample."""
+    """Samples are dealt out individually, and the last batch has one sample."""
     arguments = ["data.name=synthetic", "data.shape=1,8,8", "data.size=7", "data.batch=3", "checkpoint.every_seconds=0"]
     arguments += ["model.width=4", "train.epochs=2", "train.log_every=1", "train.ledger=true"]
     good(1, [*arguments, "strategy=single", f"checkpoint.dir={tmp_path / '1'}"])
@@ -114,7 +116,7 @@ def test_ranks_without_samples_take_part(world: int, keys: list[str], tmp_path: 
 
 
 def held(folder: Path) -> Callable[[int], None]:
-    """Each rank writes down which weights it holds, and how many numbers of each."""
+    """Return a hook: each rank records the names and sizes of the weights that it holds."""
 
     def prepare(rank: int) -> None:
         from ddpjob_trainer.train import Trainer
@@ -149,7 +151,7 @@ def test_ranks_hold_parts_that_make_the_whole(strategy: str, alone: Path, tmp_pa
 
 
 def defect(what: str) -> Callable[[int], None]:
-    """Something that is easily done wrong."""
+    """Return a hook that makes a common mistake."""
 
     def prepare(_: int) -> None:
         from ddpjob_trainer.data import sampler
@@ -162,7 +164,7 @@ def defect(what: str) -> Callable[[int], None]:
             case "fsdp: a stand-in counts":
                 from ddpjob_trainer.strategies.fsdp import Fsdp
 
-                Fsdp.divides = False  # There is one only where ranks take whole micro-batches.
+                Fsdp.divides = False  # placeholder samples exist only if ranks take whole micro-batches
                 Strategy.loss = lambda self, scores, batch, micro: torch.nn.functional.cross_entropy(
                     scores, batch.labels, reduction="sum"
                 )  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What else a training may ask for, where ranks hold parts of the model: it comes out as in one process."""
+"""Optional settings give the results of one process even if ranks hold only parts of the model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ OPTIMIZER = [
     "optim.decay_norm_and_bias=false",
 ]
 
-# Each option, and what the order of sums may change: in bfloat16 a value has 8 bits, and a rounding the other
-# way is 0.4 % of it.
+# Each option with the tolerance for sums in a different order. A bfloat16 value has 8 bits, so one
+# rounding in the other direction changes it by 0.4 %.
 OPTIONS = {
-    # Two epochs: training continues with the weights after the average was evaluated in their place.
+    # Two epochs, because training must continue with the weights after the average was evaluated in
+    # their place.
     "all of the optimizer's": ([*OPTIMIZER, "optim.ema_decay=0.8", "train.epochs=2"], 1e-4),
     "AdamW, channels last": (["optim.name=adamw", "optim.lr=0.001", "model.channels_last=true"], 1e-3),
     "LAMB, a rate for each layer": (
@@ -42,7 +43,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a run of strategy=single with an option."""
+    """Return the folder of a run of strategy=single with an option."""
     import_once()
     done: dict[str, Path] = {}
 
@@ -71,7 +72,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         ("O2 and a loss scale", "fsdp"),
         ("O2 and a loss scale", "pipeline"),
         ("O2 and a loss scale", "ddp_mp"),
-        # Gradients that come as one vector, for weights that lie otherwise in memory or in another format.
+        # Gradients arrive as one vector, although the weights have a different memory layout or
+        # format.
         ("AdamW, channels last", "ddp ddp.ordered=true"),
         ("AdamW, channels last", "pipeline pipeline.stages=1"),
         ("AdamW, channels last", "parameter_server"),
@@ -112,7 +114,9 @@ def test_momentum_follows_weights_to_channels_last(form: str, alone: Callable[[s
 
 
 def overflow(folder: Path) -> Callable[[int], None]:
-    """In step 3 the last rank's gradients are not finite; each rank writes down which steps it left out."""
+    """Return a hook that makes the last rank's gradients infinite or NaN in step 3. Each rank
+    records the steps that it skipped.
+    """
 
     def prepare(rank: int) -> None:
         from ddpjob_trainer.optim.precision import Update
@@ -149,7 +153,9 @@ def test_a_step_that_is_not_finite_on_one_rank_is_left_out_on_all(
 def test_a_torch_that_cannot_do_it_is_named_with_the_one_that_can(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As torch 2.6 is: FSDP2 failed there in the first backward pass, and a pipeline when its schedule was made."""
+    """Regression: with torch 2.6, FSDP2 failed in the first backward pass, and a pipeline while its
+    schedule was created.
+    """
     monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
     settings = config.load(None, [*TINY, f"strategy={strategy}"])
     with pytest.raises(

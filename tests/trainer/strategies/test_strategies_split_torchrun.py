@@ -1,4 +1,6 @@
-"""Strategies that split the model need no more than torchrun's environment, and with that a DDPJob's."""
+"""Strategies that split the model need only torchrun's environment, which a DDPJob also
+provides.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from test_strategies_split import PROBLEM, TOLERANCE
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of one process."""
+    """Return the losses of one process."""
     folder = tmp_path_factory.mktemp("alone")
     good(1, [*PROBLEM, "train.epochs=1", "strategy=single", f"checkpoint.dir={folder}"])
     return final_losses(folder / "run")

@@ -1,4 +1,4 @@
-"""Commands that change a job, which may end or become unreachable meanwhile."""
+"""Commands that change a job, which may meanwhile end or become unreachable."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ AWAY, GONE = NoAnswer("the API server does not answer"), NoSuchJob("no job j")
 
 
 class OneJob:
-    """A backend with the job j, whose reads return `phases` in turn, and then the last one forever."""
+    """A backend with the job j, whose reads return `phases` in turn, and then the last one
+    forever.
+    """
 
     where = "here"
     notes: tuple[str, ...] = ()
@@ -80,7 +82,7 @@ def test_the_python_client_refuses_to_change_an_ended_job_too() -> None:
 
 
 class Unattended(OneJob):
-    """A job of a cluster whose operator acts on no change, or after a few looks."""
+    """A job in a cluster whose operator never acts on a change, or only after some reads."""
 
     def __init__(self, acts: bool) -> None:
         super().__init__("Running")
@@ -104,8 +106,8 @@ class Unattended(OneJob):
 def test_a_change_that_no_operator_acts_on_is_reported_as_only_requested(
     words: tuple[str, ...], done: str, asked: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Regression: `ddpjob suspend` printed "suspended" while the pods ran on, because the operator
-    was gone.
+    """Regression: `ddpjob suspend` printed "suspended" while the pods still ran, because the
+    operator was gone.
     """
     monkeypatch.setattr(changing, "ACT_SECONDS", 0.05)
     assert called(monkeypatch, Unattended(acts=False), *words) == 0
@@ -117,7 +119,9 @@ def test_a_change_that_no_operator_acts_on_is_reported_as_only_requested(
 
 
 def test_a_restart_by_a_user_who_may_not_list_pods_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: it left the job suspended, although exit code 2 means that nothing was changed."""
+    """Regression: the refused restart left the job suspended, although exit code 2 means that
+    nothing was changed.
+    """
     backend = OneJob("Running")
 
     def refuse(name: str) -> list[PodLine]:
@@ -223,7 +227,7 @@ def test_delete_says_which_checkpoints_stay(
 def test_names_are_accepted_in_the_form_in_which_they_are_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`ddpjob delete $(ddpjob get -o name)`, as with kubectl."""
+    """`ddpjob delete $(ddpjob get -o name)` works, as with kubectl."""
     backend = OneJob("Running")
     assert called(monkeypatch, backend, "get", "ddpjob.ddpjob.io/j", "-o", "name") == 0
     assert called(monkeypatch, backend, "scale", capsys.readouterr().out.strip(), "3") == 0

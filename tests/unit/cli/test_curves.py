@@ -1,5 +1,5 @@
-"""`ddpjob plot` and `ddpjob top`: their drawings of metrics, of a status, and of hostile values in
-both.
+"""`ddpjob plot` and `ddpjob top`: how they draw metrics and a status, even if these contain hostile
+values.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def test_the_screen_is_redrawn_until_the_job_has_ended(runs: Path, monkeypatch: 
         written(**losses, **({"phase": "Failed", "conditions": [ended]} if looks == 3 else {}))
 
     monkeypatch.setattr("ddpjob.client.backends.process_backend.runner", lambda folder: 1)
-    monkeypatch.setattr(top, "time", SimpleNamespace(sleep=pause))  # Other threads use the real one.
+    monkeypatch.setattr(top, "time", SimpleNamespace(sleep=pause))  # other threads use the real one
     console = Console(force_terminal=True, width=100, record=True)
     monkeypatch.setattr(top, "Console", lambda **options: console)
     top.show(Place(None, None, None, True).backend(), "j", once=False, seconds=0.5)

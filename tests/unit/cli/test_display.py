@@ -117,7 +117,7 @@ def test_the_bar_shows_the_whole_progress_in_each_phase_and_the_nodes_once(phase
 
 
 def test_at_80_columns_no_line_of_the_panel_wraps() -> None:
-    """Regression: the epoch and each path of a log were broken over two lines."""
+    """Regression: the epoch and each log path were wrapped."""
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
     long = {**PROGRESS, "display": "epoch 119/120 99 %", "speedDisplay": "1,224,595/s", "lossDisplay": "0.0000125"}
     console.print(panel(shown(75, progress=long), console.width))

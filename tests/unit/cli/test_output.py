@@ -1,4 +1,4 @@
-"""Output by a template of paths, and while a command waits for a job."""
+"""Output in a template of paths, and the output of a command that waits for a job."""
 
 from __future__ import annotations
 

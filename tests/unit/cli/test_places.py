@@ -1,4 +1,4 @@
-"""Where a command looks for a job without --local and --cluster."""
+"""Where a command looks for a job if neither --local nor --cluster is given."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_namespace_is_accepted_in_kubectls_forms(words: list[str], monkeypatch
 def test_a_file_system_without_locks_is_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Regression: `ddpjob get` ended with a traceback of ENOLCK."""
+    """Regression: `ddpjob get` ended with a traceback of the error ENOLCK."""
 
     def none(file: object, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -69,7 +69,7 @@ def test_ctrl_c_during_the_start_is_quiet(program: EntryPoint, monkeypatch: pyte
 def test_a_standard_module_that_the_system_lacks_is_not_reported_as_installable(
     program: EntryPoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For example fcntl on Windows."""
+    """An example is fcntl on Windows."""
 
     def main() -> int:
         raise ModuleNotFoundError(name="fcntl")
@@ -81,7 +81,7 @@ def test_a_standard_module_that_the_system_lacks_is_not_reported_as_installable(
 
 
 def test_ctrl_c_while_the_demo_is_evaluated_is_quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its ledger and its plot take some seconds."""
+    """The demo's ledger and plot take a few seconds."""
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

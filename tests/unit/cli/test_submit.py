@@ -103,7 +103,9 @@ def test_a_warning_says_where_saved_files_are_lost_with_their_pod(
 def test_a_warning_says_where_a_shell_keeps_sigterm_from_the_training(
     command: str, said: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """dash, the sh of Debian and Ubuntu, runs even the last program as its child. bash does not."""
+    """dash, the sh of Debian and Ubuntu, runs even the last program as a child process. bash does
+    not.
+    """
     Path("job.yaml").write_text(JOB.replace("script: b.py", f"command: {command}"))
     assert main(["submit", "--cluster", "--dry-run", "job.yaml"]) == 0
     assert ("does not pass SIGTERM on" in capsys.readouterr().err) is said
@@ -198,8 +200,8 @@ def test_an_option_of_the_program_itself_is_shown_in_its_place(
 def test_a_launcher_is_not_submitted_as_the_program(
     words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Regression: it failed in the pods. torchrun found no module torchrun, and Python could not
-    parse a shell script.
+    """Regression: the launcher was submitted and failed in the pods. torchrun found no module
+    torchrun, and Python could not parse a shell script.
     """
     (folder / "run.sh").write_text("#!/bin/bash\ntorchrun train.py\n")
     assert main(["submit", "--cluster", "--dry-run", "--image", "i", *words]) == 2

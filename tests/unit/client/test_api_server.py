@@ -1,5 +1,5 @@
-"""Responses that break off, and servers that are not an API server: one line for the user, and a
-retry where it may help.
+"""Truncated responses, and servers that are not an API server. Users get one line, and requests are
+retried if that may help.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def opened(url: str, folder: Path) -> ApiServer:
 
 
 def test_the_user_agent_names_the_command_in_the_servers_audit_log(tmp_path: Path) -> None:
-    """managedFields names a manager by the part of the user agent in front of the slash."""
+    """managedFields identifies a manager by the part of the user agent before the slash."""
     assert opened("http://127.0.0.1:1", tmp_path).client.user_agent == "ddpjob"
 
 
 @pytest.mark.parametrize("status", ["200 OK", "500 Internal Server Error"])
 def test_a_truncated_response_is_an_outage(status: str, tmp_path: Path) -> None:
-    """This happens when the API server restarts. Regression: a traceback, even of `wait` and `logs
-    -f`, which retry.
+    """This happens when the API server restarts. Regression: a traceback was shown, even by `wait`
+    and `logs -f`, which retry.
     """
     cut = f'HTTP/1.1 {status}\r\nContent-Length: 1000\r\n\r\n{{"items": ['.encode()
     with pytest.raises(NoAnswer, match=r"\(context c\) does not answer: "):
@@ -93,8 +93,8 @@ def test_a_tls_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_an_html_page_is_not_an_empty_list_of_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A proxy's login page, or a different server at the address. Regression: `ddpjob get` reported
-    no jobs.
+    """The page may be a proxy's login page, or from a different server at the address. Regression:
+    `ddpjob get` reported no jobs.
     """
     page = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>"
     for words in (["get"], ["get", "j"]):
@@ -104,8 +104,8 @@ def test_an_html_page_is_not_an_empty_list_of_jobs(tmp_path: Path, capsys: pytes
 
 
 def test_a_refusal_in_json_that_is_not_a_status_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For example from a load balancer in front of the API server. Regression: `ddpjob get` ended
-    with a traceback.
+    """A load balancer in front of the API server may send it. Regression: `ddpjob get` ended with a
+    traceback.
     """
     answer = b'HTTP/1.1 503 Service Unavailable\r\nContent-Length: 13\r\n\r\n"no upstream"'
     opened(f"http://127.0.0.1:{served(answer)}", tmp_path)
@@ -139,8 +139,8 @@ def silent() -> int:
 
 @pytest.mark.parametrize("viewer", [False, True])
 def test_a_stream_ends_after_the_requested_silence(viewer: bool, tmp_path: Path) -> None:
-    """Regression: with a viewer's token it was always 30 s, so a quiet watch was restarted with a
-    whole list.
+    """Regression: the limit was always 30 s with a viewer's token, so a quiet watch was restarted
+    with a whole list.
     """
     url = f"http://127.0.0.1:{silent()}"
     api = BearerServer(url, certifi.where(), "token") if viewer else opened(url, tmp_path)
@@ -151,8 +151,8 @@ def test_a_stream_ends_after_the_requested_silence(viewer: bool, tmp_path: Path)
 
 @pytest.mark.parametrize("viewer", [False, True])
 def test_a_dead_connection_is_noticed(viewer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example after a laptop has slept, or without its VPN. Regression: `ddpjob logs -f` waited
-    forever.
+    """This happens after a laptop has slept, or if its VPN is gone. Regression: `ddpjob logs -f`
+    waited forever.
     """
     made: list[socket.socket] = []
     connect = urllib3.util.connection.create_connection

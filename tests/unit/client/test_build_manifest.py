@@ -1,4 +1,4 @@
-"""The code that is sent with a job: every file keeps its own name, and no large file is read."""
+"""Code sent with a job: every file keeps its own name, and no large file is read."""
 
 from __future__ import annotations
 

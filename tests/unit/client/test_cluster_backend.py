@@ -80,7 +80,7 @@ def test_a_sidecar_that_a_webhook_put_first_is_not_mistaken_for_the_coordinator(
 
 
 def test_lines_with_the_same_time_are_all_printed_once() -> None:
-    """CRI-O gives every line of one write the same time."""
+    """CRI-O gives all lines of one write the same time."""
     lines = [b"2026-01-01T00:00:01Z a\n", *(b"2026-01-01T00:00:02Z %d\n" % number for number in range(6))]
     assert followed(lines[:4], [*lines[1:6]], lines[1:]) == [b"a\n", *(b"%d\n" % number for number in range(6))]
     once = ClusterBackend(Server(lines, []))  # type: ignore[arg-type]
@@ -156,7 +156,7 @@ def test_an_api_server_that_restarts_does_not_end_the_logs(monkeypatch: pytest.M
 
 
 class Deleting(Server):
-    """An API server whose only job is deleted between a list and the watch that follows it."""
+    """An API server whose only job is deleted between a list and the following watch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,8 +180,8 @@ def test_a_deletion_that_the_watch_has_missed_is_seen() -> None:
 
 
 def test_lists_and_watches_keep_only_the_small_fields_of_a_large_job() -> None:
-    """A hundred such jobs of one team would be gigabytes in each view of all jobs, above all in a
-    dashboard.
+    """A hundred such jobs of one team would need gigabytes in each view of all jobs, especially in
+    a dashboard.
     """
     spec = {"image": "a", "podTemplate": {"spec": {"containers": [{}] * 9999}}}
     large = {"metadata": {"name": "j", "resourceVersion": "1"}, "spec": spec}
@@ -203,11 +203,11 @@ def test_lists_and_watches_keep_only_the_small_fields_of_a_large_job() -> None:
 
 
 class Text(str):
-    """A text of which a test can see whether it is still referenced."""
+    """A text whose references a test can observe."""
 
 
 class Growing(Server):
-    """An API server with two jobs, of which each watch sends one again."""
+    """An API server with two jobs. Each watch sends one of them again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def test_a_follower_learns_which_jobs_are_gone_without_a_second_copy() -> None:
 
 
 def test_a_printer_of_changes_keeps_only_the_last_version_of_a_job() -> None:
-    """Regression: the page of the last list was held too, until the next list."""
+    """Regression: the page of the last list was also held, until the next list."""
     server = Growing()
     changes = ClusterBackend(server).changes(None)  # type: ignore[arg-type]
     assert [next(changes)[0]["metadata"]["name"] for _ in range(3)] == ["a", "b", "a"]

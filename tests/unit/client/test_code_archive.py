@@ -1,4 +1,6 @@
-"""Packs code into an archive: which files, as git decides; always the same bytes; limits before reading."""
+"""Code archives: the files are those that git selects, the bytes are always the same, and limits
+are checked before reading.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def test_links_to_files_are_sent_as_files_and_links_to_folders_are_named(tmp_pat
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="compares with git")
 def test_random_patterns_select_the_files_that_git_selects(tmp_path: Path) -> None:
-    """Half of the patterns are built from the folder's own names, so that most of them match something."""
+    """Half of the patterns are built from the folder's own names, so that most of them match
+    something.
+    """
     chance, names = random.Random(4), ["a", "b", "ab", "a.py", "b.py", "[x]", "a b", "x#", "!n", "c"]
     git = ["git", "-c", "core.excludesFile=/dev/null", "-C", str(tmp_path)]
     subprocess.run([*git, "init", "-q"], check=True)

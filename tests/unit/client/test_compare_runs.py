@@ -1,4 +1,4 @@
-"""The comparison of jobs in a table, and a run's record: what is read of hostile objects, and of git."""
+"""The comparison of jobs in a table, and a run's record: how hostile objects and git are read."""
 
 from __future__ import annotations
 

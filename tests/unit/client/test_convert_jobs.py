@@ -201,7 +201,7 @@ def test_the_old_launchers_argument_is_reported() -> None:
 
 
 def test_arguments_of_the_images_entry_point_are_not_a_command() -> None:
-    """In Kubeflow's own examples the script is the ENTRYPOINT of the image."""
+    """The script in Kubeflow's own examples is the ENTRYPOINT of the image."""
     job = yaml.safe_load(PYTORCH_JOB)
     container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     container |= {"command": None, "args": ["--backend", "nccl"]}
@@ -512,7 +512,7 @@ def test_selectors_by_the_other_operators_labels_are_reported() -> None:
 
 
 def test_a_command_copied_over_several_lines_is_one_command() -> None:
-    """Regression: the script was the end of the first line."""
+    """Regression: the backslash at the end of the first line was taken for the script."""
     line = "torchrun \\\n  --nproc_per_node=8 \\\n  train.py --x 'a b'\n"
     made = convert_command([line], image="a")
     assert valid(made.job) == {"image": "a", "script": "train.py", "args": ["--x", "a b"], "gpusPerNode": 8}
@@ -547,7 +547,7 @@ def test_two_dashes_end_torchruns_options() -> None:
 
 
 def test_a_variable_number_of_processes_is_reported() -> None:
-    """Regression: the job silently got a process for each GPU."""
+    """Regression: the job silently got one process for each GPU."""
     made = convert(_of_four_gpus(["torchrun", "--nproc_per_node=$(NPROC)", "a.py"]))
     assert "procsPerNode" not in valid(made.job)
     [note] = made.notes
@@ -556,7 +556,7 @@ def test_a_variable_number_of_processes_is_reported() -> None:
 
 @pytest.mark.parametrize("given", [{}, {"nprocPerNode": "auto"}, {"nprocPerNode": "gpu"}, {"nprocPerNode": "cpu"}])
 def test_plain_python_is_one_process_whatever_torchrun_would_start(given: dict[str, Any]) -> None:
-    """Regression: `auto`, Kubeflow's own default, made four processes of one."""
+    """Regression: `auto`, Kubeflow's own default, turned one process into four."""
     made = convert(_of_four_gpus(["python", "a.py"], **given))
     assert valid(made.job)["procsPerNode"] == 1
     assert [note[:29] for note in made.notes] == ["procsPerNode: 1, as before; r"]
@@ -663,7 +663,9 @@ def test_replicas_that_are_null_count_as_one() -> None:
     ],
 )
 def test_pods_may_share_a_node_as_before(workers: int, pod: dict[str, Any], shared: bool) -> None:
-    """Regression: four pods of one GPU each waited for three Kubernetes nodes that do not exist."""
+    """Regression: four pods with one GPU each waited for three Kubernetes nodes that do not
+    exist.
+    """
     job = _of_four_gpus(["torchrun", "a.py"])
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     worker["replicas"] = workers

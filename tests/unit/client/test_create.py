@@ -1,4 +1,6 @@
-"""Requests of `create` to the API server, and what remains when the server refuses one."""
+"""The requests of `create` to the API server, and the objects that remain if the server refuses
+one.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ Json = dict[str, Any]
 
 
 class Store:
-    """An API server with a store of objects by kind and name, and its refusals: (method, kind):
-    status.
+    """A fake API server that stores objects by kind and name. `refused` maps (method, kind) to the
+    error to raise.
     """
 
     namespace, context = "ml", "test"
@@ -47,7 +49,9 @@ class Store:
         return self.objects[key]
 
     def optional(self, path: str, query: Mapping[str, str] | None = None) -> Json | None:
-        """The ConfigMap, which the deletion of its owner removes just afterwards."""
+        """Return the ConfigMap and remove it if it has an owner, as happens just after the deletion
+        of the owner.
+        """
         kind, _, name = path.partition("/namespaces/ml/")[2].partition("/")
         there = self.objects.get((kind, name))
         if there is not None and there["metadata"].get("ownerReferences"):
@@ -77,7 +81,7 @@ def test_the_code_belongs_to_the_job_from_the_beginning(job: list[Json]) -> None
     verbs = {kind: verbs for _, kind, subresource, verbs in RIGHTS if not subresource}
     for method, kind in store.asked:
         assert {"POST": "create", "PATCH": "patch", "DELETE": "delete"}[method] in verbs[kind]
-    assert ("", "pods", "exec", ("get", "create")) in RIGHTS  # the method of a WebSocket, and the one that 1.35 expects
+    assert ("", "pods", "exec", ("get", "create")) in RIGHTS  # a WebSocket uses get, Kubernetes 1.35 expects create
 
 
 def test_a_refused_job_leaves_nothing_behind(job: list[Json]) -> None:

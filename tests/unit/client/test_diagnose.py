@@ -23,7 +23,7 @@ class Refusing:
 
 
 def test_a_user_who_lacks_rights_is_not_sent_to_a_role_that_lacks_them_too() -> None:
-    """In an installation with watchNamespaces the built-in role edit has no rights on DDPJobs."""
+    """If watchNamespaces is set, the built-in role edit has no rights on DDPJobs."""
     (check,) = _rights(cast("ApiServer", Refusing()), "vision")
     assert check.ok is False and "you may not get ddpjobs" in check.what
     assert "ClusterRole edit in namespace vision" in check.remedy and "with the chart's watchNamespaces" in check.remedy
@@ -53,7 +53,7 @@ class Deployed:
     ],
 )
 def test_the_operators_version_is_taken_from_its_images_tag(image: str, version: str) -> None:
-    """image.tag may name a different release than the chart, whose version is the label of the
+    """image.tag may be a different release from the chart, whose version is the label of the
     Deployment.
     """
     _, check = _operators(cast("ApiServer", Deployed(image)), "vision")
@@ -77,7 +77,7 @@ WHOLE = {"observedGeneration": 2, "readyReplicas": 2, "updatedReplicas": 2}
     ],
 )
 def test_a_rollout_that_is_stuck_is_reported(change: dict[str, Any], said: str) -> None:
-    """The new replica was in a crash loop, while two earlier replicas were ready."""
+    """The new replica is in a crash loop, while two earlier replicas are ready."""
     check, _ = _operators(cast("ApiServer", Deployed("o:1.2.3", **{**WHOLE, **change})), "vision")
     assert check.ok is (not said) and said in check.what
 

@@ -1,5 +1,5 @@
-"""A function as a script: everything that it needs is sent with it, or is reported before anything
-is created.
+"""A function as a script: everything that it needs is sent with it or, if that is impossible,
+reported before anything is created.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ OUTSIDE = 3
 
 
 def whole(lr: float, names: list[str] | None = None, *, times: int = 1) -> None:
-    """A function with classes, functions, comprehensions, a global of its own and strings of
-    several lines.
+    """A function with nested classes and functions, comprehensions, a global variable and
+    multi-line strings.
     """
     import json
 

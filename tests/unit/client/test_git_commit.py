@@ -1,4 +1,4 @@
-"""`submit --git URL@REF`: the commit that is written into the manifest, and what is refused."""
+"""`submit --git URL@REF`: the commit that is written into the manifest, and refused arguments."""
 
 from __future__ import annotations
 

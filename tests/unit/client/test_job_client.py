@@ -367,7 +367,7 @@ def test_a_mistake_in_a_notebook_shows_only_its_message() -> None:
 
 
 def test_metrics_are_a_frame_with_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pandas is not installed here: the frame of a few lines stands for it."""
+    """A stand-in for pandas, which is not installed here."""
 
     class Frame:
         def __init__(self, rows: list[Json]) -> None:

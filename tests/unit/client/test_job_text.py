@@ -1,4 +1,6 @@
-"""A job in words: rows, the description of few and of very many pods, and why it is not done."""
+"""A job in words: rows, the description of few and of very many pods, and the reason why it has not
+ended.
+"""
 
 from __future__ import annotations
 
@@ -338,7 +340,7 @@ def test_a_remedy_names_a_page_as_a_terminal_shows_it() -> None:
 
 
 def test_a_job_of_a_newer_release_is_one_line() -> None:
-    """Regression: it was a traceback of pydantic, even of Client.list() for one such job among
+    """Regression: it was a pydantic traceback, even for Client.list() with one such job among
     many.
     """
     body = {"metadata": {"name": "j", "uid": "1"},

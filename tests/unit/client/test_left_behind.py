@@ -1,4 +1,6 @@
-"""`ddpjob show`: what a job's pods left in its checkpoint folder, and what else may be there."""
+"""`ddpjob show`: the files of a job's pods in its checkpoint folder, and other files in the
+folder.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ def test_the_start_of_a_round_and_its_repeated_steps_are_shown(tmp_path: Path) -
 
 
 def test_a_missing_end_is_not_invented(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()  # A folder of `ddpjob run`.
+    (tmp_path / "checkpoints").mkdir()  # a folder of `ddpjob run`
     (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl.1").write_text(LINES[1] + "\n")
     (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl").write_text(LINES[2])
     words = list(describe_left_behind(read_left_behind(tmp_path)))
@@ -130,7 +132,7 @@ def test_a_job_that_has_made_no_step_is_not_waited_for(tmp_path: Path, capsys: p
 
 
 def test_a_job_without_a_record_of_rounds_is_named_after_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "digits" / "checkpoints" / "run").mkdir(parents=True)  # A job of `ddpjob run`, and a `command`.
+    (tmp_path / "digits" / "checkpoints" / "run").mkdir(parents=True)  # a job of `ddpjob run`, and a `command`
     (tmp_path / "digits" / "checkpoints" / "run" / "metrics.jsonl").write_text('{"event": "step", "step": 1}\n')
     assert read_left_behind(tmp_path / "digits").name == "digits"
 

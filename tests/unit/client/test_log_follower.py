@@ -1,4 +1,6 @@
-"""Which rank a log line belongs to: the ranks of pods and of lines, and `ddpjob logs` with them."""
+"""The rank to which a log line belongs: the ranks of pods and of lines, and `ddpjob logs` with
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from ddpjob.client.logs.log_follower import rank_of_line, ranks_of_pods, ranks_p
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look at the pods once an hour, so that a test cannot pass by waiting for the next look."""
+    """Poll the pods only once an hour, so that a test cannot pass by waiting for the next poll."""
     monkeypatch.setattr(log_follower, "_POLL", 3600.0)
 
 
@@ -98,8 +100,8 @@ def test_every_line_of_a_pod_with_one_rank_belongs_to_that_rank() -> None:
 
 
 class TwoNodes:
-    """A backend with a job of two nodes of two ranks and a spare. Node 1 is replaced after its
-    first look.
+    """A backend with a job of two nodes with two ranks each, and a spare. Node 1 is replaced after
+    it was read once.
     """
 
     where = "here"
@@ -292,7 +294,7 @@ def test_all_lines_of_a_pod_that_starts_later_are_printed(
 def test_following_a_pod_ends_with_the_pod_and_not_with_its_job(
     then: list[PodLine], local: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its name is never used again. Regression: the command waited for the job's end. On this
+    """A pod's name is never used again. Regression: the command waited for the job's end. On this
     machine a log ends with its run.
     """
     backend, asked = TwoNodes(), list[str]()

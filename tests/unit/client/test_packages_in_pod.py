@@ -1,4 +1,4 @@
-"""`Client.train(packages=...)`: which requirements are accepted, and what pip makes of them, with the real pip."""
+"""`Client.train(packages=...)`: accepted requirements, and their installation by the real pip."""
 
 from __future__ import annotations
 

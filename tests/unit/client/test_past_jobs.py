@@ -1,4 +1,4 @@
-"""`ddpjob dashboard FOLDER`: pages of jobs that are gone, made from the records in their checkpoint
+"""`ddpjob dashboard FOLDER`: pages about past jobs, made from the records in their checkpoint
 folders.
 """
 
@@ -33,7 +33,7 @@ def left(folder: Path, lines: list[str], steps: int = 0) -> Path:
 
 
 async def pages(folder: Path, *paths: str) -> list[str]:
-    """Responses of the dashboard of a folder."""
+    """Return the responses of a folder's dashboard."""
     backend = PastJobs(folder)
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     with Fleet(backend) as fleet:

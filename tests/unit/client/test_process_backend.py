@@ -32,7 +32,7 @@ DONE = {
 
 
 def recorded(runs: Path, monkeypatch: pytest.MonkeyPatch, **local: Any) -> JobFolder:
-    """The folder of the job j in `runs`, with its record."""
+    """Create the folder of the job j in `runs`, with its record."""
     monkeypatch.setenv("DDPJOB_RUNS", str(runs))
     folder = job_folder("j")
     folder.path.mkdir()
@@ -98,8 +98,8 @@ def test_a_killed_run_leaves_no_job_that_looks_running(tmp_path: Path, monkeypat
 def test_checkpoints_are_deleted_with_a_job_whose_claim_would_be(
     runs: list[str], stay: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job's folder stands for the claim of a claimTemplate. With a different template it is a
-    different claim.
+    """The job's folder stands in for the claim of a claimTemplate. With a different template it is
+    a different claim.
     """
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
     folder, now = job_folder("j"), datetime(2026, 1, 1, tzinfo=UTC)
@@ -115,7 +115,7 @@ def test_checkpoints_are_deleted_with_a_job_whose_claim_would_be(
     left = [path.name for path in folder.path.rglob("*") if path.is_file()]
     retained = {f"step-{number}.pt" for number in range(len(runs) if stay else 0)}
     if runs == ["Retain", "Delete --fresh"]:
-        retained = {"step-0.pt"}  # Checkpoints of the claim that is kept.
+        retained = {"step-0.pt"}  # checkpoints in the claim that is kept
     assert set(left) == retained, "and nothing else"
 
 
@@ -188,7 +188,9 @@ def test_the_last_lines_of_a_log_count_a_progress_bar_as_one(tmp_path: Path, mon
 def test_a_job_of_a_different_machine_or_container_is_not_stopped_by_its_pid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a folder that both see, its process id may belong to any process here."""
+    """The record may be in a folder that both machines see, so its process id may belong to any
+    process here.
+    """
     folder = recorded(tmp_path, monkeypatch)
     bystander = subprocess.Popen(["sleep", "60"])
     try:
@@ -203,8 +205,8 @@ def test_a_job_of_a_different_machine_or_container_is_not_stopped_by_its_pid(
 
 
 def test_checkpoints_behind_a_link_are_deleted_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: a traceback, with the record gone. Files behind links inside the folder do not
-    belong to the job.
+    """Regression: deleting the job raised an exception after its record was already deleted. Files
+    behind links inside the folder are kept, because they do not belong to the job.
     """
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "runs"))
     (large := tmp_path / "large").mkdir()
@@ -244,7 +246,7 @@ def test_an_interrupted_deletion_can_be_repeated(tmp_path: Path, monkeypatch: py
 
 
 def test_an_unreadable_log_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example of a run with sudo. Regression: a traceback of a thread."""
+    """The log may belong to a run with sudo. Regression: a thread printed a traceback."""
     folder = recorded(tmp_path, monkeypatch, run="r", pods=[{"name": "j-0-0", "state": "Completed"}])
     (log := folder.run("r").log("j-0-0", "trainer")).parent.mkdir(parents=True)
     log.write_text("step 1\n")
@@ -278,7 +280,7 @@ def test_a_stopped_run_is_not_resumed_by_a_field_of_its_spec(tmp_path: Path, mon
 def test_of_two_simultaneous_submissions_the_second_finds_the_job_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: it wrote into the log of the first one, and replaced its manifest."""
+    """Regression: the second one wrote to the first one's log and replaced its manifest."""
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
     folder, started, running = job_folder("j"), list[Any](), ExitStack()
 

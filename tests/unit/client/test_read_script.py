@@ -1,5 +1,5 @@
-"""What `ddpjob init` reads from a script, and the lines that it suggests, which these tests apply
-to the script.
+"""The facts that `ddpjob init` reads from a script, and its suggested lines, which these tests
+apply to the script.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why a pod ended, and whether that counts."""
+"""The reason why a pod ended, and whether it counts."""
 
 from __future__ import annotations
 
@@ -277,7 +277,9 @@ def test_a_taint_means_a_lost_node_only_if_the_node_is_not_ready() -> None:
 
 
 def test_a_lone_surrogate_in_a_termination_message_is_escaped() -> None:
-    """Python writes one for a byte of a file name that is not UTF-8, and no event can hold it."""
+    """Python writes a lone surrogate for a byte of a file name that is not UTF-8, and no event can
+    contain it.
+    """
     written = json.dumps({"kind": "Error", "message": "no file caf\udce9", "traceback": "open('caf\udce9')"})
     end = explain_end(pod(ended(1, message=written)))
     assert end.message.endswith("no file caf\\udce9") and end.traceback == "open('caf\\udce9')"

@@ -1,4 +1,6 @@
-"""Jobs with `command`: whose failure counts, and messages about restarts and about pods left alone."""
+"""Jobs with `command`: whose failure counts, and messages about restarts and about pods left
+alone.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The condition CheckpointsCopied, by the script's reports of copies in a bucket, and a missing
-Secret.
+"""The condition CheckpointsCopied, based on the script's reports of copies in a bucket and on a
+missing Secret.
 """
 
 from __future__ import annotations

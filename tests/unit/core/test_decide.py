@@ -39,8 +39,8 @@ def a_job(status: JobStatus | None = None, **fields: Any) -> DDPJob:
 
 @pytest.mark.parametrize("index", [-1, -9, 2, 2**40])
 def test_an_incident_may_name_any_index(index: int) -> None:
-    """The coordinator runs in the user's image, so no report of it may fail the decision or its
-    events.
+    """The coordinator runs in the user's image, so none of its reports may break the decision or
+    its events.
     """
     job = a_job()
     incident = Incident(id=1, time=NOW, kind=IncidentKind.WORKER_FAILED, pod="job-0-0", index=index, exit_code=1)
@@ -218,7 +218,9 @@ def test_pods_that_a_host_rejects_neither_count_nor_end_the_job() -> None:
 
 
 def test_a_pod_placed_repeatedly_on_a_host_that_is_down_backs_off() -> None:
-    """It tolerates every taint and finds no room elsewhere, so it is lost as soon as it is placed."""
+    """It tolerates every taint and finds no room elsewhere, so it is lost as soon as it is
+    placed.
+    """
     job = running(a_job(), a_pod(0), a_pod(1))
     down = HostView(name="n0", ready=False, since=NOW - timedelta(hours=1), out_of_service=False)
     hosts = {"n0": down, "n1": HostView(name="n1", ready=True, since=NOW, out_of_service=False)}
@@ -471,8 +473,8 @@ def test_a_job_that_fails_at_once_has_not_restarted(message: str) -> None:
 
 
 def test_a_complete_job_is_not_unscheduled_because_of_a_spare() -> None:
-    """Regression: `kubectl wait --for=condition=Scheduled` saw a fault in each job whose spare
-    never had a node.
+    """Regression: `kubectl wait --for=condition=Scheduled` reported a fault for each job whose
+    spare never had a node.
     """
     spare = a_pod(2, ContainerView(), role=Role.SPARE, host="", phase="Pending", unschedulable="0/2 nodes")
     job = running(a_job(spares=1), a_pod(0), a_pod(1), spare)
@@ -497,7 +499,7 @@ def test_a_suspended_job_has_no_preflight_result() -> None:
 
 @pytest.mark.parametrize("suspend", [True, False], ids=["suspended", "another generation"])
 def test_a_pod_that_a_finalizer_keeps_beyond_its_grace_keeps_no_coordinator(*, suspend: bool) -> None:
-    """For example a pod that was never placed, so that no kubelet will ever report its end."""
+    """An example is a pod that was never placed, so that no kubelet will ever report its end."""
     job = running(a_job(), a_pod(0), a_pod(1))
     policy = replace(job.spec.run_policy, suspend=suspend)
     rendezvous = replace(job.status.rendezvous, generation=1)

@@ -18,7 +18,7 @@ GPUS = {"nvidia.com/gpu": 8}
 
 
 class Cluster:
-    """A job whose pods the test chooses; each look writes what `decide` says."""
+    """A job whose pods the test sets. Each reconcile writes the result of `decide`."""
 
     def __init__(self, **spec: Any) -> None:
         self.job: DDPJob = job_of(2, **spec)
@@ -29,7 +29,7 @@ class Cluster:
         status = decide(self.job, world, later(at)).status
         written = status.write(self.job.spec)
         self.writes += written != self.job.status.write(self.job.spec)
-        # The next reconcile reads what is stored, in which times have whole seconds.
+        # The next reconcile reads the stored status, whose times are whole seconds.
         self.job = replace(self.job, status=JobStatus.read(written))
         return status.gpu_seconds
 
@@ -72,7 +72,7 @@ def test_a_pod_holds_gpus_from_its_binding_to_its_end(held: int, fields: dict[st
 def test_folding_often_loses_no_fraction_of_a_second() -> None:
     one, pods = Cluster(), (holder(0), holder(1))
     for tenth in range(0, 1000, 7):
-        one.job = replace(one.job, generation=tenth + 1)  # so that each look writes the status
+        one.job = replace(one.job, generation=tenth + 1)  # so that each reconcile writes the status
         one.look(tenth / 10, *pods)
     assert one.writes == 143
     assert one.look(100 + REFRESH.total_seconds(), *pods) == 16 * (100 + REFRESH.total_seconds())

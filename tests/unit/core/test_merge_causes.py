@@ -98,8 +98,8 @@ def test_memory_explains_the_failed_worker() -> None:
 
 
 def test_a_break_has_one_incident() -> None:
-    """PeerLost has reported the lost pod, so the next failure is a separate break, however soon it
-    comes.
+    """PeerLost has reported the lost pod, so the next failure is a separate break, even if it
+    follows soon.
     """
     recorded = restart(Cause.DELETED, 0, "job-1-0", round=1, seconds=0.2)
     seen = attribute(status(recorded), [], [], [("job-1-0", T0)])
@@ -111,7 +111,7 @@ def test_a_break_has_one_incident() -> None:
 
 
 def test_a_failure_that_is_reported_before_the_loss_belongs_to_the_same_break() -> None:
-    """If a coordinator is replaced in the middle of a break, the next one hears of the failed
+    """If a coordinator is replaced in the middle of a break, the next one receives the failed
     worker first.
     """
     recorded = restart(Cause.NODE_LOST, 0, "job-1-0", round=1)
@@ -135,7 +135,7 @@ def test_every_incident_is_a_separate_break() -> None:
 
 
 def test_a_pod_created_after_the_break_had_no_part_in_it() -> None:
-    """In a crash loop, each replacement counts."""
+    """Each replacement in a crash loop counts."""
     recorded = restart(Cause.EXIT_CODE, 0, round=3)
     found = attribute(status(recorded, broken=True), [end(Cause.EXIT_CODE, 2, "job-0-1", made_in=3)], [], [])
     assert summary(found) == [("ExitCode", "job-0-1", True, 4)]

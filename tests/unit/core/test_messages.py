@@ -201,8 +201,8 @@ def test_a_script_that_began_again_after_a_restart_is_reported_after_the_end() -
 
 
 def test_a_program_that_cannot_start_is_one_event_and_not_a_restart() -> None:
-    """Regression: two pods found it at once, and the column showed "+2", as if it had been retried
-    twice.
+    """Regression: two pods found the error at once, and the column showed "+2", as if it had been
+    retried twice.
     """
     job, _ = seen(job_of(2), 1, (pod(0), pod(1), COORDINATOR), report(CoordinatorState.FORMING))
     ended = ContainerView(
@@ -290,8 +290,8 @@ def test_a_join_is_not_a_break_and_nothing_has_recovered_before_the_next_step() 
 
 
 def test_a_hang_is_attributed_to_no_pod_and_no_kubernetes_node() -> None:
-    """Regression: it was attributed to pod 0, whose node was avoided after three hangs, and the
-    event reported a replacement.
+    """Regression: the hang was attributed to pod 0, whose node was avoided after three hangs, and
+    the event reported a replacement.
     """
     job, pods = running(2, recovery={"hangAfterSeconds": 60, "maxRestarts": 9})
     two = [MemberState.RUNNING] * 2

@@ -71,7 +71,7 @@ def test_a_memory_limit_set_by_the_namespace_is_reported_as_such(limited: str | 
 
 @pytest.mark.parametrize(("procs", "ranks"), [(1, "rank 1"), (2, "ranks 2 to 3")])
 def test_workers_that_end_before_the_others_are_reported_by_their_ranks(procs: int, ranks: str) -> None:
-    """For example ranks with fewer batches than their peers."""
+    """An example is a rank with fewer batches than its peers."""
     verdict = first_cause(
         [WorkerFailure(Source("job-0-0", 0), 0, 0, 1, None, "Connection reset by peer", "", 9.0)],
         [],
@@ -145,8 +145,8 @@ def test_a_rank_that_found_dev_shm_full_gets_advice_to_raise_it(signal: str | No
 def test_ranks_of_several_pods_with_the_same_error_fail_everywhere(
     failures: list[tuple[int, str, float]], everywhere: bool
 ) -> None:
-    """Digits may be a rank's own. After the others were asked to end, at 7.01, an error may be a
-    consequence.
+    """Digits may be specific to a rank. After the others were asked to end, at 7.01, an error may
+    be a consequence.
     """
     trace = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n'
     found = [

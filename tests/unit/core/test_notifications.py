@@ -150,7 +150,7 @@ def test_a_limit_that_is_raised_and_lowered_within_a_round_notifies_again() -> N
     ids, outcomes = [s.id for s in sent(decision)], dict[str, NotificationOutcome]()
     for at, allowed in ((20, 10), (30, 1)):
         outcomes |= {id: NotificationOutcome(delivered=True) for id in ids}
-        counts = replace(job.status.restarts, allowed=job.spec.recovery.max_restarts)  # as the written status has it
+        counts = replace(job.status.restarts, allowed=job.spec.recovery.max_restarts)  # as in the written status
         spec = replace(job.spec, recovery=replace(job.spec.recovery, max_restarts=allowed))
         job = replace(job, spec=spec, generation=job.generation + 1, status=replace(job.status, restarts=counts))
         job, decision = decided(job, at, World(pods=(pod(0), pod(1), COORDINATOR)), outcomes=outcomes)

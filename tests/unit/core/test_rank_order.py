@@ -81,8 +81,8 @@ def some_places(chance: random.Random) -> dict[int, Place]:
 
 
 def check(order: list[int], places: Mapping[int, Place]) -> None:
-    """Check that each place of each level is one run, so that as few neighbours as possible are in
-    two places.
+    """Check that each topology domain of each level is one sequence, so that as few neighbors as
+    possible are in two domains.
     """
     assert sorted(order) == sorted(places)
     for level in range(len(next(iter(places.values())))):

@@ -1,5 +1,5 @@
-"""The steps that restarts have repeated: counted once each, unknown without a report, and separate
-from new work.
+"""Steps repeated by restarts: counted once each, unknown without a report, and separate from new
+work.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Restarted:
         self.job = replace(self.job, status=status)
 
     def look(self, at: float, number: int, progress: dict[str, Any], down: bool = False) -> None:
-        """Show the operator a report of a running group. `down`: it has made no step yet."""
+        """Show the operator a report of a running group. `down` means that it has taken no step
+        yet.
+        """
         recovery = Recovery(down_since=later(20)) if down else Recovery(last_seconds=1.5)
         states = [MemberState.RUNNING] * 2
         last = report(CoordinatorState.RUNNING, *states, round=number, progress=progress, recovery=recovery)

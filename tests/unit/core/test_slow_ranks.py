@@ -29,8 +29,8 @@ def seen(
     spec: dict[str, Any] | None = None,
     **status: Any,
 ) -> View:
-    """A view at `at` s of a group whose ranks `slow` have been reported since `since` s. Spares
-    have the last indices.
+    """Return a view at `at` s of a group whose ranks `slow` have been reported since `since` s.
+    Spares have the last indices.
     """
     job, pods = running(nodes + spares, **(spec or {}))
     job = replace(job, spec=replace(job.spec, nodes=nodes, spares=spares))

@@ -38,7 +38,7 @@ def test_figures_are_formatted_for_display() -> None:
 
 
 def test_a_loss_of_minus_zero_is_zero() -> None:
-    """It is a mean of negative logarithms of 1."""
+    """A loss of 0 is a mean of negated logarithms of 1, which is -0."""
     assert show_progress({}, {"loss": -0.0}, NOW, at_once=False)["lossDisplay"] == "0"
 
 
@@ -57,7 +57,7 @@ def test_the_speed_of_a_script_that_reports_no_samples_is_in_steps() -> None:
 
 @pytest.mark.parametrize("resumed", ["yes", "no", "unknown"])
 def test_counted_steps_are_those_since_the_restart(resumed: str) -> None:
-    """Regression: a script that begins again each time looked like one that continues."""
+    """Regression: a script that starts from scratch each time looked like one that resumes."""
     shown = show_progress({}, {"step": 359, "resumed": "no"}, NOW, at_once=False)
     assert shown["display"] == "step 359" and not began_again(shown), "its first start"
     shown = show_progress(shown, {"step": 1, "resumed": "unknown"}, NOW, at_once=False)
@@ -164,7 +164,7 @@ def test_the_displayed_values_are_bounded() -> None:
 
 
 def test_a_lagging_rank_stays_for_a_minute_and_its_episode_is_one_event() -> None:
-    """A script whose reports alternate makes one event a minute, not one for each report."""
+    """A script whose reports alternate causes one event per minute, not one per report."""
     status, events = JobStatus(), 0
     for second in range(0, 300, 2):
         now = NOW + timedelta(seconds=second)
@@ -225,7 +225,7 @@ def test_no_rank_lags_while_the_group_does_not_run() -> None:
     "state", [None, *(state for state in CoordinatorState if state is not CoordinatorState.RUNNING)]
 )
 def test_no_lagging_rank_of_an_ended_or_hanging_job_is_shown(state: CoordinatorState | None) -> None:
-    """The minute does not apply either, nor does a missing report matter."""
+    """The minute does not apply, and a missing report does not matter."""
     shown = show_stragglers(lagging([{"rank": 1, "slowdown": 2}]))
     view = lagging([{"rank": 1, "slowdown": 2}], shown=shown, state=state or CoordinatorState.RUNNING)
     view = view if state else replace(view, world=replace(view.world, report=None))
@@ -246,7 +246,7 @@ def test_a_suspended_job_has_no_lagging_ranks() -> None:
 
 
 def test_a_lone_surrogate_in_a_name_is_escaped() -> None:
-    """Regression: the API server stored a different character, so each look found a changed
+    """Regression: the API server stored a different character, so each reconcile found a changed
     progress.
     """
     shown = show_progress({}, {"step": 1, "eta": "\ud800", "metrics": {"a\ud800": 2.0}}, NOW, at_once=True)

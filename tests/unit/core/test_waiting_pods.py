@@ -77,7 +77,7 @@ def test_volumes_that_cannot_be_mounted_are_reported_with_where_to_look() -> Non
 
 
 def test_an_init_container_that_takes_long_is_reported() -> None:
-    """Among running ones it is the last, because earlier sidecars stay."""
+    """The last running init container is reported, because earlier sidecars keep running."""
     proxy, fetch = ContainerView(started=later(1)), ContainerView(started=later(3))
     waiting = {"proxy": proxy, "fetch": fetch, "later": ContainerView(waiting_reason="PodInitializing")}
     pods = placed(0, init_containers=waiting, prepared=True), pod(1), COORDINATOR

@@ -1,4 +1,6 @@
-"""The comparison of jobs in a real Chromium: chosen by keyboard, drawn, narrow and dark, without errors."""
+"""The comparison of jobs in a real Chromium: selected by keyboard, drawn, in narrow and dark pages,
+without errors.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def give_runs(root: Path) -> list[str]:
 
 @pytest.fixture
 async def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Page, str, list[str]]]:
-    """A tab with the list of 12 jobs, the server's address, and the names of three with curves."""
+    """Yield a tab with the list of 12 jobs, the server's address, and the names of three jobs with
+    curves.
+    """
     monkeypatch.setenv(RUNS_VARIABLE, str(tmp_path))
     with runs(tmp_path, 12):
         names = give_runs(tmp_path)
@@ -67,13 +71,13 @@ async def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 
 async def picture(tab: Page, name: str) -> None:
-    """Keep a picture where `DDPJOB_PICTURES` says, for people."""
+    """Save a screenshot to the folder in `DDPJOB_PICTURES`, for people."""
     if folder := os.environ.get("DDPJOB_PICTURES"):
         Path(folder, f"{name}.png").write_bytes(await tab.picture(whole=True))  # noqa: ASYNC240
 
 
 async def rows(tab: Page) -> dict[str, list[str]]:
-    """The table of what differs."""
+    """Return the table of differences."""
     cells = "[...row.children].map((cell) => cell.textContent.trim())"
     found: list[Any] = await tab.js(
         f"[...document.querySelectorAll('#differences > .scroll tbody tr')].map((row) => {cells})"
@@ -99,7 +103,7 @@ async def test_jobs_are_compared(page: tuple[Page, str, list[str]]) -> None:
     await tab.key("Enter")
     await tab.until("!window.left && document.querySelectorAll('#charts canvas').length === 3")
 
-    # Each chart has each job; what differs is a row, and what is equal is not.
+    # Each chart has every job. Differences have rows, and equal values do not.
     assert await tab.js("[...document.querySelectorAll('.chart h3 span')].map((title) => title.textContent)") == [
         *("loss", "test accuracy", "samples/s")
     ]
@@ -112,7 +116,7 @@ async def test_jobs_are_compared(page: tuple[Page, str, list[str]]) -> None:
     assert found["git commit"][1] == "111111111111 with changes" and found["torch"] == ["2.0.0", "2.1.0", "2.2.0"]
     assert "--seed" in await tab.js("document.querySelector('#same').textContent")
 
-    # The axis, the smoothing and the scale, which the address keeps.
+    # The axis, the smoothing and the scale are kept in the address.
     ends = "document.querySelector('.chart [role=img]').getAttribute('aria-label')"
     assert "loss of 3 jobs" in await tab.js(ends)
     for name, value in (("by", "time"), ("smooth", "0.9"), ("log", "on")):
@@ -132,10 +136,10 @@ async def test_jobs_are_compared(page: tuple[Page, str, list[str]]) -> None:
             await tab.until(f"document.querySelector('.uplot').clientWidth < {width}")
             await picture(tab, f"compare-{scheme}-{width}")
 
-    # One job less, and one that does not exist.
+    # One job fewer, and one that does not exist.
     await tab.open(f"{address}/compare?job=default/{names[0]}")
     assert "Choose 2 to 6 jobs" in await tab.js("document.querySelector('main').textContent")
     tab.problems.clear()
     await tab.open(f"{address}/compare?job=default/{names[0]}&job=default/nothere")
     assert "no job nothere" in await tab.js("document.querySelector('main').textContent")
-    tab.problems.clear()  # The browser notes that the answer was 404.
+    tab.problems.clear()  # the browser reports the 404 response

@@ -80,17 +80,20 @@ BARS = """(() => {
     return (a + 0.05) / (b + 0.05) < 3;
   }).map((bar) => bar.getAttribute("class"));
 })()"""
-"""Parts of the timeline whose contrast with the panel is below 3:1, the WCAG minimum for graphics.
+"""Parts of the timeline whose contrast with the panel is below 3:1, the WCAG minimum for
+graphics.
 """
 TALL = """[...document.querySelectorAll(".panel .scroll tr")].filter((row) => {
   const why = row.querySelector(".why");
   return why && (why.getBoundingClientRect().right > innerWidth || (!why.textContent.trim() && row.offsetHeight > 150));
 }).length"""
-"""Rows whose message is beyond the edge of a narrow screen, or that are tall without a message."""
+"""Rows whose message is beyond the edge of a narrow screen, or which are tall without a message."""
 SIDEWAYS = """[...document.querySelectorAll(".scroll")].filter(
   (region) => region.checkVisibility() && region.scrollWidth > region.clientWidth + 1
 ).map((region) => `${region.getAttribute("aria-label")}: ${region.scrollWidth - region.clientWidth}`)"""
-"""Tables of which a part, such as the message, is beyond the edge; some jobs have names of 40 characters."""
+"""Tables with a part, such as the message, beyond the edge. Some jobs have names of 40
+characters.
+"""
 UNNAMED = """[...document.querySelectorAll("a, button, input, select, progress, [role=img], [role=region]")].filter(
   (node) => node.checkVisibility() && node.type !== "hidden"
   && !(node.textContent.trim() || node.getAttribute("aria-label") || node.labels?.length))
@@ -120,7 +123,7 @@ async def test_the_pages_work_in_a_browser(page: tuple[Page, str, Path]) -> None
     await tab.until("document.querySelectorAll('tbody tr').length === 1")
     assert await tab.js("document.activeElement.id") == "q" and name in await tab.js("location.search")
 
-    # A change of the record appears by itself, and the focus stays.
+    # A change to the record appears without a reload, and the focus is kept.
     await tab.js(f"document.querySelector('a[href=\"/jobs/default/{name}\"]').focus()")
     body = json.loads(place.status.read_text())
     body["status"]["progress"] |= {"display": "epoch 77/99", "percent": 77}

@@ -63,7 +63,7 @@ def names(folder: Path) -> Iterator[list[str]]:
 
 
 class Web:
-    """Send a browser's requests with the session's cookie."""
+    """A client that sends a browser's requests with the session's cookie."""
 
     def __init__(self, address: str, session: aiohttp.ClientSession) -> None:
         self.address, self.session = address, session
@@ -104,9 +104,7 @@ async def raw(web: Web, header: bytes, wanted: bytes) -> None:
 
 
 async def soon(read: Any, wanted: Any) -> Any:
-    """Return the first result of `read` that is `wanted`, so that a pause of the machine does not
-    matter.
-    """
+    """Repeat `read` until its result is `wanted`, so that pauses of the machine do not matter."""
     end = time.monotonic() + 20 * slowness()
     while not wanted(answer := await read()):
         assert time.monotonic() < end, answer
@@ -211,7 +209,7 @@ async def test_a_restart_that_a_suspension_interrupted_is_not_shown_as_pending(b
     name = body["metadata"]["name"]
     (folder / name).mkdir()
     write_record(JobFolder(folder / name), body)
-    with held(JobFolder(folder / name)):  # as the process that runs it would write it
+    with held(JobFolder(folder / name)):  # like the process that runs it
         async with opened() as web:
             page = text(await web.get(f"/jobs/default/{name}"))
         assert "Evicted" in page and ("not yet" in page) is not before
@@ -256,7 +254,7 @@ async def test_gpu_hours_are_shown_only_where_there_are_any(folder: Path) -> Non
 
 
 async def test_an_ended_job_shows_the_restart_limit_that_it_had(folder: Path) -> None:
-    """Regression: kubectl's column showed 1/0, and the page the limit that the manifest has now."""
+    """Regression: kubectl's column showed 1/0, and the page showed the manifest's current limit."""
     body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Failed")
     body["status"]["restarts"] = {"counted": 1, "total": 1, "max": 0, "display": "1/0"}
     body["spec"]["recovery"] = {"maxRestarts": 5}
@@ -358,7 +356,7 @@ async def events(answer: aiohttp.ClientResponse, wanted: bytes) -> str:
 
 
 async def test_a_head_request_does_not_start_a_stream() -> None:
-    """Regression: HEAD began the stream itself, with a body and without an end."""
+    """Regression: HEAD started the stream itself, with a body and without an end."""
     async with opened() as web:
         for path in ("/live", "/jobs/default/some/log"):
             async with web.session.head(web.address + path) as answer:
@@ -496,8 +494,8 @@ def test_an_outage_of_the_backend_is_shown_and_ends(names: list[str], monkeypatc
 def test_a_job_deleted_before_the_first_list_is_removed(
     names: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: it stayed forever, because the list that lacked it was the first one that was
-    followed.
+    """Regression: the deleted job stayed forever, because the list that lacked it was the first one
+    that was followed.
     """
     backend = ProcessBackend()
     follow = backend.changes
@@ -557,7 +555,7 @@ def test_the_spans_of_a_timeline_fill_the_time_in_order() -> None:
 
 
 def test_a_lost_spare_begins_no_round_in_the_timeline() -> None:
-    """Regression: the continuing round was shown as the next one."""
+    """Regression: the continuing round was shown as a new one."""
     body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Running")
     begin = DDPJob.read(body).status.start_time
     assert begin is not None
@@ -581,7 +579,7 @@ def test_a_lost_spare_begins_no_round_in_the_timeline() -> None:
     ],
 )
 def test_a_timeline_counts_each_second_once(ends: list[tuple[int, float | None, int]], lost: float) -> None:
-    """Regression: a job was in rounds for 101 % of its time, and for -2 s without a group."""
+    """Regression: a job was in rounds for 101 % of its time, and without a group for -2 s."""
     body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Running")
     begin = DDPJob.read(body).status.start_time
     assert begin is not None
@@ -680,13 +678,13 @@ def test_goodput_is_the_share_of_pod_time_spent_on_new_steps(names: list[str]) -
     assert fleet.goodput() == Goodput(pytest.approx(0.7), 100.0, 0)
     again = restart_of(body, continuedFrom="memory", repeatedSteps=9)
     after(0, "Running", 4, 4, round=1, restarts=again)
-    now[0] += 90  # It repeats steps, which do not count as new.
+    now[0] += 90  # it repeats steps, which do not count as new
     assert fleet.goodput() == Goodput(pytest.approx(0.7 / 1.9), 190.0, 0)
     over = restart_of(body, continuedFrom="memory", repeatedSteps=9, repeatedSeconds=90.0)
     after(0, "Running", 4, 4, round=1, restarts={**over, "repeatedSeconds": 90.0})
     now[0] += 10
     assert fleet.goodput().share == pytest.approx(0.8 / 2)
-    # The whole next repetition happened between two looks, so its time is subtracted.
+    # The whole next repetition happened between two reads, so its time is subtracted.
     after(0, "Running", 4, 4, round=1, restarts={**over, "repeatedSeconds": 95.0, "unknownRepeats": 1})
     assert fleet.goodput() == Goodput(pytest.approx(0.75 / 2), 200.0, 1)
     fleet._drop(("default", body["metadata"]["name"]))

@@ -28,8 +28,8 @@ ROOT = "/apis/ddpjob.io/v1alpha1"
 
 
 class Rbac:
-    """An API server that knows tokens and the namespaces that each may list, or `*`. It serves
-    jobs, pods and events.
+    """An API server that knows tokens and the namespaces that each may list (`*` means all). It
+    serves jobs, pods and events.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ async def cluster() -> AsyncIterator[tuple[Rbac, str]]:
 
 
 class Visitor:
-    """A browser that follows no redirects."""
+    """A browser that does not follow redirects."""
 
     def __init__(self, address: str, session: aiohttp.ClientSession) -> None:
         self.address, self.session = address, session
@@ -162,7 +162,9 @@ async def test_two_viewers_see_different_namespaces(cluster: tuple[Rbac, str]) -
 
 
 async def test_each_row_names_its_namespace_if_there_are_several(cluster: tuple[Rbac, str]) -> None:
-    """Regression: the column was missing if a filter or a page left the jobs of one namespace."""
+    """Regression: the column was missing if a filter or a page contained only the jobs of one
+    namespace.
+    """
     rbac, url = cluster
     rbac.rights["ann"] = {"team-a", "team-b"}
     async with opened(url, "team-a", "team-b") as (visitor, _):
@@ -274,7 +276,7 @@ async def test_a_session_is_signed_in_and_out(cluster: tuple[Rbac, str]) -> None
 async def test_a_pasted_token_is_forgotten_after_its_time(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the token of a user who did not return stayed in memory until the server ended."""
+    """Regression: if a user did not return, the token stayed in memory until the server ended."""
     _, url = cluster
     monkeypatch.setattr(viewers, "TRUST_SECONDS", 0.05)
     async with opened(url, "team-a") as (visitor, gate):
@@ -290,7 +292,7 @@ async def test_a_pasted_token_is_forgotten_after_its_time(
 async def test_nothing_is_kept_of_a_token_that_is_no_longer_used(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A proxy sends a new token every few minutes. Regression: a lock stayed for each, and the
+    """A proxy sends a new token every few minutes. Regression: a lock was kept for each, and the
     memory grew.
     """
     _, url = cluster
@@ -363,7 +365,9 @@ async def test_one_users_tokens_displace_no_other_user(
 async def test_a_tenants_service_accounts_displace_no_other_user(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch, namespaces: int
 ) -> None:
-    """They lock nobody out either, although each has a stream open, in one namespace or in several."""
+    """Each of them has a stream open, in one namespace or in several. They do not lock out other
+    users either.
+    """
     rbac, url = cluster
     monkeypatch.setattr(viewers, "MOST_VIEWS", 32)
     accounts = [f"account.evil-{number % namespaces}.a{number}" for number in range(64)]
@@ -411,7 +415,7 @@ async def test_objects_that_a_viewer_may_not_read_are_not_reported_as_missing(cl
 async def test_a_page_whose_session_was_closed_meanwhile_asks_to_sign_in_again(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user signed out in a different window. Regression: it was shown as an internal error."""
+    """The user signed out in a different window. Regression: an internal error was shown."""
     admit = Viewers.admit
 
     async def left_at_once(gate: Viewers, request: web.Request) -> FleetView:

@@ -1,4 +1,4 @@
-"""Any response of a coordinator is either not a report, or one from which a decision can be made."""
+"""Any response of a coordinator either is not a report, or allows a decision."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ JOB = a_job()
 
 
 def check(body: bytes) -> protocol.Report | None:
-    """Read the report, if it is one, and decide twice, the second time from the status that the
-    first has written.
+    """Read the response. If it is a report, decide twice, the second time from the status that the
+    first decision wrote.
     """
     try:
         report = read_report(body, NOW, JOB.spec.pods)

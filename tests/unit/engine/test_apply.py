@@ -33,7 +33,7 @@ Action = Any
 
 
 class Recording:
-    """A `Cluster` that records its calls, and how many run at the same time."""
+    """A `Cluster` that records its calls and how many run at the same time."""
 
     platform = Platform(operator_key=b"key")
 

@@ -64,7 +64,7 @@ def proof_of(request: web.Request, content: bytes) -> dict[str, str]:
 
 @asynccontextmanager
 async def answering(answer: Any, status: int = 200) -> AsyncIterator[Target]:
-    """A coordinator that knows the token and gives one response: JSON, or its text."""
+    """Start a coordinator that knows the token and gives one response, as JSON or as text."""
 
     async def handle(request: web.Request) -> web.Response:
         content = (answer if isinstance(answer, str) else json.dumps(answer)).encode()

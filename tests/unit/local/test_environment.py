@@ -1,4 +1,6 @@
-"""A container's environment and arguments on one machine, as Kubernetes documents $(NAME) and the downward API."""
+"""A container's environment and arguments on one machine, as Kubernetes documents $(NAME) and
+the downward API.
+"""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from ddpjob.local.local_platform import NoFreePorts, free_ports
 
 
 def test_two_runs_that_start_together_use_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of them listens yet. Regression: the second run's coordinators ended one after the
-    other, forever.
+    """None of the ports is in use yet. Regression: the second run's coordinators ended one after
+    another, forever.
     """
     first, mark = free_ports()
     monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: first)

@@ -19,8 +19,8 @@ from ddpjob.local.paths import JobFolder, runs_folder
     ],
 )
 def test_curves_alone_are_not_a_checkpoint(tmp_path: Path, file: str, resumable: bool) -> None:
-    """Regression: a script that reports and never saves was said to resume, although it began from
-    scratch.
+    """Regression: a script that reports but never saves was said to resume, although it started
+    from scratch.
     """
     folder = JobFolder(tmp_path / "j")
     assert not folder.is_resumable()
@@ -32,8 +32,8 @@ def test_curves_alone_are_not_a_checkpoint(tmp_path: Path, file: str, resumable:
 
 
 def test_the_folder_of_runs_has_one_canonical_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job's folder in its bucket is named after it. Regression: from a sibling folder the job did
-    not find its copies.
+    """A job's folder in its bucket is named after it. Regression: a job in a sibling folder did not
+    find its copies.
     """
     monkeypatch.setenv("DDPJOB_RUNS", "../runs")
     for name in ("one", "two"):

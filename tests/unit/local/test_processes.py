@@ -40,8 +40,8 @@ def test_a_process_without_any_environment_is_not_found() -> None:
 
 
 def test_an_orphan_that_reuses_the_id_of_a_reaped_process_is_reaped_too() -> None:
-    """Process ids are reused. Regression: the orphan counted as its owner's, whose poll() reaps
-    nothing more.
+    """Process ids are reused. Regression: the orphan was considered its owner's child, whose poll()
+    reaps nothing.
     """
     ended = subprocess.Popen(["true"])
     ended.wait()

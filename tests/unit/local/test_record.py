@@ -31,8 +31,8 @@ def test_the_process_of_a_starting_run_is_known_at_once(tmp_path: Path, monkeypa
 
 
 def test_an_unreadable_request_does_not_end_the_training(tmp_path: Path) -> None:
-    """The command has given up and removed it, `sudo` with a strict umask wrote it, or it is not a
-    request of ours.
+    """The command has given up and removed it, `sudo` with a strict umask wrote it, or it is not
+    one of our requests.
     """
     folder = JobFolder(tmp_path)
     folder.requests.mkdir()

@@ -86,7 +86,9 @@ def test_the_page_lists_all_families_of_a_scrape() -> None:
 
 
 def test_the_page_lists_every_family_of_the_trainer(tmp_path: Path) -> None:
-    """It has the labels that a scrape finds, for everything that the reporter hands to its sinks."""
+    """It has the labels that a scrape finds, for everything that the reporter hands to its
+    sinks.
+    """
     machines = Machines([1.0, 2.0], [1.0, 2.0], [0.1, 0.1], [1.0, 1.0], {"data": 0.1, "forward": 0.2})
     status = TrainingStatus(1, 2, 3, 4, 0.5, 0.1, 100.0, 60.0, 0.1, mfu=0.4, phases=machines.phases)
     given = {name: value or 0.0 for name, value in (_values(status) | _values_of(machines)).items()}
@@ -108,7 +110,7 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
 
 
 def test_a_name_has_the_same_meaning_everywhere() -> None:
-    """Programs that export the same figure use the same name, type and job labels. The help may
+    """Programs that export the same metric use the same name, type and job labels. The help may
     differ.
     """
     families = [f for source in ("operators", "coordinators", "trainers") for f in METRICS[source]()]

@@ -88,7 +88,9 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
 
 
 class Prometheus(PrometheusServer):
-    """A server that scrapes the operator twice a second and knows its alerts, which fire without waiting."""
+    """A server that scrapes the operator twice a second and knows its alerts, which fire without
+    waiting.
+    """
 
     def __init__(self, folder: Path, target: int, stop_operator: Callable[[], None]) -> None:
         self.stop_operator = stop_operator
@@ -121,7 +123,7 @@ class Prometheus(PrometheusServer):
             try:
                 if holds():
                     return
-            except OSError:  # It does not listen yet.
+            except OSError:  # it does not listen yet
                 pass
             assert time.monotonic() < deadline, f"{what}: not in time; firing: {self.firing()}"
             time.sleep(0.2)
@@ -159,7 +161,7 @@ def prometheus(tmp_path: Path, fleet: Fleet) -> Iterator[Prometheus]:
 
 
 def play_faults(fleet: Fleet) -> None:
-    """Faults of jobs between two scrapes."""
+    """Play faults of jobs between two scrapes."""
     fleet.becomes("good", running(step=30, restarts=1, broke=True))
     fleet.becomes("good", running(step=30, restarts=1))
     fleet.becomes(

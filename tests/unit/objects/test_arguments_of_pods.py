@@ -2,13 +2,10 @@
 any change.
 
 Pods of one generation may be created by several releases of the operator, and they run the runtime
-that the job
-began with. A pod whose arguments differ from its peers', or that the older runtime does not know,
-ends a running
-job. So an addition needs a default in every runtime of its protocol's version. Any other change
-needs a new version.
-If a change keeps to that, `python tests/unit/objects/test_arguments_of_pods.py` writes the lists
-again.
+with which the job began. A pod ends a running job if its arguments differ from its peers', or if
+the older runtime does not know them. So an addition needs a default in every runtime of its
+protocol's version, and any other change needs a new version. If a change follows these rules,
+`python tests/unit/objects/test_arguments_of_pods.py` writes the lists again.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ JOBS: dict[str, Json] = {
 
 
 def given(name: str) -> Json:
-    """Command, arguments and environment of each container."""
+    """Return the command, arguments and environment of each container."""
     made = job(**JOBS[name])
     status = replace(made.status, runtime="runtime", round=3)
     pods = [build_node(made, status, PLATFORM, 0, 2)]

@@ -1,4 +1,4 @@
-"""code.archive in the pods that are built: its folder, the launcher's variables, and keys by reference."""
+"""code.archive in the built pods: its folder, the launcher's variables, and keys by reference."""
 
 from __future__ import annotations
 

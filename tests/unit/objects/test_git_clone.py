@@ -1,4 +1,4 @@
-"""code.git in the pods that are built, and the script of their init container with a real git over http."""
+"""code.git in the built pods, and the script of their init container with a real git over http."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def server(tmp_path: Path) -> Iterator[GitServer]:
 
 
 def run(folder: Path, code: GitCode, secret: str = "") -> subprocess.CompletedProcess[str]:
-    """The init container as a kubelet starts it: only its own variables."""
+    """Run the init container as a kubelet starts it, with only its own variables."""
     folder.mkdir(exist_ok=True)
     made = build_clone(code, "image", {"name": "c", "mountPath": str(folder)}, ())
     values = {v["name"]: v["value"] for v in made["env"] if "value" in v}
@@ -102,7 +102,7 @@ def test_the_named_commit_is_cloned_without_history_although_the_branch_has_move
 
 
 def test_a_server_without_single_commits_is_asked_for_the_branch(server: GitServer, tmp_path: Path) -> None:
-    """As with git's dumb protocol, which some mirrors have: files behind any web server."""
+    """Some mirrors have only git's dumb protocol: files behind any web server."""
     wanted = commit(server.root / "p", {"train.py": "1"})
     commit(server.root / "p", {"train.py": "2"})
     git(server.root / "p", "update-server-info")

@@ -171,7 +171,7 @@ def test_only_a_jobs_own_pods_and_the_operator_can_connect_to_it() -> None:
 
 
 def _two_peers(policy: Json) -> None:
-    """The classic mistake: the selectors as two peers, so that either suffices."""
+    """Make a common mistake: the selectors become two peers, and either one is enough."""
     policy["ingress"][1]["from"][:1] = [{key: value} for key, value in policy["ingress"][1]["from"][0].items()]
 
 

@@ -1,4 +1,4 @@
-"""The PodGroup of a gang, and the pods that name it."""
+"""The PodGroup of a gang, and the pods that refer to it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_only_pods_created_before_the_gang_is_placed_name_it() -> None:
 
 
 def test_the_pods_of_a_gang_have_one_scheduler() -> None:
-    """kube-scheduler does not schedule a group whose pods name several schedulers."""
+    """kube-scheduler does not schedule a group whose pods have different schedulers."""
     made = with_gang(podTemplate={"spec": {"schedulerName": "other"}})
     pods = (build_node(made, made.status, PLATFORM, 0, 0), build_coordinator(made, made.status, PLATFORM))
     assert [pod["spec"]["schedulerName"] for pod in pods] == ["other", "other"]

@@ -56,7 +56,9 @@ def pods(**spec: Any) -> list[Json]:
 
 @pytest.mark.parametrize("placement", ["Dedicated", "Master"])
 def test_pods_are_restricted_except_for_the_user_that_the_image_chooses(placement: str) -> None:
-    """Many images run as root. If the namespace forbids that, the pod is created with runAsNonRoot."""
+    """Many images run as root. If the namespace forbids that, the pod is created with
+    runAsNonRoot.
+    """
     storage = {"data": {"claimName": "data"}, "checkpoints": {"claimName": "saved"}}
     for pod in pods(rendezvous={"placement": placement}, storage=storage):
         assert {v.partition(": ")[2] for v in violations(pod)} == {"runAsNonRoot"}
@@ -139,15 +141,15 @@ def test_the_coordinator_states_requests_and_limits(given: Json, limits: Json) -
     ],
 )
 def test_a_limit_that_nobody_wrote_is_not_the_coordinators_request(given: Json, requests: Json) -> None:
-    """Without a request Kubernetes requests the limit, which would be 2 CPUs for a process that
-    mostly waits.
+    """If there is no request, Kubernetes requests the limit, which would be 2 CPUs for a process
+    that mostly waits.
     """
     pod = pods(rendezvous={"resources": given})[2]
     assert container(pod, "coordinator")["resources"]["requests"] == requests
 
 
 def test_the_images_of_this_repository_run_as_a_numeric_user() -> None:
-    """From a name, the kubelet cannot see that the user is not root."""
+    """The kubelet cannot tell from a user name that the user is not root."""
     stages = re.split(r"^FROM ", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
     for name in ("operator", "trainer"):
         [stage] = [s for s in stages if s.splitlines()[0].endswith(f" AS {name}")]

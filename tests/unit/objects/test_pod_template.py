@@ -430,7 +430,7 @@ def test_a_read_only_root_gets_a_temporary_folder_unless_it_has_one() -> None:
 
 
 def test_the_coordinator_uses_the_architecture_of_the_required_affinity() -> None:
-    """Otherwise an image for arm64 only would be pulled on any machine without a GPU."""
+    """Otherwise an image for arm64 alone would be pulled on any machine without a GPU."""
     arch = {"key": "kubernetes.io/arch", "operator": "In", "values": ["arm64"]}
     gpu = {"key": "nvidia.com/gpu.product", "operator": "In", "values": ["GB200"]}
 
@@ -610,8 +610,8 @@ def test_a_merge_changes_neither_of_its_arguments() -> None:
     ],
 )
 def test_items_without_a_name_are_left_to_the_api_server(spec: Json) -> None:
-    """It refuses the pod and names the place, which the condition shows. The operator raises no
-    error.
+    """The API server refuses the pod and reports the position, which the condition shows. The
+    operator raises no error.
     """
     assert problems({"spec": spec}) == ()
     made = job(podTemplate={"spec": spec})

@@ -8,7 +8,9 @@ from ddpjob.objects.workload import COORDINATOR_SET, NODE_SET, build_workload
 
 
 def test_resources_that_podtemplate_requests_for_the_whole_pod_are_included() -> None:
-    """Kueue counts resources of the pod, and devices that containers get from its claims."""
+    """Kueue counts resources of the whole pod, and devices that containers get from the pod's
+    claims.
+    """
     whole = {"requests": {"cpu": "64"}, "limits": {"memory": "500Gi"}}
     claims = [{"name": "gpu", "resourceClaimTemplateName": "h100"}]
     trainer = {"name": "trainer", "resources": {"claims": [{"name": "gpu"}]}}

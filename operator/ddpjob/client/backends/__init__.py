@@ -1,1 +1,1 @@
-"""The places of jobs: clusters, this machine, and the checkpoint folders of deleted jobs."""
+"""Backends for jobs in clusters, on this machine, and in the checkpoint folders of deleted jobs."""

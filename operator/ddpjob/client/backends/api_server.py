@@ -28,21 +28,22 @@ from ddpjob.client.backends.backend import Mistake, NoAnswer, NotKnown, Unreacha
 SECONDS = 30
 LARGEST_PAGE = 500
 LARGEST_ANSWER = 16 * 1024 * 1024
-"""Maximum size in bytes of a response for viewers of a dashboard in a cluster. For a job's pods or
-events it is twice as much, because a thousand pods have some 20 MB."""
+"""Maximum size in bytes of a response for viewers of a dashboard in a cluster. It is doubled for a
+job's pods or events, because a thousand pods are about 20 MB."""
 LARGEST_PAGE_BYTES = 2 * 1024 * 1024
-"""Maximum size in bytes of one page of a list for those viewers, unless it has only one
-object. Parsed into Python objects, a page may take 30 times as much memory."""
+"""Maximum size in bytes of one page of a list for viewers of a dashboard in a cluster. A page with
+only one object may be larger. Parsed into Python objects, a page may take 30 times as much memory.
+"""
 _parsing = threading.Lock()
-"""Lock to hold while objects are parsed and shaped, because otherwise many viewers would have the
-same large object in memory at once."""
+"""Lock that is held while objects are parsed and shaped. Otherwise many viewers could have the same
+large object in memory at once."""
 MERGE_PATCH = "application/merge-patch+json"
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Seconds, and the maximum number of unanswered probes. TCP_KEEPALIVE is the name of TCP_KEEPIDLE
-on macOS."""
+"""Socket options: times in seconds, and the maximum number of unanswered probes. On macOS,
+TCP_KEEPIDLE is called TCP_KEEPALIVE."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _USER_AGENT = "ddpjob"
-"""Also the name of the manager in the managedFields of objects that a user creates or changes."""
+"""Also appears as the manager in the managedFields of objects that a user creates or changes."""
 
 
 def _with_user_agent(api: Any) -> Any:
@@ -65,7 +66,7 @@ class AnswerTooLarge(Mistake):
 
 
 class ApiServer:
-    """One API server, named by the kubeconfig or the pod's service account.
+    """One API server, found through the kubeconfig or the pod's service account.
 
     Raises Unreachable, ApiRefusal.
     """
@@ -191,9 +192,9 @@ class ApiServer:
                 return found, str(metadata.get("resourceVersion", ""))
 
     def stream(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[bytes]:
-        """Yield pieces of a response as they arrive, until it ends.
+        """Yield pieces of a response as they arrive.
 
-        Also stop after `silence` seconds without a piece.
+        Stop when the response ends, or after `silence` seconds without a piece.
         """
         import urllib3
 
@@ -326,9 +327,10 @@ class BearerServer(ApiServer):
         return SimpleNamespace(response=response, status=response.status, read=partial(self._read, response, path))
 
     def _read(self, response: Any, path: str, most: int | None = None) -> bytes:
-        """Read a response within bounds.
+        """Read a response up to its maximum size.
 
-        Many viewers share this process, and any of them may look at hostile objects.
+        The size is limited because many viewers share this process, and any of them may look at
+        hostile objects.
         """
         most = LARGEST_ANSWER if most is None else most
         text: bytes = response.read(most + 1, decode_content=True)
@@ -339,7 +341,7 @@ class BearerServer(ApiServer):
 
 
 def _keepalive_options() -> list[tuple[int, int, int]]:
-    """Return options for sockets that notice an unreachable host within half a minute."""
+    """Return socket options with which an unreachable host is noticed within half a minute."""
     from urllib3.connection import HTTPConnection
 
     options = [*HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]

@@ -12,8 +12,8 @@ from typing import Protocol
 from ddpjob.api.job_spec import Json
 
 OUTAGE_SECONDS = 300.0
-"""Seconds without a response from the API server after which `wait`, `logs -f` and others give
-up."""
+"""`wait`, `logs -f` and others give up after this many seconds without a response from the API
+server."""
 
 LINE_BYTES = 1 << 20
 """Maximum size of a log line in bytes. The rest of the line is cut off."""
@@ -42,7 +42,10 @@ class Mistake(Exception):
     """Whether the caller lacks the right to read this, or is not authenticated."""
 
     def _render_traceback_(self) -> list[str]:
-        """Show only the message in a notebook, because the frames are this package's own."""
+        """Show only the message in a notebook.
+
+        The frames of the traceback would be this package's own.
+        """
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -95,7 +98,7 @@ class PodLine:
     role: str
     index: int | None
     state: str
-    """The same word as in kubectl's column STATUS."""
+    """The word that kubectl shows in its STATUS column."""
     host: str = ""
     message: str = ""
     """The reason why the pod waits or ended."""
@@ -130,7 +133,8 @@ class LogOptions:
     previous: bool = False
     """Read the log of the previous container, if the kubelet has restarted the pod."""
     stop: threading.Event | None = None
-    """Set by a reader that leaves. The followed log ends within SILENCE_SECONDS after that."""
+    """Set by a reader that stops reading. The followed log ends within SILENCE_SECONDS after that.
+    """
     line_bytes: int = LINE_BYTES
     """Maximum size of a line in bytes; the rest is cut off."""
 
@@ -154,7 +158,7 @@ class Backend(Protocol):
 
     @property
     def where(self) -> str:
-        """The place in words: `namespace ml, context prod`, or the folder of the runs."""
+        """Where the jobs are, in words: `namespace ml, context prod`, or the folder of the runs."""
 
     def jobs(self) -> list[Json]:
         """Return all jobs as objects, the oldest first."""
@@ -190,7 +194,10 @@ class Backend(Protocol):
         """Merge `spec` into the job's spec, as `kubectl patch --type=merge` does."""
 
     def create(self, manifests: list[Json]) -> str:
-        """Create a job, the last manifest, and the objects that it needs. Return its name."""
+        """Create a job and the objects that it needs, and return its name.
+
+        The last manifest is the job.
+        """
 
     def delete(self, name: str) -> None:
         """Delete a job and its pods. Checkpoints on volumes stay."""
@@ -199,7 +206,7 @@ class Backend(Protocol):
         """Force-delete a pod, as if its machine were lost."""
 
     def run_in(self, pod: PodLine, code: str) -> str:
-        """Run Python code in a pod's trainer container; return its output."""
+        """Run Python code in a pod's trainer container, and return its output."""
 
 
 def poll_changes(

@@ -57,8 +57,8 @@ _WARNED_PODS = 3
 other pods."""
 _EXEC_SECONDS = 60.0
 MOST_OUTPUT = 16 << 20
-"""Maximum size in bytes of a command's output that is read from a pod, twice that of the
-metrics."""
+"""Maximum size in bytes of a command's output that is read from a pod: twice that of the metrics.
+"""
 _PRINTED = (b"\x01", b"\x02")
 """WebSocket channels for standard output and standard error."""
 _CHANGES = ("ADDED", "MODIFIED", "DELETED")
@@ -75,7 +75,7 @@ if os.path.isfile(path):
         file.seek(max(0, os.path.getsize(path) - {METRICS_BYTES}))
         print({_METRICS_MARK!r} + file.read({METRICS_BYTES}).decode("utf-8", "replace"))
 """
-"""Prints a marker and then the end of the file."""
+"""Python code that prints a marker and then the end of the metrics file."""
 
 
 class ClusterBackend:
@@ -247,7 +247,8 @@ class ClusterBackend:
     def _without_deleted_job(self, name: str, pods: list[Json]) -> list[Json]:
         """Return the pods without those of a deleted job.
 
-        They exist until they have ended, possibly together with pods of a new job of this name.
+        A deleted job's pods exist until they have ended, possibly together with pods of a new job
+        of the same name.
         """
         uids = {pod["metadata"]["labels"].get(LABEL_UID) for pod in pods}
         if len(uids) < 2 and not any("deletionTimestamp" in pod["metadata"] for pod in pods):
@@ -257,9 +258,10 @@ class ClusterBackend:
         return [pod for pod in pods if uid in (None, pod["metadata"]["labels"].get(LABEL_UID))]
 
     def _last_warning(self, pod: str) -> str:
-        """Return a pod's last warning, because volume and network faults appear only in events.
+        """Return a pod's last warning event as text.
 
-        It is empty if there are no warnings, or if the user may not read events.
+        Volume and network faults appear only in events. The text is empty if there are no warnings,
+        or if the user may not read events.
         """
         try:
             found = self._events(f"involvedObject.kind=Pod,involvedObject.name={pod},type=Warning")
@@ -326,7 +328,8 @@ class ClusterBackend:
                 if not options.follow:
                     raise
                 if options.stop is None:
-                    # With `stop`, the pod may just be silent, and its reader ends the log.
+                    # With `stop`, the pod may just be silent, so the reader decides when to end the
+                    # log.
                     patience.tolerate(failure)
             if options.stopped:
                 return
@@ -346,7 +349,7 @@ class ClusterBackend:
         If each pod has its own folder, only rank 0's pod has the file.
         """
         running = [pod for pod in self.pods(name) if pod.index is not None and pod.state == "Running"]
-        # Spares have not trained.
+        # Query nodes before spares, because spares have not trained.
         pods = sorted(running, key=lambda pod: pod.role != "node")[:_METRICS_PODS]
         end = time.monotonic() + _METRICS_SECONDS
         for asked, pod in enumerate(pods):
@@ -381,7 +384,7 @@ class ClusterBackend:
     def create(self, manifests: list[Json]) -> str:
         """Create the job, which is the last manifest.
 
-        The job is created first, so that its ConfigMaps can name it as their owner.
+        The job is created first, so that its ConfigMaps can refer to it as their owner.
         """
         *needed, job = manifests
         with self._explaining():
@@ -409,7 +412,7 @@ class ClusterBackend:
         return [{"apiVersion": "v1", "kind": "ConfigMap", **m} for m in owned]
 
     def _create_map(self, body: Json) -> None:
-        """Create a ConfigMap. Its name contains a digest of its content.
+        """Create a ConfigMap whose name contains a digest of its content.
 
         A deleted job's ConfigMap of the same name may still exist for a while.
         """
@@ -449,8 +452,8 @@ class ClusterBackend:
         from kubernetes.client import CoreV1Api
         from kubernetes.stream import stream
 
-        # `stream` replaces the client's requests with WebSockets, which must not affect other users
-        # of the client.
+        # `stream` makes the client send its requests over WebSockets. A copy keeps this from
+        # affecting other users of the client.
         client = copy(self.api.client)
         try:
             answer = stream(
@@ -472,7 +475,7 @@ NO_CRD = (
 
 
 def _output(sock: Any, pod: str) -> str:
-    """Return the output of a command in a pod until it ends, or for _EXEC_SECONDS.
+    """Return the output of a command in a pod, read until it ends or for _EXEC_SECONDS.
 
     Raises Mistake if the output is too large. Each frame is counted as it arrives, because
     WSClient.update would keep everything that a pod sends, and the python3 in a job's image may be
@@ -518,7 +521,7 @@ def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
     for piece in pieces:
         *whole, rest = (rest + piece).split(b"\n")
         yield from (line + b"\n" for line in whole)
-        rest = rest[: LINE_BYTES + 64]  # Keep enough of it that a reader sees that it is too long.
+        rest = rest[: LINE_BYTES + 64]  # Keep enough for a reader to see that the line is too long.
     if rest:
         yield rest
 
@@ -531,7 +534,8 @@ class _ReadPosition:
 
     def __init__(self) -> None:
         self.stamp, self._lines, self._skip = b"", 0, 0
-        """The timestamp of the last line, and the number of last lines that have it."""
+        """The timestamp of the last line, the number of last lines that have it, and how many of
+        those are still to be skipped."""
         self._skipping = False
 
     def again(self) -> None:

@@ -52,7 +52,7 @@ class Line:
     incidents: tuple[Incident, ...]
     progress: Json
     start: Json = field(default_factory=dict)
-    """Where the round continued, as `protocol.read_start` returns it; empty if not recorded."""
+    """Where training continued, as `protocol.read_start` returns it; empty if not recorded."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _add_start(found: list[tuple[tuple[str, str, str], Line]], job: tuple[str, s
 def _place(folder: Path) -> Path:
     """Return the folder that the job wrote to.
 
-    This is `folder`, or its checkpoints if it is a folder of `ddpjob run`.
+    This is `folder` itself or, in a folder of `ddpjob run`, its checkpoint folder.
     """
     names = (ROUNDS_FILE, f"{ROUNDS_FILE}.1", METRICS)
     inside = folder / "checkpoints"

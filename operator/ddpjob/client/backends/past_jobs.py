@@ -56,7 +56,7 @@ class PastJobs:
         self.jobs()
 
     def within(self, namespace: str) -> PastJobs:
-        """Return the same backend, in which names refer to jobs of this namespace."""
+        """Return a copy of this backend in which names refer to jobs of this namespace."""
         scoped = copy(self)
         scoped._namespace = namespace
         return scoped

@@ -40,10 +40,10 @@ from ddpjob.local.pod import UID_VARIABLE
 from ddpjob.local.record import RequestRefused, ask, holds, read_record, runner, write_atomically
 
 STOP_MARGIN = 15.0
-"""Seconds beyond the pods' grace period for which `stop` waits for the runner."""
+"""How much longer than the pods' grace period `stop` waits for the runner, in seconds."""
 _POLL = 0.3
 _STARTED_SECONDS = 30.0
-"""Maximum number of seconds until a new `ddpjob run` has written its record."""
+"""Maximum time in seconds until a new `ddpjob run` has written its record."""
 _STOPPED = "its `ddpjob run` was stopped; run the job again to resume"
 """Message of the condition Suspended of an interrupted job, whose runPolicy.suspend cannot be set
 to false."""
@@ -91,7 +91,7 @@ class ProcessBackend:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        """The status.json files that are not records of jobs."""
+        """Messages about status.json files that are not records of jobs."""
         self.whole = True  # Local files are the user's own, so they need no limit.
         self._known: dict[Path, _Known] = {}
         """Records from the last list, so that following 1,000 jobs reads only changed records."""
@@ -211,9 +211,10 @@ class ProcessBackend:
             raise Mistake(f"{path}: {error.strerror}") from error
 
     def job_of_pod(self, pod: str) -> tuple[JobFolder, Json]:
-        """Return the folder and the record of the pod's job, whose name is a prefix of the pod's.
+        """Return the folder and the record of a pod's job.
 
-        If the jobs exp and exp-1 exist, exp-1-0 is a pod of exp.
+        The job's name is a prefix of the pod's name. If the jobs exp and exp-1 exist, exp-1-0 is a
+        pod of exp.
         """
         jobs = [job["metadata"]["name"] for job in self.jobs()]
         fitting = [name for name in jobs if pod.startswith(f"{name}-")]
@@ -245,9 +246,10 @@ class ProcessBackend:
 
     @_report_disk_errors
     def create(self, manifests: list[Json], *, fresh: bool = False) -> str:
-        """Start `ddpjob run` in the background. With `fresh`, it starts from scratch.
+        """Start `ddpjob run` in the background.
 
-        The ConfigMaps before the job become files in its folder `code`.
+        With `fresh`, it starts from scratch. The ConfigMaps that precede the job in `manifests`
+        become files in its folder `code`.
         """
         *code, job = manifests
         name = str(with_defaults(job)["metadata"]["name"])  # completed from generateName
@@ -344,7 +346,7 @@ class ProcessBackend:
     def stop(self, name: str, *, now: bool = False) -> bool:
         """Send SIGTERM to the runner, then SIGKILL to every process of the job.
 
-        Return whether it was running.
+        Return whether the job was running.
         """
         folder = self.folder(name)
         record = _record(folder) or {}
@@ -376,7 +378,7 @@ class ProcessBackend:
         except RequestRefused as refused:
             raise Mistake(str(refused)) from refused
         if not processed:
-            self._running(folder.name)  # It may have ended meanwhile.
+            self._running(folder.name)  # The job may have ended meanwhile.
             raise Mistake(
                 f"the process that runs {folder.name} ({runner(folder)}) does not respond; "
                 f"`ddpjob stop --now {folder.name}` kills it"
@@ -408,7 +410,7 @@ def _last_lines(log: BinaryIO, lines: int) -> bytes:
         log.seek(begin)
         text = log.read(end - begin)
     log.seek(end)
-    # splitlines() would also split a progress bar, whose refreshes end in carriage returns.
+    # splitlines() would also split a progress bar, because its refreshes end in carriage returns.
     return b"".join(BytesIO(text).readlines()[-lines:]) if lines else b""
 
 
@@ -422,7 +424,8 @@ def _is_record(folder: JobFolder) -> bool:
 def _read_again(folder: JobFolder, known: _Known | None) -> _Known | None:
     """Return the record.
 
-    Its file is read only if it has changed, because a record is always replaced as a whole.
+    Its file is read only if it has changed. A change always shows in the file's inode, time or
+    size, because a record is replaced as a whole.
     """
     try:
         now = folder.status.stat()

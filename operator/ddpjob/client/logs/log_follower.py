@@ -19,12 +19,13 @@ MOST_PODS = 200
 _QUEUE = 10_000
 """Maximum number of lines that have been read but not yet taken."""
 _QUEUE_OF_MANY = 500
-"""The maximum for a log that can be stopped, because its process reads many logs."""
+"""Maximum number of such lines for a log that can be stopped. It is smaller because a process with
+such logs reads many of them."""
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")
-"""Reasons of the condition Running for which the status does not show the group's number of
-nodes."""
+"""Reasons of the condition Running. If it has one of them, the status does not show the group's
+number of nodes."""
 _TAG = re.compile(rb"\[(default|rank)(\d+)\]:")
 """Prefix of a line from a known rank. torchrun's --tee writes the local rank, PyTorch's messages
 the global one."""
@@ -45,8 +46,9 @@ def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range
     """Return the global ranks of each pod that trains or has trained. Spares have none.
 
     Ranks follow the slots' indices, or the order that the status shows. They change only when a new
-    group has formed, which `body`'s status shows. Until then each slot keeps its ranks in `known`,
-    the previous result. Without `known`, all slots count, including those whose pod has ended.
+    group has formed, according to the status in `body`. Until then, each slot keeps its ranks from
+    `known`, the previous result. Without `known`, all slots count, including those whose pod has
+    ended.
     """
     per_node = ranks_per_node(body)
     status = JobStatus.read(body.get("status") or {})

@@ -10,7 +10,8 @@ from ddpjob.client.backends.backend import Backend, Mistake, PodLine
 AT_ONCE = 16
 
 MOST_CHARACTERS = 1 << 20
-"""Maximum number of characters in a rank's stack, because a script may also write to the file."""
+"""Maximum number of characters in a rank's stack. It is limited because a script may also write to
+the file."""
 
 PROBE = (
     f"""
@@ -60,11 +61,12 @@ if not found:
     print("no worker in this pod writes stacks; the pod is starting, or runs a command without torchrun")
 """
 )
-"""Prints the stacks of its pod's ranks, using the signal that the launcher sends in a hang."""
+"""Python code that prints the stacks of its pod's ranks. It uses the signal that the launcher sends
+in a hang."""
 
 
 _OWN_FRAME = re.compile(r'^  File "(?:[^"\n]*/ddpjob_(?:runtime|pod)/|<frozen |[^"\n]*/runpy\.py).*\n?', re.MULTILINE)
-"""A frame of the runtime, of imports or of `python -m`, which says nothing about a script."""
+"""A frame of the runtime, of imports or of `python -m`. Such frames say nothing about a script."""
 
 
 def stacks(backend: Backend, pods: list[PodLine]) -> list[tuple[PodLine, str]]:

@@ -25,7 +25,7 @@ SOURCE = "function.py"
 """File name of JobRequest.source. It must not be the name of a module, because the script's folder
 is on sys.path."""
 MOST_BYTES = 1024 * 1024 - 16 * 1024
-"""Maximum size of all files in bytes, because an object may have 1 MiB including its metadata."""
+"""Maximum size of all files in bytes. An object may have 1 MiB, including its metadata."""
 _ENTRIES = ("train.py", "main.py", "__main__.py")
 _MODULE = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
@@ -56,14 +56,14 @@ class JobRequest:
     node.
     """
     entry: str | os.PathLike[str] = ""
-    """The script in a folder."""
+    """The script to start, if the program is a folder."""
     code: str = ""
     """The s3:// folder for code that is too large for a ConfigMap.
 
     Default: the folder `code` in the bucket of the checkpoints.
     """
     git: str = ""
-    """URL or URL@REF of a git repository that has the program, a path in it or a module."""
+    """URL or URL@REF of a git repository. The program is then a path in it, or a module."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Values by field below spec, such as recovery.maxRestarts. Mappings are merged with the values
     of other options."""
@@ -129,7 +129,10 @@ def _name(request: JobRequest) -> str:
 def _program(
     request: JobRequest, name: str, spec: Json, say: Callable[[str], None], *, local: bool
 ) -> tuple[list[dict[str, bytes]], Found | None]:
-    """Set script or module, and return the files for a ConfigMap, or the files for an archive."""
+    """Set script or module in `spec`.
+
+    Return the files for a ConfigMap, or the files to upload as an archive.
+    """
     program, path = request.program, Path(request.program)
     if not program:
         raise Mistake("the program's name is empty, perhaps because a shell variable is not set")
@@ -191,7 +194,9 @@ def _program(
 
 
 def _code_place(request: JobRequest, spec: Json, found: Found) -> CodePlace:
-    """Return where the code is uploaded to. Raises Mistake if the request names no bucket."""
+    """Return the bucket folder for the code. Raises Mistake if the request does not specify a
+    bucket.
+    """
     checkpoints = (spec.get("storage") or {}).get("checkpoints") or {}
     url = request.code or (f"{str(checkpoints['url']).rstrip('/')}/code" if checkpoints.get("url") else "")
     if not url:
@@ -212,7 +217,10 @@ _File = tuple[str, int, Callable[[], bytes]]
 
 
 def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
-    """Return the contents by name. Raises Mistake before reading a file beyond the limit."""
+    """Return the contents by name.
+
+    Raises Mistake instead of reading a file that exceeds the limit.
+    """
     found, size = dict[str, bytes](), 0
     for name, length, read in files:
         size += length + len(name)
@@ -226,7 +234,7 @@ def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
 def _keys(files: Mapping[str, bytes]) -> Iterator[tuple[str, str]]:
     """Yield (key in the ConfigMap, path) for each file."""
     for number, path in enumerate(files):
-        # The number keeps the a.py of two folders apart, and "a_b" from "a b".
+        # The number distinguishes the a.py of two folders, and "a_b" from "a b".
         key = path if len(files) == 1 else f"{number}.{Path(path).name}"
         yield re.sub(r"[^-._a-zA-Z0-9]", "_", key)[:200], path
 

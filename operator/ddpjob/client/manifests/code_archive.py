@@ -1,22 +1,23 @@
 """Packs a folder with code, and uploads it to a bucket for spec.code.
 
 An archive is named by its SHA-256, and the same files make the same archive: paths are sorted,
-times and owners are 0, and modes are 644 or 755. So a folder is uploaded once, however many jobs
-are submitted from it, and a pod can tell that it has unpacked what its manifest names.
+times and owners are 0, and modes are 644 or 755. A folder is therefore uploaded only once, however
+many jobs are submitted from it, and a pod can verify that it has unpacked the right archive.
 
-Which files are sent is decided in this order; the first rule that applies wins.
+The following rules decide which files are sent. The first rule that applies wins.
 
 1. `.git` and links to folders are left out.
-2. A pattern in the folder's `.ddpjobignore`, in the syntax of .gitignore. `!NAME` sends a file that
-   the rules below leave out. With this file, .gitignore is not read.
-3. Hidden files, caches and outputs (DEFAULTS), and files that look like secrets (SECRETS), which
-   are reported.
-4. Patterns in `.gitignore` files, each for its own folder.
+2. The folder's `.ddpjobignore`, in the syntax of .gitignore, decides about files that match its
+   patterns. `!NAME` sends a file that the rules below leave out. If this file exists, .gitignore is
+   not read.
+3. Hidden files, caches and outputs (DEFAULTS) are left out, as are files that look like secrets
+   (SECRETS). The latter are reported.
+4. Files that match the patterns in a `.gitignore` file are left out, each file for its own folder.
 
-Example: with `*.pem` in no file, `certs/ca.pem` is left out with a note; `!certs/ca.pem` in
+Example: if no ignore file mentions `certs/ca.pem`, it is left out with a note. `!certs/ca.pem` in
 .ddpjobignore sends it.
 
-Why: docs/decisions/0029.
+docs/decisions/0029 gives the reasons.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ SECRETS = (
 """Patterns of files that usually hold keys or passwords."""
 _SHOWN = 5
 _PROGRESS_BYTES, _PROGRESS_SECONDS = 16 * 2**20, 2.0
-"""An upload of fewer bytes is not reported; a larger one is, at most every few seconds."""
+"""The upload of fewer bytes is not reported. A larger one is reported at most once in this many
+seconds."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The files of a folder to send, and what was left out that its user may miss."""
+    """The files of a folder to send, and names of left-out files that the user may miss."""
 
     files: Mapping[str, Path]
     """The files, by their paths in the folder, sorted."""
@@ -161,7 +163,9 @@ def _of_part(part: str) -> str:
 
 
 def find_files(folder: Path) -> Found:
-    """Return the files of a folder to send. Raises Mistake for a file that cannot be read."""
+    """Find the files of a folder that are to be sent. Raises Mistake for a file that cannot be
+    read.
+    """
     own = _ignore_file(folder / IGNORE_FILE)
     walk = _Walk(folder, own or Patterns(), by_git=own is None)
     try:
@@ -238,7 +242,7 @@ class Packed:
 
 
 def pack(found: Found, source: str, to: Path) -> Packed:
-    """Write the archive of a folder's files. Raises Mistake if there are too many or too large."""
+    """Write the archive of a folder's files. Raises Mistake if they are too many or too large."""
     if len(found.files) > MOST_CODE_FILES:
         raise Mistake(f"{source}: {len(found.files)} files; at most {MOST_CODE_FILES} can be sent; {_remedy(found)}")
     try:
@@ -277,7 +281,7 @@ def _write_archive(files: Mapping[str, Path], to: IO[bytes]) -> None:
 
 
 def _remedy(found: Found) -> str:
-    """Say what to leave out, with the largest entries of the folder."""
+    """Suggest what to leave out, and list the largest entries of the folder."""
     sizes = dict[str, int]()
     for name, path in found.files.items():
         top = name.partition("/")[0]
@@ -310,7 +314,7 @@ class CodePlace:
 def send(found: Found, source: str, place: CodePlace, say: Callable[[str], None], *, upload: bool) -> dict[str, Any]:
     """Pack the files, upload them unless the bucket has them, and return the field `code`.
 
-    With `upload=False`, the bucket is neither asked nor changed. Raises Mistake.
+    With `upload=False`, the bucket is not accessed. Raises Mistake.
     """
     with tempfile.TemporaryDirectory(prefix="ddpjob-code-") as folder:
         packed = pack(found, source, Path(folder) / "code.tar.gz")

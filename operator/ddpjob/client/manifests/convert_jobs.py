@@ -1,4 +1,4 @@
-"""Translates PyTorchJobs, TrainJobs and torchrun commands into DDPJobs, and notes the losses."""
+"""Translates PyTorchJobs, TrainJobs and torchrun commands into DDPJobs, and lists what is lost."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ddpjob.objects.pod_template import OWNED_VARIABLES
 _GPUS = re.compile(
     r"(?!.*(mem|core|ratio))(.+/(.*gpu.*|xpu|npu|hpu|gaudi|mig-.+)|huawei\.com/Ascend.+|gpu\.intel\.com/(i915|xe))"
 )
-"""Resources that are counted in devices, not in memory or fractions of a device, such as
-nvidia.com/gpumem."""
+"""Resources that are counted in devices. Resources that count memory or fractions of a device, such
+as nvidia.com/gpumem, do not match."""
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _OPERATORS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port", "node-rank",
               "standalone", "local-addr", "rdzv_backend", "is-host", "monitor-interval", "start-method",
@@ -35,7 +35,7 @@ _MOST_SHOWN = 5
 _SHELL = re.compile(r"[;&|<>$`*?(){}#~\n]")
 _QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
 _SIGN_IN_QUOTES = re.compile(r"`|\$\w+|\$[{(][^\s)}]*[)}]?")
-"""Signs that a shell interprets even within double quotes."""
+"""Constructs that a shell interprets even within double quotes."""
 _THEIRS = re.compile(
     r"""(^|\s)--(nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_](backend|endpoint|id)|machine_rank|"""
     r"""num_(machines|nodes)|main_process_(ip|port))(=|\s+)["']?\$\S*(?=\s)"""
@@ -72,7 +72,7 @@ others are reported as omitted."""
 
 @dataclass
 class Conversion:
-    """A DDPJob, and a one-sentence note on each thing that could not be carried over."""
+    """A DDPJob, and a one-sentence note on each setting that could not be carried over."""
 
     job: Json
     notes: list[str] = field(default_factory=list)
@@ -109,7 +109,7 @@ def _converted(manifest: Mapping[str, Any], runtimes: Sequence[Mapping[str, Any]
 
 
 def _complete(made: Conversion, script: str, image: str) -> None:
-    """Add the entry point and the image that the manifest does not have."""
+    """Add the entry point and the image if the manifest lacks them."""
     spec = made.job["spec"]
     if image:
         spec["image"] = image
@@ -130,7 +130,7 @@ def _complete(made: Conversion, script: str, image: str) -> None:
 
 
 def _left_out(made: Conversion, manifest: Mapping[str, Any], known: Mapping[str, Sequence[str]]) -> None:
-    """Note the fields that were not read."""
+    """Add a note for each field that was not read."""
     for path, names in known.items():
         here: Any = manifest
         for name in path.split("."):
@@ -245,7 +245,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
 
 
 def _wanted(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a part of the job if it has pods.
+    """Return a part of the job, or an empty mapping if it has no pods.
 
     Charts write `replicas: 0` if a job does not need workers.
     """
@@ -464,7 +464,7 @@ def _pod_spec(spec: Json) -> Json:
 
 
 def _privileges(made: Conversion, pod: Json, container: Json) -> None:
-    """Note programs that fail for root in a container without capabilities."""
+    """Add a note about programs that fail for root in a container without capabilities."""
     contexts = [holder.get("securityContext") or {} for holder in (pod, container)]
     command, args = (made.job["spec"].get(name, ()) for name in ("command", "args"))
     tools = dict.fromkeys(_ROOTS_TOOLS.findall(" ".join([*command, *args]))) if command else {}
@@ -479,7 +479,7 @@ def _privileges(made: Conversion, pod: Json, container: Json) -> None:
 
 
 def _of_trainer(value: Any, name: str | None) -> Any:
-    """Return a copy in which resource references to the container `name` name the trainer."""
+    """Return a copy in which resource references to the container `name` refer to the trainer."""
     if isinstance(value, list):
         return [_of_trainer(item, name) for item in value]
     if not isinstance(value, Mapping):
@@ -500,7 +500,9 @@ def _words(container: Json, name: str) -> list[str]:
 
 
 def _references(made: Conversion) -> None:
-    """Note variables that Kubernetes expanded in a PyTorchJob's arguments and variables."""
+    """Add a note about variables that Kubernetes expanded in a PyTorchJob's arguments and
+    variables.
+    """
     spec = made.job["spec"]
     texts = {"args": [] if "command" in spec else spec.get("args", ())}
     texts["env"] = [str(variable.get("value", "")) for variable in spec.get("env", ())]
@@ -579,7 +581,7 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
         if added:
             spec["env"] = [*(spec.get("env") or ()), *added]
     elif not command and (not args or args[0].startswith("-") or "=" in args[0]):
-        # such as torchtune's dataset=...
+        # Arguments with "=" are, for example, torchtune's dataset=...
         if args:
             spec["args"] = list(args)
         return
@@ -634,9 +636,9 @@ def _shell_words(line: str) -> list[str]:
 
 
 def _signs_of_shell(line: str) -> list[str]:
-    """Return signs that a shell would interpret instead of passing them on.
+    """Return the parts of a line that a shell would interpret instead of passing them on.
 
-    They are pipes, redirections, command lists and variables.
+    These are pipes, redirections, command lists and variables.
     """
     bare = _QUOTED.sub(lambda quoted: " ".join(_SIGN_IN_QUOTES.findall(quoted[1] or "")), line)
     signs = re.findall(rf"[;&|<>()]+|(?<!\S)#|\n|{_SIGN_IN_QUOTES.pattern}", bare)

@@ -23,7 +23,7 @@ from ddpjob.client.manifests.build_manifest import SOURCE
 
 _ALONE = "Only the function itself is sent"
 _OF_NOTEBOOKS = {"display", "get_ipython", "__IPYTHON__", "_", "dreload"}
-"""Names that IPython adds to the builtins, which the nodes do not have. Lines with ! and % call
+"""Names that IPython adds to the builtins and that nodes therefore lack. Lines with ! and % call
 get_ipython."""
 
 
@@ -70,7 +70,7 @@ def _installation(packages: Sequence[str]) -> str:
     if not packages:
         return ""
     code = Path(packages_in_pod.__file__).read_text(encoding="utf-8")
-    within = {"__name__": "packages_in_pod"}  # Its names must not be the function's.
+    within = {"__name__": "packages_in_pod"}  # Keep its names apart from the function's.
     return (
         f"    _within = {within!r}\n    exec(compile({code!r}, 'packages_in_pod.py', 'exec'), _within)\n"
         f"    _within['install_packages']({list(packages)!r}, __file__)\n"

@@ -30,8 +30,8 @@ def resolve(text: str) -> dict[str, Any]:
         return {"url": url, "commit": ref}
     ref = ref or "HEAD"
     found = _listed(url, ref)
-    # A tag's own object is not a commit: its line ends with ^{}. git matches the end of a name, so
-    # `main` also lists refs/heads/old/main.
+    # A tag's own object is not a commit; the line of its commit ends with ^{}. git matches the end
+    # of a name, so `main` also lists refs/heads/old/main.
     names = (f"refs/tags/{ref}^{{}}", f"refs/tags/{ref}", f"refs/heads/{ref}", ref)
     commit = next((found[name] for name in names if name in found), "")
     if not commit:

@@ -35,7 +35,9 @@ class LauncherLine:
 
 
 def as_torchrun(words: Sequence[str]) -> LauncherLine | None:
-    """Return the line for torchrun; None if it cannot be translated or already is for torchrun."""
+    """Return the torchrun line; None if there is no translation or the line is already for
+    torchrun.
+    """
     match [word.rpartition("/")[2] if at == 0 else word for at, word in enumerate(words[:3])]:
         case ["srun", *_]:
             return _srun(words[1:])
@@ -65,7 +67,7 @@ class _Options:
         self.rest = list(words[position:])
 
     def take(self, *names: str) -> str | None:
-        """Return an option's value and forget it; None if it was not given."""
+        """Return an option's value and remove the option; None if it was not given."""
         found = [self.given.pop(name) for name in names if name in self.given]
         return found[0] if found else None
 

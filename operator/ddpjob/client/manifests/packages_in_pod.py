@@ -3,27 +3,28 @@
 This file travels within the function's script, so it must run on Python 3.9 and import only the
 standard library.
 
-Why in the script, and not in an init container or a field of the job: the script is what a cluster
-and a laptop have in common. Nothing of the API, the operator or the launcher knows of packages, the
-Python that installs is the one that imports, and the error of pip is the traceback of a rank, which
-status, events and `ddpjob why` show already. The price is that a pod that replaces another installs
-them too, which lengthens that recovery. For long jobs, build an image.
+The script installs the packages, not an init container or a field of the job, because the script
+is what a cluster and a laptop have in common. The API, the operator and the launcher need not know
+about packages, and the Python that installs them is the one that imports them. An error from pip is
+the traceback of a rank, which status, events and `ddpjob why` already show. The price is that a
+replacement pod also installs the packages, which lengthens that recovery. For long jobs, build an
+image.
 
-pip runs twice. `--target` alone ignores what the image has: `packages=["timm"]` would install a
-second torch, and hide the one that fits the driver. So pip first only plans, in view of the
-image's packages, and then installs exactly the missing ones, without dependencies:
+pip runs twice. `--target` alone ignores the image's packages: `packages=["timm"]` would install a
+second torch and hide the one that fits the driver. So pip first only makes a plan that takes the
+image's packages into account, and then installs exactly the missing ones, without dependencies:
 
     plan      pip install --dry-run --report FILE timm    ->  timm==1.0.9, safetensors==0.4.5
     install   pip install --no-deps --target FOLDER timm==1.0.9 safetensors==0.4.5
 
-A plan that replaces torch is refused. The folder is next to the script if that may be written (in
-the job's folder on a laptop, where all pods share it and `ddpjob delete` removes it), otherwise in
-the pod's temporary folder. Its name has a digest of the requirements and Python's version, so an
-in-place restart finds everything there. The ranks of a pod take turns by a lock. A folder appears
-under its final name only when it is complete.
+A plan that replaces torch is refused. The folder is next to the script if that location is
+writable, otherwise in the pod's temporary folder. On a laptop it is in the job's folder, where all
+pods share it and `ddpjob delete` removes it. The folder's name has a digest of the requirements and
+of Python's version, so an in-place restart finds everything there. A lock makes the ranks of a pod
+take turns. The folder appears under its final name only when it is complete.
 
-Errors of pip end the job at once, before its first step, as any refusal does (exit code 78). If pip
-could not reach the index, they count as failures and are retried.
+An error from pip ends the job at once, before its first step, as any refusal does (exit code 78).
+If pip could not reach the index, the error counts as a failure and is retried.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from pathlib import Path
 KEPT = ("torch",)
 """Packages of the image that the launcher uses too, and that must not be replaced."""
 PIP_SECONDS = 1800
-"""How long each of both runs of pip may take."""
+"""Maximum duration of each of the two runs of pip, in seconds."""
 MOST_LINES = 8
 """Maximum number of pip's last lines that are shown."""
 
@@ -62,7 +63,7 @@ def install_packages(requirements: list[str], script: str) -> None:
 
 
 def install_missing(requirements: list[str], folder: Path) -> None:
-    """Install into the folder what the image does not have."""
+    """Install the packages that the image lacks into the folder."""
     import json
     import shutil
 

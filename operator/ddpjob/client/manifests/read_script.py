@@ -1,4 +1,4 @@
-"""Reads a script without running it, for its main names and whether its ranks form a group.
+"""Reads a script without running it, to find its main names and whether its ranks form a group.
 
 Problem: a script written for one GPU also runs under torchrun. Each rank then trains its own model
 on all the data, and nothing fails. The user needs to know before the job starts, and needs the
@@ -219,7 +219,7 @@ def _is_optimizer(call: ast.Call) -> bool:
 
 
 def _model(call: ast.Call) -> str:
-    """Return the model whose parameters the optimizer gets; empty if there are several."""
+    """Return the model whose parameters the optimizer gets; empty if there is more than one."""
     names = {
         ast.unparse(node.func.value)
         for argument in [*call.args[:1], *(k.value for k in call.keywords if k.arg == "params")]

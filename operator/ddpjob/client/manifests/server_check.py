@@ -22,7 +22,10 @@ _EXISTS = 409
 
 
 def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
-    """Yield the API server's refusals in dry runs, which include admission and store nothing."""
+    """Yield the API server's refusals in dry runs.
+
+    A dry run includes admission and stores nothing.
+    """
     try:
         stored = _dry_run_job(backend, manifest)
     except ApiRefusal as refusal:

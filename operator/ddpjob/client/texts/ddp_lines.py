@@ -51,7 +51,10 @@ the word already has the arguments."""
 
 @dataclass(frozen=True)
 class AddedLine:
-    """Text to insert before line `line` or, if `replaces`, to replace the lines up to `last`."""
+    """Text to insert before line `line`.
+
+    If `replaces` is true, the text replaces the lines up to `last` instead.
+    """
 
     line: int
     text: str
@@ -60,7 +63,7 @@ class AddedLine:
 
 
 def advice(script: TrainingScript, path: Path) -> Iterator[str]:
-    """Yield what to do with a script so that its ranks train together."""
+    """Yield advice on how to change a script so that its ranks train together."""
     if script.framework:
         arguments, does, (needed, word, page) = _OF_FRAMEWORK[script.framework]
         at = f"{script.where or path}, line {script.call.lineno}" if script.call else str(path)
@@ -93,7 +96,7 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
 
 
 def general_form(script: TrainingScript | None = None) -> Iterator[str]:
-    """Yield the lines and where they belong, with the names that are known."""
+    """Yield the lines and the places where they belong, with the names that are known."""
     model = (script and script.model) or "model"
     loader, data = "loader", "data"
     if script and script.loader:
@@ -121,7 +124,7 @@ def _shown(lines: Sequence[AddedLine]) -> Iterator[str]:
 
 
 def added_lines(script: TrainingScript) -> list[AddedLine]:
-    """Return the lines in their order in the script; empty if their places are not certain."""
+    """Return the lines in script order; empty if their places are not certain."""
     optimizer, loader, loop = script.optimizer, script.loader, script.loop
     if optimizer is None or loader is None or loop is None or script.doubts:
         return []
@@ -181,7 +184,7 @@ def _sampled(node: ast.stmt, call: ast.Call) -> AddedLine:
     assert isinstance(copy, ast.Assign | ast.AnnAssign) and isinstance(copy.value, ast.Call)
     changed = copy.value
     shuffle = next((ast.unparse(k.value) for k in call.keywords if k.arg == "shuffle"), "")
-    spread = any(k.arg is None for k in call.keywords)  # **kwargs, which may have it
+    spread = any(k.arg is None for k in call.keywords)  # **kwargs may contain shuffle
     order = "" if spread or shuffle == "True" else f", shuffle={shuffle or 'False'}"
     sampler = f"{_SAMPLER}({_dataset(call)}{order})"
     given = [k for k in changed.keywords if k.arg not in ("shuffle", "sampler")]
@@ -193,7 +196,7 @@ def _sampled(node: ast.stmt, call: ast.Call) -> AddedLine:
 
 
 def _saves(tree: ast.Module, script: TrainingScript) -> Iterator[AddedLine]:
-    """Yield each saving statement, changed so that only rank 0 saves, and the unwrapped model."""
+    """Yield each saving statement, changed so that only rank 0 saves the unwrapped model."""
     for node in ast.walk(tree):
         if _is_save(node):
             copy = deepcopy(node)
@@ -233,7 +236,7 @@ def _behind_the_wrapper(script: TrainingScript) -> Iterator[str]:
 
 
 def _remarks(script: TrainingScript) -> Iterator[str]:
-    """Yield advice that goes beyond the lines."""
+    """Yield advice beyond the lines themselves."""
     assert script.optimizer is not None and script.loader is not None
     yield "Each process reads its own batch, so the global batch is larger. Divide the"
     yield f"batch size, or adapt the learning rate of {script.optimizer.name} (line {script.optimizer.line})."

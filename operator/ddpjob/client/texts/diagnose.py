@@ -1,6 +1,6 @@
 """`ddpjob doctor`: checks whether the client, CRD, operator and rights fit together.
 
-It names a remedy for each failure.
+It suggests a remedy for each failure.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _rollout(deployment: Json, where: str) -> Diagnosis:
 
 
 def _watched(deployment: Json) -> list[str]:
-    """Return the namespaces that an operator watches; empty: all of them."""
+    """Return the namespaces that an operator watches; empty means all of them."""
     containers = deployment["spec"]["template"]["spec"]["containers"]
     variables = (each for container in containers for each in container.get("env") or ())
     text = next((each.get("value") for each in variables if each.get("name") == "DDPJOB_OPERATOR_NAMESPACES"), None)

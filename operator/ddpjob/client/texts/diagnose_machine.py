@@ -27,8 +27,8 @@ gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 print(json.dumps([torch.__version__, torch.version.cuda or "", torch.distributed.is_available(), gpus]))
 """
 _LITTLE_SHARED_MEMORY, _LITTLE_DISK = 256 * 2**20, 2**30
-"""Bytes below which a data loader with workers, or a checkpoint, soon runs out of space. Docker
-gives a container 64 MiB of shared memory."""
+"""Bytes of shared memory and of disk space below which a data loader with workers, or a checkpoint,
+soon runs out of space. Docker gives a container 64 MiB of shared memory."""
 
 
 def checks_of_machine(shared_memory: Path = Path("/dev/shm")) -> Iterator[Diagnosis]:

@@ -35,9 +35,9 @@ from ddpjob.local.environment import HOST
 COLUMNS = ("NAME", "STATE", "NODES", "PROGRESS", "LOSS", "SPEED", "RESTARTS", "AGE")
 WIDE = ("DURATION", "GPUHOURS", "ATRISK", "REASON")
 NO_STATUS_SECONDS = 30
-"""Age in seconds from which a job without a status counts as not managed by any operator."""
+"""A job that is this many seconds old and has no status counts as not managed by any operator."""
 QUIET_SECONDS = 30
-"""Seconds without a change in a job's reports after which the silence is mentioned."""
+"""If a job's reports have not changed for this many seconds, the silence is mentioned."""
 _SHOWN = 8
 """Maximum number of pods or restarts listed individually."""
 PAGE = "docs/troubleshooting.md"
@@ -189,7 +189,7 @@ def _pairs(*pairs: tuple[str, str]) -> Iterator[str]:
 
 
 def _record(body: Json) -> Iterator[tuple[str, str]]:
-    """Yield what the run's record has: the commit, the GPU, and all packages in one line."""
+    """Yield (label, text) for the commit, the GPU, and all packages in one line."""
     packages = []
     for label, text in record_of(body):
         if label in ("git commit", "GPU"):
@@ -237,18 +237,25 @@ def _progress(status: JobStatus) -> str:
 
 
 def time_is_left(status: JobStatus) -> bool:
-    """Whether to mention the remaining time, because the job has not ended and is not suspended."""
+    """Whether to mention the remaining time.
+
+    It is omitted if the job has ended or is suspended.
+    """
     return not (status.terminal or status.holds(ConditionType.SUSPENDED))
 
 
 def restart_counts(status: JobStatus, most: int) -> str:
-    """Return how many of the allowed restarts were used; empty before the first restart."""
+    """Return the numbers of counted, allowed and uncounted restarts; empty before the first
+    restart.
+    """
     counts = status.restarts
     return f"{counts.counted} of {counts.limit(most)} counted, {counts.uncounted} not counted" if counts.total else ""
 
 
 def _gpu_use(status: JobStatus) -> str:
-    """Return what the job has cost, and what it holds; empty for a job on the CPU."""
+    """Return the GPU time that the job has used and the GPUs that it holds; empty if there are
+    none.
+    """
     held = f"{count(status.gpu_use.held, 'GPU')} held" if status.gpu_use is not None else ""
     spent = f"{gpu_hours(status.gpu_seconds)} ({status.gpu_seconds:,} GPU seconds)" if status.gpu_seconds else ""
     return ", ".join(part for part in (spent, held) if part)
@@ -338,7 +345,7 @@ def _first_line(text: str) -> str:
 
 
 def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
-    """Yield what a job waits for or why it failed, and what to do about it."""
+    """Yield lines that explain why a job waits or failed, and what to do about it."""
     yield from _state(body, pods, now)
     name, meta = body["metadata"]["name"], body["metadata"]
     # These finalizers are Kubernetes' own.
@@ -418,7 +425,7 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield f"What to do: `ddpjob resume {name}`; training continues from its last checkpoint."
         return
     last = next((r for r in reversed(status.restarts.recent) if r.counted), None)
-    # The last failure is the explanation, not the budget.
+    # Explain the last failure, not the budget.
     spent = last if main.reason == "RestartBudgetSpent" else None
     yield from _explained(main if spent is None else replace(main, type=ConditionType.RESTARTING, reason=spent.reason))
     if main.type is ConditionType.FAILED:
@@ -459,9 +466,9 @@ def _notable(status: JobStatus) -> Iterator[Condition]:
 
 
 def _explained(condition: Condition) -> Iterator[str]:
-    """Yield the text of PAGE about a condition's message or, failing that, its reason.
+    """Yield the explanation that PAGE gives for a condition's message or, failing that, its reason.
 
-    Reasons of containers that PAGE does not list share one text.
+    Reasons of containers that PAGE does not list share one explanation.
     """
     known, reason = remedies(), condition.reason
     texts = (name for name in known if name.startswith(SAID) and name[len(SAID) :] in condition.message)
@@ -475,7 +482,8 @@ def _explained(condition: Condition) -> Iterator[str]:
 
 
 SAID = "message "
-"""Prefix of the names of remedies for messages that contain the rest of the name."""
+"""Prefix of the names of remedies for messages. A message matches if it contains the rest of the
+name."""
 _STATUS = re.compile(r"^\([^)]*\) ")
 """A status in parentheses, which begins the page's text if the reason belongs to a true
 condition."""
@@ -502,7 +510,7 @@ def main_condition(status: JobStatus) -> Condition | None:
     restarting = status.condition(ConditionType.RESTARTING)
     if not telling and restarting is not None and restarting.status:
         return restarting
-    # Without its class, the operator considers nothing else of a job.
+    # Until the job has its class, the operator considers nothing else about it.
     lacks_class = refused if refused is not None and not refused.status else None
     return next(iter(telling or false), lacks_class)
 

@@ -30,16 +30,16 @@ _NAMES = 40
 """Maximum number of different metrics kept for a step or an evaluation."""
 _NO_CURVES = ("event", "time", "step", "epoch", "eta", "round")
 AXES = ("step", "time", "epoch")
-"""What a curve can be drawn over."""
+"""The possible horizontal axes of a curve."""
 Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a step's newest values are from."""
+    """The origin of a step's newest values."""
 
     start: int
-    """The number of the start in which they were made."""
+    """The number of the start in which the values were made."""
     time: float | None
     """Unix seconds of the writer's clock."""
 
@@ -63,22 +63,23 @@ class MetricSeries:
     """Ranges of repeated steps: the step after which training began, and the last step that is
     known to have been made before."""
     not_finite: set[int] = field(default_factory=set)
-    """Training steps whose loss is NaN or infinite, which files have as null."""
+    """Training steps whose loss is NaN or infinite. In files, it is null."""
     without_loss: set[int] = field(default_factory=set)
     """Training steps for which no loss was reported."""
     made: dict[int, Origin] = field(default_factory=dict)
-    """Where the newest values of each training step are from."""
+    """Origin of the newest values of each training step."""
     evaluated: dict[int, Origin] = field(default_factory=dict)
-    """Where the newest values of each evaluation are from."""
+    """Origin of the newest values of each evaluation."""
     epochs: dict[int, float] = field(default_factory=dict)
     began: float = math.inf
     """The earliest time of a line."""
 
     def positions(self, by: str) -> tuple[dict[int, float], dict[int, float]]:
-        """Return where each training step and each evaluation is on one of AXES.
+        """Return the position of each training step and each evaluation on one of AXES.
 
         Times are seconds since the first line. An epoch's steps are spread evenly: a step in the
-        middle of the second epoch is at 1.5. What has an unknown position is missing.
+        middle of the second epoch is at 1.5. Steps and evaluations with an unknown position are
+        missing.
         """
         if by == "epoch":
             found = _fractions(self.epochs)
@@ -117,18 +118,18 @@ class MetricSeries:
         return [first[start] for start in sorted(first) if start > min(first)]
 
     def missing_beginning(self) -> str:
-        """Say where the curves begin, if an earlier run trained the steps before.
+        """Return a note on where the curves begin, if an earlier run trained the steps before.
 
-        Empty if they begin with the first step.
+        It is empty if they begin with the first step.
         """
         if not self.starts or self.starts[0] <= 0 or min(self.made, default=0) <= self.starts[0]:
             return ""
         return f"the curves begin after step {self.starts[0]}, where training continued from a checkpoint"
 
     def after_last_loss(self) -> str:
-        """Describe what the newest steps have instead of a finite loss.
+        """Return a note if the newest steps do not have a finite loss.
 
-        The text is empty if they have a finite loss.
+        It is empty if they have one.
         """
         known = sorted(self.steps.get("loss", {}))
         last = known[-1] if known else -1
@@ -160,7 +161,7 @@ def _note_loss(series: MetricSeries, step: int, row: dict[str, Any]) -> None:
 
 
 def _fractions(epochs: Mapping[int, float]) -> dict[int, float]:
-    """Return the position of each step in epochs. Fractions are used as they were reported."""
+    """Return each step's position, measured in epochs. Fractions are used as they were reported."""
     if any(epoch != int(epoch) for epoch in epochs.values()):
         return dict(epochs)
     ends: dict[float, int] = {}
@@ -171,7 +172,7 @@ def _fractions(epochs: Mapping[int, float]) -> dict[int, float]:
     begin = min(epochs, default=1) - 1 if order and order[0] != 1 else 0
     spans, length = dict[float, tuple[int, int]](), 1
     for epoch in order:
-        # The last epoch may be unfinished, so it is at least as long as the one before.
+        # The last epoch may be unfinished, so it is at least as long as the previous one.
         length = max(ends[epoch] - begin, length if epoch == order[-1] else 1, 1)
         spans[epoch], begin = (begin, length), ends[epoch]
     return {
@@ -211,7 +212,7 @@ def read_metrics(text: str) -> MetricSeries:
             continue
         step = row["step"]
         origins = series.made if event == "step" else series.evaluated
-        # A step that the newest start cannot have made again keeps its origin.
+        # A step that the newest start cannot have repeated keeps its origin.
         if step not in origins or step + (event == "eval") > (series.starts or [-1])[-1]:
             origins[step] = Origin(max(len(series.starts) - 1, 0), time)
         if is_number(epoch := row.get("epoch")) and abs(epoch) < _LAST_EPOCH:

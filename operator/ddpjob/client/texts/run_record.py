@@ -1,8 +1,8 @@
 """Reads a run's record: the code it was submitted from, the packages and the GPU it trained with.
 
-The client writes the git commit of the folder that a job is submitted from into annotations. Rank
-0 sends the versions of its packages and its GPU with its first report, and the status keeps them.
-Both may come from anybody, so they are checked and bounded when they are read.
+The client writes the git commit of the folder that a job is submitted from into annotations. Rank 0
+sends the versions of its packages and its GPU with its first report, and the status keeps them.
+Neither source can be trusted, so the values are checked and bounded when they are read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SECONDS = 5.0
 
 
 def record_of(body: Json) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) of what is known: the commit, the GPU, and each package's version."""
+    """Yield (label, text) for the commit, the GPU, and each package's version, as far as known."""
     notes = body["metadata"].get("annotations")
     notes = notes if isinstance(notes, dict) else {}
     commit = notes.get(COMMIT)
@@ -39,8 +39,8 @@ def record_of(body: Json) -> Iterator[tuple[str, str]]:
 def with_commit(manifest: Json, *, again: bool = False) -> Json:
     """Return a job's manifest with the git commit of the current folder in its annotations.
 
-    A commit that it has already is kept, because a job that runs again on a cluster has the code
-    that it was submitted with. `again`: it is replaced, because the job runs the folder's code.
+    An existing commit is kept, because a job that runs again on a cluster runs the code that it was
+    submitted with. `again` replaces the commit, because the job then runs the code in this folder.
     """
     notes = manifest["metadata"].get("annotations") or {}
     if COMMIT in notes and not again:
@@ -54,13 +54,13 @@ def git_notes(folder: Path) -> dict[str, str]:
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     if commit is None or not _HASH.fullmatch(commit):
         return {}
-    # Untracked files may be data or results, of which there are often many.
+    # Untracked files may be data or results, and there are often many.
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return {COMMIT: commit, DIRTY: str(bool(changes)).lower()}
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Return what git prints; None if it fails, is missing, or takes long."""
+    """Run git and return its output; None if git fails, is missing, or takes too long."""
     # Optional locks would write to the index of a repository that may be read at the same time.
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:

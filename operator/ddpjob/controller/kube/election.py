@@ -18,7 +18,7 @@ Example: A holds the Lease, B waits, and A is partitioned right after a renewal.
     10.0  A stops acting and cancels whatever it was doing
     16.0  B has seen no renewal for 15 s, and takes the Lease
 
-From 10 to 16 nobody acts, which is A's margin to stop. A holder that shuts down cleanly releases
+From 10 to 16 no replica acts, which gives A time to stop. A holder that shuts down cleanly releases
 the Lease once it has stopped, so a rolling update takes seconds. A renewal is one request, which is
 soon retried if it fails, so that a holder keeps the Lease even if the API server refuses half of
 all requests.
@@ -42,7 +42,7 @@ from ddpjob.unavailable import Unavailable
 log = logging.getLogger("ddpjob.election")
 
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 15, 10, 2
-"""The values of client-go."""
+"""The defaults of Kubernetes' own components."""
 assert RETRY_SECONDS < RENEW_SECONDS < LEASE_SECONDS, "a holder must have stopped when another replica may act"
 _AGAIN_SECONDS = 0.5
 """Seconds until the next attempt after a failed renewal."""
@@ -60,13 +60,14 @@ class Lease:
         self.rest, self.name, self.namespace, self.identity = rest, name, namespace, identity
         self.collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._own: Json | None = None
-        """The Lease as this replica last wrote it, unless another write is known."""
+        """The Lease as this replica last wrote it; None if another replica may have written it
+        since."""
         self._version: str | None = None
         self._seen = 0.0
         """When this version was first seen (monotonic seconds)."""
         self._read = float("-inf")
         self.written = float("-inf")
-        """When this replica began its last write of the Lease. Other replicas never count the
+        """When this replica began its last write of the Lease. Other replicas never measure the
         Lease's duration from an earlier time."""
 
     @property
@@ -75,7 +76,7 @@ class Lease:
         return time.monotonic() - self._read < LEASE_SECONDS
 
     async def hold(self) -> bool:
-        """Take or renew the Lease; return False if another replica holds it or was quicker.
+        """Take or renew the Lease. Return False if another replica holds it or was faster.
 
         Raises ApiError and Unavailable.
         """
@@ -98,9 +99,9 @@ class Lease:
         return True
 
     async def _renewed(self) -> bool:
-        """Renew the Lease without reading it, if this replica's own write was the last.
+        """Renew the Lease without reading it, if the last write was this replica's own.
 
-        Otherwise the Lease must be read.
+        Return whether that succeeded. If not, the Lease must be read.
         """
         own, self._own = self._own, None
         if own is None:
@@ -135,20 +136,20 @@ class Lease:
             )
 
     def observe(self, found: Json | None) -> None:
-        """Take note of the Lease as it is on the API server now; None if it does not exist."""
+        """Record the current Lease on the API server; None means that it does not exist."""
         self._read = time.monotonic()
         version = found["metadata"]["resourceVersion"] if found is not None else ""
         if version != self._version:
             self._version, self._seen = version, time.monotonic()
 
     async def _may_have(self, found: Json | None) -> bool:
-        """Whether this replica may write itself into the Lease that it has just observed."""
+        """Whether this replica may take the Lease that it has just observed."""
         return not self.is_held_by_another(found)
 
     def is_held_by_another(self, found: Json | None) -> bool:
         """Whether another replica has renewed the Lease within its duration.
 
-        The judgment uses only what this replica has seen.
+        The judgment relies only on what this replica has observed.
         """
         spec = found.get("spec", {}) if found is not None else {}
         holder = spec.get("holderIdentity") or ""
@@ -165,17 +166,17 @@ class Lease:
     async def _write(self, found: Json, spec: Json) -> Json:
         """Write the Lease.
 
-        The resource version in the metadata makes the API server reject a write that would
-        overwrite another replica's.
+        Because the metadata contains the resource version, the API server rejects a write that
+        would overwrite another replica's.
         """
         return await self.rest.request("PUT", f"{self.collection}/{self.name}", body=_lease(found["metadata"], spec))
 
 
 async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
-    """Wait for the Lease and run `act` while the Lease is renewed; repeat whenever it is lost.
+    """Wait for the Lease, and run `act` while the Lease is renewed. Repeat whenever it is lost.
 
-    Return when `act` ends. The process stays up however long the API server is unreachable, because
-    a restart would not help.
+    Return when `act` ends. The process keeps running however long the API server is unreachable,
+    because a restart would not help.
     """
     while True:
         try:
@@ -200,7 +201,7 @@ async def _term(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
         for task in (acting, renewing):
             task.cancel()
         await asyncio.gather(acting, renewing, return_exceptions=True)
-        # Release only now, because the next holder must not act while this one still does.
+        # Release only now, because the next holder must not act while this replica still does.
         await _release(lease)
 
 
@@ -226,7 +227,7 @@ async def _renew(lease: Lease, renewed: float) -> None:
 
 
 async def _try(lease: Lease, seconds: float) -> bool:
-    """Try once, for at most `seconds`.
+    """Make one attempt, which takes at most `seconds`.
 
     Failures do not end the process, because the next attempt may succeed.
     """
@@ -234,7 +235,7 @@ async def _try(lease: Lease, seconds: float) -> bool:
         async with asyncio.timeout(max(seconds, 0)):
             return await lease.hold()
     except (ApiError, Unavailable, TimeoutError, KeyError) as error:
-        # A KeyError means that the response is a different server's object.
+        # A KeyError means that the response is an object from a different server.
         log.warning("the Lease %s/%s: %s", lease.namespace, lease.name, str(error) or "no response in time")
         return False
 
@@ -244,7 +245,7 @@ async def _release(lease: Lease) -> None:
         async with asyncio.timeout(_RELEASE_SECONDS):
             await lease.release()
     except (ApiError, Unavailable, TimeoutError, KeyError) as error:
-        # A KeyError means that the response is a different server's object.
+        # A KeyError means that the response is an object from a different server.
         log.warning(
             "the Lease %s/%s was not released and expires in %s s: %s",
             lease.namespace,
@@ -263,5 +264,5 @@ def _now() -> str:
 
 
 def utc_now() -> datetime:
-    """Return the current time of day."""
+    """Return the current UTC time."""
     return datetime.now(UTC)

@@ -58,13 +58,13 @@ PAGE_BYTES = 2 * 1024 * 1024
 A larger page is requested again as smaller pages, down to one object, whose size the API server
 limits."""
 WATCH_SECONDS = 300
-"""Seconds after which the API server ends a watch and the next one continues."""
+"""Duration of a watch in seconds. The API server then ends it, and the next one continues."""
 _SILENCE = 75.0
-"""Seconds without an event after which a watch counts as dead. The API server sends a bookmark
-every minute."""
+"""How long a watch may have no event, in seconds, before it counts as dead. The API server sends a
+bookmark every minute."""
 TURN_SECONDS = 0.02
-"""Maximum number of seconds for which one watch keeps everything else waiting, including the Lease,
-when thousands of events arrive at once."""
+"""Maximum time in seconds for which one watch may block everything else, including the Lease, when
+thousands of events arrive at once."""
 _RETRY = 1.0
 _UNREADABLE_RETRY = 600.0
 """Seconds between attempts to read an optional collection that may not be read or is not served."""
@@ -73,10 +73,10 @@ _UNREADABLE_RETRY = 600.0
 class Cache(Generic[View]):
     """A view of every object in a collection.
 
-    It calls `on_change(before, after)` when a view has changed. `read` makes the view. Objects for
-    which it raises are ignored, and so are objects in namespaces for which `keep` is false. The
-    operator's own writes enter the cache through `take` and `forget`, so the next look shows them
-    even if the watch is late. The later of two versions of an object is kept.
+    The cache calls `on_change(before, after)` when a view has changed. `read` creates a view. An
+    object is ignored if `read` raises an exception for it, or if `keep` is false for its namespace.
+    The operator's own writes enter the cache through `take` and `forget`, so the next read shows
+    them even if the watch is late. The later of two versions of an object is kept.
     """
 
     def __init__(
@@ -91,10 +91,9 @@ class Cache(Generic[View]):
         self.listed = asyncio.Event()
         """Set when the cache is complete, because a list of the collection has been read."""
         self.answered = asyncio.Event()
-        """Set when `listed` is set, or when the API server has refused to let the collection be
-        read."""
+        """Set when `listed` is set, or when the API server has refused access to the collection."""
         self.served = False
-        """Whether the response to the last list had the collection's content."""
+        """Whether the response to the last list contained the collection."""
         self._views: dict[Id, View] = {}
         self._versions: dict[Id, int] = {}
         self._floor = 0
@@ -105,7 +104,7 @@ class Cache(Generic[View]):
         self._errors = WATCH_ERRORS.labels(path.rpartition("/")[2])
 
     def get(self, namespace: str, name: str) -> View | None:
-        """Return the view of an object, or None."""
+        """Return the view of an object; None if there is none."""
         return self._views.get((namespace, name))
 
     def views(self) -> tuple[View, ...]:
@@ -113,7 +112,7 @@ class Cache(Generic[View]):
         return tuple(self._views.values())
 
     def take(self, body: Json) -> None:
-        """Take an object at its version, unless a later version is known."""
+        """Store an object at its version, unless a later version is known."""
         self._take(body, self._floor)
 
     def _take(self, body: Json, floor: int) -> None:
@@ -130,7 +129,7 @@ class Cache(Generic[View]):
         self._keep(key, version, view)
 
     def take_view(self, key: Id, version: int, view: View) -> None:
-        """Take the view of an object at its version, unless a later version is known."""
+        """Store the view of an object at its version, unless a later version is known."""
         if version > self._versions.get(key, self._floor) and self.keep(key[0]):
             self._keep(key, version, view)
 
@@ -141,7 +140,7 @@ class Cache(Generic[View]):
             self.on_change(before, view)
 
     def forget(self, namespace: str, name: str) -> None:
-        """Remove an object that is gone, as the response to a request has shown."""
+        """Remove an object, because the response to a request has shown that it is gone."""
         self._remove((namespace, name))
 
     def _remove(self, key: Id) -> None:
@@ -171,7 +170,7 @@ class Cache(Generic[View]):
             asked["continue"] = token
 
     def _note_version(self, version: int) -> None:
-        """Take note of a list's version.
+        """Record the version of a list.
 
         If it is earlier than the latest known version, everything known counts as older than any
         object in the store.
@@ -187,7 +186,7 @@ class Cache(Generic[View]):
         self._latest = version
 
     def _remove_but(self, found: Collection[Id], version: int) -> None:
-        """Remove objects known at this version that are not in the list."""
+        """Remove objects that are known at this version but are not in the list."""
         for key in [k for k, known in self._versions.items() if k not in found and known <= version]:
             self._remove(key)
 
@@ -261,7 +260,7 @@ class Informer(Cache[View]):
                     log.warning("%s will be listed again in %s s: %s", self.path, pause, error)
                 if error.status != HTTPStatus.GONE and pause == _RETRY:
                     # A collection that may be withheld on purpose is retried much later, and is not
-                    # an error.
+                    # counted as an error.
                     self._errors.inc()
             except Exception as error:
                 # The response may be a proxy's page, for instance. The process continues in any
@@ -273,8 +272,8 @@ class Informer(Cache[View]):
             await asyncio.sleep(pause)
 
     def _forbidden(self, error: ApiError) -> float:
-        """Return the seconds until the next attempt."""
-        # The right to an optional collection may be withheld on purpose. A job that needs the
+        """Log the refusal, and return the seconds until the next attempt."""
+        # The permission for an optional collection may be withheld on purpose. A job that needs the
         # collection shows this in its conditions.
         self._log_forbidden(error, logging.INFO if self._optional else logging.ERROR)
         return _UNREADABLE_RETRY if self._optional else _RETRY
@@ -333,7 +332,7 @@ class Informer(Cache[View]):
         turn = time.perf_counter()
         async for event in self.rest.watch(self.path, query, _SILENCE, accept=self._accept):
             if time.perf_counter() - turn > TURN_SECONDS:
-                # Events that have already arrived are read without any wait.
+                # Events that have already arrived are read without waiting.
                 await asyncio.sleep(0)
                 turn = time.perf_counter()
             kind, body = event["type"], event["object"]
@@ -350,7 +349,7 @@ class Informer(Cache[View]):
             del event, body  # The object may be large, and the next event may be late.
 
     def _drop(self, body: Json) -> None:
-        """Remove an object that has been deleted at its version."""
+        """Remove an object whose deletion was reported at this version."""
         key = id_of(body)
         if self._versions.get(key, 0) <= version_of(body):
             if key in self._views:
@@ -365,9 +364,9 @@ def id_of(body: Json) -> Id:
 
 
 def version_of(body: Json) -> int:
-    """Return the object's version: the number of its change in the API server's store.
+    """Return the object's version, which numbers the changes in the API server's store.
 
-    Versions of one collection can be compared. Kubernetes has guaranteed this since 1.35
+    Versions within one collection can be compared. Kubernetes has guaranteed this since 1.35
     (KEP-5504), and etcd always has.
     """
     return int(body["metadata"]["resourceVersion"])

@@ -1,6 +1,6 @@
-"""JSON requests through the official asyncio client: its transport and login, without its models.
+"""Sends JSON requests through the official asyncio client, using its transport and login.
 
-The models are too slow.
+The client's models are not used, because they are too slow.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from ddpjob.unavailable import Unavailable
 Json = dict[str, Any]
 REQUEST_SECONDS = 30
 USER_AGENT = "ddpjob-operator"
-"""Also the manager's name in managedFields, for which the API server takes the text before a slash.
-"""
+"""Also the manager's name in managedFields, because the API server uses the text before a slash."""
 LONGEST_PAUSE = 60.0
-"""Maximum number of seconds that a response may make the operator wait. A proxy's maintenance page
-may say an hour, but maintenance ends sooner."""
+"""Maximum time in seconds that a response may make the operator wait. A proxy's maintenance page
+may request an hour, although the maintenance ends sooner."""
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
@@ -38,7 +37,7 @@ METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _DEEPEST = 50_000
 """Python's recursion limit while reading an object that is nested too deeply for the usual limit.
-The API server allows 10,000 levels, which take three calls each."""
+The API server allows 10,000 levels, and each level takes three calls."""
 _TRANSPORT_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
 
@@ -57,7 +56,7 @@ class TooLarge(Exception):
 class NoCredentials(Exception):
     """There is neither a service account token nor a kubeconfig.
 
-    The message says what is missing for each.
+    The message explains what is missing for each.
     """
 
 
@@ -71,7 +70,7 @@ class Rest:
     async def connect(cls, connections: int = 64) -> Rest:
         """Connect with the service account inside a cluster, or otherwise with the kubeconfig.
 
-        The environment names the kubeconfig. Raises NoCredentials.
+        The environment specifies the kubeconfig. Raises NoCredentials.
         """
         try:
             config.load_incluster_config()
@@ -90,8 +89,8 @@ class Rest:
         """Connect with the given settings."""
         settings.connection_pool_maxsize = connections
         settings.disable_strict_ssl_verification = True  # See ddpjob.controller.login.
-        # Look up the proxy once; aiohttp would do so in a thread for each request. ~/.netrc does
-        # not apply to the API server.
+        # Look up the proxy only once, because aiohttp would do so in a thread for each request.
+        # ~/.netrc does not apply to the API server.
         settings.proxy = settings.proxy or _proxy(settings.host)
         settings.client_session_kwargs = {"trust_env": False}
         api = client.ApiClient(configuration=settings)
@@ -115,9 +114,9 @@ class Rest:
         """Return the JSON response.
 
         Raises TooLarge if the response has more than `most` bytes, without reading it in full.
-        Raises ApiError for 4xx. Raises Unavailable for 429, 5xx, connection failures, and a
-        response that is not a JSON object, because this comes from something in front of the API
-        server.
+        Raises ApiError for 4xx. Raises Unavailable for 429, 5xx and connection failures. Also
+        raises it for a response that is not a JSON object, which must come from something in front
+        of the API server.
         """
         try:
             response = await self._send(
@@ -161,8 +160,8 @@ class Rest:
         limits: aiohttp.ClientTimeout,
     ) -> Any:
         """Send a request. `types` are the content types of the body and of the response."""
-        # Uncompressed, because compressing and decompressing a list takes longer than sending it
-        # within a cluster.
+        # Request an uncompressed response, because compressing and decompressing a list takes
+        # longer than sending it within a cluster.
         headers = {"Content-Type": types[0], "Accept": types[1], "Accept-Encoding": "identity"}
         arguments = await self.api.param_serialize(
             method, path, query_params=list(query.items()), header_params=headers, auth_settings=["BearerToken"]
@@ -177,20 +176,20 @@ async def _read_at_most(most: int, response: aiohttp.ClientResponse) -> bytes:
         async for part in response.content.iter_chunked(2**16):
             text += part
             if len(text) > most:
-                response.close()  # The connection is closed, so the rest is not read either.
+                response.close()  # The connection is closed, so the rest of the response is not read.
                 raise TooLarge
     return bytes(text)
 
 
 def _words(error: Exception) -> str:
-    """Describe an error. aiohttp's timeout of a whole request has no text."""
+    """Describe an error. aiohttp's timeout of a whole request has no text of its own."""
     if isinstance(error, TimeoutError) and not str(error):
         return f"no response within {REQUEST_SECONDS} s"
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _proxy(host: str) -> str | None:
-    """Return the proxy that the environment names for this URL."""
+    """Return the proxy that the environment configures for this URL."""
     url = urlsplit(host)
     proxies = getproxies()
     if url.hostname is None or proxy_bypass(url.hostname) or _in_a_network_of(proxies.get("no", ""), url.hostname):
@@ -199,9 +198,9 @@ def _proxy(host: str) -> str | None:
 
 
 def _in_a_network_of(no_proxy: str, host: str) -> bool:
-    """Whether NO_PROXY names a network (such as 10.96.0.0/12) with this host, as kubectl supports.
+    """Whether NO_PROXY contains a network that includes this host, as in kubectl.
 
-    Python supports only names and single addresses.
+    An example of a network is 10.96.0.0/12. Python supports only names and single addresses.
     """
     for word in no_proxy.split(","):
         with contextlib.suppress(ValueError):  # Ignore a name that is not an address.
@@ -225,7 +224,7 @@ def _raise_for_status(response: Any, text: bytes, what: str) -> None:
 def _object(text: bytes, what: str) -> Json:
     """Return the object that the API server sent.
 
-    Raises Unavailable for anything that the API server itself would not send.
+    Raises Unavailable if the API server itself cannot have sent the text.
     """
     found = _parse(text)
     if not found:
@@ -247,7 +246,7 @@ def loads(text: bytes) -> Any:
     One user's object must not hide all other objects in its list.
     """
     with contextlib.suppress(ValueError):
-        # The text is deeper than 200 levels, has half a surrogate pair, or is not JSON.
+        # The text is nested deeper than 200 levels, has half of a surrogate pair, or is not JSON.
         return from_json(text)  # This takes a third of the time that json needs for a pod.
     try:
         return json.loads(text)
@@ -264,7 +263,7 @@ def _loads_deep(text: bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        # Since Python 3.12, C code has a different limit. The pure Python parser is slower but does
+        # Since Python 3.12, C code has a separate limit. The pure Python parser is slower but does
         # not use the C stack.
         decoder = json.JSONDecoder()
         decoder.parse_object, decoder.parse_array = json.decoder.JSONObject, json.decoder.JSONArray  # type: ignore[attr-defined]

@@ -50,15 +50,16 @@ Key = TypeVar("Key", bound=Hashable)
 FIRST_BACKOFF = 0.5
 LONGEST_BACKOFF = 60.0
 INTERVAL = 1.0
-"""Minimum number of seconds between starts of the same key, unless the second start is urgent or
-was requested by the first."""
+"""Minimum delay in seconds between starts of the same key, unless the second start is urgent or was
+requested by the first."""
 CROWDED_INTERVAL = 1.7
-"""The same interval while work that is more urgent than repeated starts is waiting. A status may be
-two seconds late."""
+"""Replaces INTERVAL while work that is more urgent than repeated starts is waiting. A status may
+then be two seconds late."""
 HALF_LIFE = 10.0
-"""Seconds after which a past turn of a group counts half."""
+"""Number of seconds after which a group's past turn counts only half."""
 SLOW = 0.3
-"""Seconds after which a turn's slot is passed on although the turn has not ended."""
+"""Number of seconds after which a turn's slot is handed to another turn, although the turn has not
+ended."""
 
 
 class DelayQueue(Generic[Key]):
@@ -66,7 +67,7 @@ class DelayQueue(Generic[Key]):
 
     The earliest requested time wins. Among due keys, the lowest `rank` comes first, then the
     `group` with the fewest workers, then the key that was scheduled first. `crowded` returns
-    whether repeated starts should be rarer.
+    whether repeated starts should be less frequent.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class DelayQueue(Generic[Key]):
     def add(self, key: Key, delay: float = 0.0, *, urgent: bool = True) -> None:
         """Schedule `key` in `delay` seconds, or sooner if an earlier wake-up is already scheduled.
 
-        If it is not urgent, it starts no earlier than INTERVAL seconds after its last start, or
+        A key that is not urgent starts no earlier than INTERVAL seconds after its last start, or
         CROWDED_INTERVAL while the queue is crowded.
         """
         when = asyncio.get_running_loop().time() + delay
@@ -100,20 +101,20 @@ class DelayQueue(Generic[Key]):
             self._schedule(key, when)
 
     def depth(self) -> int:
-        """Return the number of waiting due keys. May be called from any thread."""
+        """Return the number of due keys that are waiting. May be called from any thread."""
         return len(self._waiting())
 
     def age(self) -> float:
-        """Return how many seconds the first due key has waited; 0 if none is due.
+        """Return how many seconds the first due key has waited, or 0 if none is due.
 
         May be called from any thread.
         """
         return max(0.0, self._time() - min(self._waiting(), default=math.inf))
 
     def _waiting(self) -> list[float]:
-        """Return the times when keys waiting for a worker became due.
+        """Return the times at which the keys waiting for a worker became due.
 
-        `_ready` lacks keys that became due while all workers were busy.
+        `_ready` does not contain keys that became due while all workers were busy.
         """
         now = self._time()
         return [when for key, (when, _) in list(self._due.items()) if when <= now and key not in self._busy]
@@ -212,12 +213,12 @@ class Turns:
         self._slow = 0
         self._taken: Counter[Hashable] = Counter()
         self._had: dict[Hashable, float] = {}
-        """Recent turns by group. Each counts half as much after HALF_LIFE."""
+        """Recent turns by group. The weight of each turn is halved every HALF_LIFE seconds."""
         self._halved = 0.0
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
 
     def wanted(self) -> bool:
-        """Whether anybody is waiting for a turn."""
+        """Whether any group is waiting for a turn."""
         return bool(self._waiting)
 
     @asynccontextmanager
@@ -290,8 +291,8 @@ class Turns:
                 self._begin(chosen)
 
     def _comes(self, group: Hashable) -> tuple[bool, float]:
-        """Order the waiting groups.
+        """Return the sort key of a waiting group.
 
-        Among equals the first one wins, because `_waiting` is in the order of last turns.
+        Among equals the first group wins, because `_waiting` is in the order of last turns.
         """
         return 2 * self._taken[group] >= self._most, self._had.get(group, 0.0)

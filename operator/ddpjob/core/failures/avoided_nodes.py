@@ -1,7 +1,7 @@
 """Decides which Kubernetes nodes new pods avoid, from the restarts of the last hour.
 
 A broken host has free devices, so the scheduler would place the next pod there again. But most
-failures are the job's own, and each avoided host is room that the job cannot use. So a host is
+failures are the job's own, and each avoided host is capacity that the job cannot use. So a host is
 avoided for WINDOW after one of these signs:
 
 - one fault that is not the program's (FAULTS), such as a container that cannot start
@@ -37,7 +37,8 @@ _OF_LIMITS = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
 """Causes that are the job's own fault, whichever host it runs on."""
 _MOVED = frozenset({Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY, Cause.SLOW_RANK})
 FAULTS = _MOVED | {Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED}
-"""Causes that blame the host at once, because the program has not run yet or was not at fault."""
+"""Causes for which the host is avoided at once, because the program has not run yet or was not at
+fault."""
 
 
 def find_avoided_nodes(
@@ -54,7 +55,7 @@ def find_avoided_nodes(
 
 
 def _suspects(recent: tuple[Restart, ...], now: datetime, *, trained: bool) -> list[AvoidedNode]:
-    """Return the hosts that the restarts of the last hour make suspect, with reason and time."""
+    """Return the hosts that the last hour's restarts make suspect, with reasons and times."""
     recent = tuple(r for r in recent if r.node and r.time > now - WINDOW)
     own = [r for r in recent if trained and r.counted and r.reason not in _OF_LIMITS]
     lost = [r for r in recent if r.reason == Cause.NODE_LOST]

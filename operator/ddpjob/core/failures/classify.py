@@ -53,7 +53,7 @@ _TRACEBACK_LIMIT = 3000
 
 
 class Cause(StrEnum):
-    """Reasons as users read them in `status.restarts.recent` and in conditions."""
+    """Reasons, in the words that users read in `status.restarts.recent` and in conditions."""
 
     WORKER_FAILED = "WorkerFailed"
     EXIT_CODE = "ExitCode"
@@ -91,13 +91,13 @@ PLANNED = frozenset({Cause.JOINED, Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_C
 def names_pod(restart: Restart) -> bool:
     """Whether the restart is due to one pod.
 
-    A hang or a changed spec concerns the whole group, so the restart has the job's name instead.
+    A hang or a changed spec affects the whole group, so such a restart has the job's name instead.
     """
     return restart.index is not None or restart.reason == Cause.COORDINATOR_LOST
 
 
 def describe_ranks(group_rank: int, procs: int) -> str:
-    """Name the ranks of a node: `rank 1`, or `ranks 2 to 3` if it has several processes."""
+    """Describe the ranks of a node: `rank 1`, or `ranks 2 to 3` if it has several processes."""
     first = group_rank * procs
     return f"rank {first}" if procs == 1 else f"ranks {first} to {first + procs - 1}"
 
@@ -120,12 +120,12 @@ _SHARED_MEMORY_FULL = "; /dev/shm was probably full: raise storage.sharedMemory"
 _SAYS_SHARED_MEMORY = re.compile(
     r"(?:out of|insufficient|allocate) shared memory|write to file </torch_", re.IGNORECASE
 )
-"""torch's messages if SIGBUS killed a worker of the data loader, or if a tensor does not fit in
-/dev/shm."""
+"""Matches the messages that torch prints when SIGBUS kills a data-loader worker, or when a tensor
+does not fit in /dev/shm."""
 
 
 def if_shared_memory_full(said: str, signal_name: str = "") -> str:
-    """Return the remedy for a full /dev/shm, if SIGBUS or an error about it ended the program."""
+    """Return how to fix a full /dev/shm, if SIGBUS or an error about /dev/shm ended the program."""
     return _SHARED_MEMORY_FULL if signal_name == "SIGBUS" or _SAYS_SHARED_MEMORY.search(said) else ""
 
 
@@ -149,8 +149,8 @@ class End:
     time: datetime | None = None
     """When the program ended, according to the kubelet; None if it has not reported a time."""
     before_program: bool = False
-    """Whether the exit code is that of an init container, so that it says nothing about the
-    program's configuration."""
+    """Whether the exit code belongs to an init container. It then says nothing about the program's
+    configuration."""
     rank: int | None = None
     """The failed rank that ended torchrun in a `command`, or the slow rank whose pod moves."""
 
@@ -158,18 +158,18 @@ class End:
 _ENDED_BY_HOST = frozenset({"Evicted", "NodeShutdown", "Shutdown", "Terminated", "Preempting"})
 """Reasons that a kubelet gives when it ends a running pod."""
 _OWN_STORAGE = re.compile(r"exceed(s|ed) .*\blimit\b")
-"""The kubelet's messages when it evicts a pod for exceeding the pod's own limit
-(pkg/kubelet/eviction/helpers.go). If the host's disk is full, it writes "The node was low on
-resource" instead."""
+"""Matches the kubelet's messages when it evicts a pod for exceeding the pod's own limit
+(pkg/kubelet/eviction/helpers.go). If the host's disk is full, the kubelet writes "The node was low
+on resource" instead."""
 _REJECTIONS = re.compile(
     r"UnexpectedAdmissionError|OutOf[\w./-]+|TopologyAffinityError|Node(?:Affinity|Ports|Name|Unschedulable)"
     r"|TaintToleration|AppArmor|SysctlForbidden|PodOS\w+"
 )
-"""Reasons that a kubelet gives when it does not admit a pod
+"""Matches the reasons that a kubelet gives when it does not admit a pod
 (pkg/kubelet/lifecycle/predicate.go)."""
 _LOST_BY_HOST = frozenset({("ContainerStatusUnknown", 137), ("Unknown", 255)})
-"""Reason and exit code of a container that is gone after its host was restarted, from the kubelet
-and from containerd."""
+"""Reason and exit code of a container that is gone after its host was restarted, as reported by the
+kubelet and by containerd."""
 
 Hosts = Mapping[str, HostView] | None
 
@@ -260,7 +260,7 @@ def _by_container(pod: PodView, *, launcher: bool) -> End:
 
 
 def memory_limit(pod: PodView | None) -> str:
-    """Name the memory limit that a pod has exceeded: the spec's or the namespace's default."""
+    """Describe the memory limit that a pod has exceeded, the spec's or the namespace's default."""
     role = "spec.rendezvous.resources" if pod is not None and pod.role is Role.COORDINATOR else "spec.resources"
     if pod is None or not pod.default_memory:
         return f"{role}.limits.memory allows"
@@ -268,9 +268,9 @@ def memory_limit(pod: PodView | None) -> str:
 
 
 def _by_rank(pod: PodView) -> End | None:
-    """Return the end of a `command`'s pod according to its failed rank; None if no rank is named.
+    """Return the end of a `command`'s pod according to its failed rank; None if no rank is known.
 
-    The rank is named by its own report, or by torchrun's table in the log.
+    The rank is known from its own report, or from torchrun's table in the log.
     """
     if pod.deleted_at is not None or pod.main.exit_code == 0:
         return None
@@ -287,7 +287,7 @@ def _by_rank(pod: PodView) -> End | None:
 
 
 def _by_launcher(pod: PodView) -> End | None:
-    """Return the end that the launcher's own exit code means; None for any other exit code."""
+    """Return the end that the launcher's own exit code stands for; None for any other exit code."""
     main = pod.main
     if main.exit_code == EXIT_INIT_FAILURE:
         written = read_termination_message(main)
@@ -339,8 +339,8 @@ def _never_began(pod: PodView) -> End:
 
     Either an init container failed or the host rejected the pod.
     """
-    # Init containers start in order, so the failed one is the last that started. Sidecars started
-    # before it, and the kubelet ends them afterwards.
+    # Init containers start in order, so the failed one is the one that started last. Sidecars
+    # started before it, and the kubelet ends them afterwards.
     for name, container in reversed(list(pod.init_containers.items())):
         if container.ended and container.exit_code != 0:
             written = read_termination_message(container)
@@ -363,8 +363,8 @@ def _never_began(pod: PodView) -> End:
 def names_entry_point(end: End, command: tuple[str, ...]) -> bool:
     """Whether a START_ERROR means that the job's own program is missing.
 
-    Example: `exec: "python3": executable file not found`. Other programs that a container runtime
-    names, such as its GPU hooks, belong to the host.
+    For example, it does if the message is `exec: "python3": executable file not found`. Other
+    programs in a container runtime's messages, such as its GPU hooks, belong to the host.
     """
     programs = (path.rpartition("/")[2] for path in _QUOTED.findall(end.message))
     wanted = command[0].rpartition("/")[2] if command else "python"
@@ -399,8 +399,8 @@ def read_termination_message(container: ContainerView) -> TerminationMessage:
 class FailedRank:
     """The rank that ended torchrun in a `command`.
 
-    `exit_code` is 128 + N for signal N, as in a shell. `init` means that the rank could not start,
-    so a retry would not help.
+    `exit_code` is 128 + N for signal N, as in a shell. `init` is true if the rank could not start,
+    in which case a retry would not help.
     """
 
     rank: int
@@ -412,12 +412,12 @@ class FailedRank:
 
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):")
 _OF_TABLE = {name: re.compile(rf"^ *{name} *: (-?[0-9]{{1,6}})\b", re.MULTILINE) for name in ("rank", "exitcode")}
-"""Lines of torchrun's table of failures. A rank that was ended by a signal cannot report anything
-else."""
+"""Matches the lines of torchrun's table of failures. For a rank that was ended by a signal, the
+table is the only source."""
 
 
 def read_failed_rank(text: str) -> FailedRank | None:
-    """Read a rank's own report of its failure (worker.py), or torchrun's table at a log's end.
+    """Read a rank's own report of its failure (worker.py), or torchrun's table at the end of a log.
 
     Return None if the text has neither.
     """
@@ -453,16 +453,17 @@ _NO_SUCH_IMAGE = re.compile(
     r"failed to resolve (?:reference|image)\b.*: not found\W*$|manifest unknown|invalid reference",
     re.IGNORECASE | re.DOTALL,
 )
-"""A registry's response that it does not have the image. Waiting does not help then, as it does if
-a registry denies access or limits the rate. Many other errors of containerd also end with "not
-found", for example if a mirror lacks a layer, so more than these two words must match."""
+"""Matches a registry's response that it does not have the image. Waiting does not help in this
+case, but it does if a registry denies access or limits the rate. Many other errors of containerd
+also end with "not found", for example if a mirror lacks a layer, so more than these two words must
+match."""
 _WRONG_PLATFORM = re.compile(
     r"no match for platform|no matching manifest for|no image found in (?:manifest list|image index)|exec format error"
     r"|cannot be used on this platform",
     re.IGNORECASE,
 )
-"""Messages from containerd, docker, CRI-O and the kernel about an image that does not fit the
-host's architecture or operating system."""
+"""Matches messages from containerd, docker, CRI-O and the kernel about an image that does not fit
+the host's architecture or operating system."""
 PULLING = ("ErrImagePull", "ImagePullBackOff")
 """Reasons between which a kubelet alternates while it cannot pull an image."""
 _CANNOT_START = ("RunContainerError", "StartError", "ContainerCannotRun")
@@ -478,7 +479,7 @@ def find_wrong_platform(pod: PodView) -> End | None:
 def is_about_platform(end: End) -> bool:
     """Whether a START_ERROR is due to an image that does not fit the host.
 
-    Hosts with a different architecture may be able to run it.
+    Hosts with a different architecture may be able to run the image.
     """
     return _WRONG_PLATFORM.search(end.message) is not None
 
@@ -505,7 +506,7 @@ class Stuck:
 
 
 def find_stuck(pod: PodView, *, has_run: bool) -> Stuck | None:
-    """Return a pod's first container that cannot start for now; None if there is no such container.
+    """Return the first container of a pod that cannot start for now; None if all can.
 
     Only two faults are final, and only for a job that has never run a pod: an invalid image name,
     and a registry that does not have the image. The job waits if a registry is unreachable, denies

@@ -12,7 +12,7 @@ wrong alone.
   the coordinator itself is partitioned (`World.deaf_since`).
 
 The earlier of the two times counts (`lost_since`). The pod is given up when it has been silent for
-`recovery.nodeLostAfterSeconds` (`is_given_up`), or at once if somebody has marked its host as out
+`recovery.nodeLostAfterSeconds` (`is_given_up`), or at once if someone has marked its host as out
 of service. A pod that ends or reconnects before then is not lost.
 
 Example with a limit of 30 s, in which a machine loses power:
@@ -48,7 +48,7 @@ def lost_since(pod: PodView, world: World, now: datetime) -> datetime | None:
 
 
 def is_out_of_service(pod: PodView, world: World) -> bool:
-    """Whether the pod's host was marked as down for good and is not ready.
+    """Whether the pod's host was marked as permanently down and is not ready.
 
     Waiting for the host is then pointless.
     """
@@ -85,7 +85,7 @@ def _host_lost(pod: PodView, world: World, now: datetime) -> datetime | None:
     if host.deleted:
         return host.since or now
     if not host.out_of_service and (host.ready or not any(other.ready for other in world.hosts.values())):
-        # If no host is ready, the control plane is partitioned from all of them. There is also no
+        # If no host is ready, the control plane is partitioned from all of them, and there is no
         # host to which the pod could move.
         return None
     return now if host.ready or host.since is None else host.since
@@ -94,7 +94,7 @@ def _host_lost(pod: PodView, world: World, now: datetime) -> datetime | None:
 def _member_lost(pod: PodView, world: World) -> datetime | None:
     """Return since when a running pod has had no connection to the coordinator.
 
-    Return None if it has one. Return None, too, if the coordinator has lost most pods, because it
-    is then partitioned itself.
+    Return None if it has a connection, or if the coordinator has lost most pods. In the latter
+    case, the coordinator itself is partitioned.
     """
     return world.silent.get(pod.name) if world.silent and world.deaf_since is None else None

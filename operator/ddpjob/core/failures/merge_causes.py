@@ -37,18 +37,18 @@ from ddpjob.core.failures.classify import Cause, names_pod
 SAME_BREAK = timedelta(seconds=5)
 """Maximum time between a pod's end and an incident that belong to one break."""
 CLEARLY_BEFORE = timedelta(seconds=2)
-"""More than the difference between clocks plus the kubelets' rounding."""
+"""Longer than the clocks can differ, including the kubelets' rounding."""
 
 _EVER = datetime.max.replace(tzinfo=UTC)
 _HARD = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
-"""Counted ends of pods that cause a worker's failure, and never result from it. The same is true of
-all ends that do not count."""
+"""Counted pod ends that can cause a worker's failure, but never result from one. The same is true
+of every end that does not count."""
 _NO_BREAKS = frozenset({Cause.JOINED, Cause.SCALED})
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A failure before attribution, which may turn out to be a cause or a consequence."""
+    """A failure before attribution, which decides whether it is a cause or a consequence."""
 
     restart: Restart
     """The restart to record if the finding is a cause."""
@@ -56,7 +56,7 @@ class Finding:
     """The round in which the pod was created; None for incidents and for the coordinator's own
     end."""
     fails: str = ""
-    """Reason of the condition Failed if the finding is a cause; empty if it would not fail the
+    """Reason of the Failed condition if the finding is a cause; empty if it would not fail the
     job."""
     why: str = ""
     """The rule that fails the job; empty if it is one of the defaults."""
@@ -104,16 +104,16 @@ def attribute(
     """Merge the findings of one reconcile into breaks, each with one cause.
 
     The function is pure and records nothing. `status` holds the breaks of earlier reconciles
-    (`restarts.recent`, `restarts.seen_round`, `round`). `ends` are pods that have ended since, in
-    any order. `incidents` are the coordinator's, in the order of their numbers. `lost` are
-    incidents (pod, time) that do not name a cause because a pod's end explains them.
+    (`restarts.recent`, `restarts.seen_round`, `round`). `ends` are the ends of pods since then, in
+    any order. `incidents` are the coordinator's incidents, in the order of their numbers. `lost`
+    lists incidents (pod, time) that do not include a cause because a pod's end explains them.
 
     1. An end joins the last recorded break if its pod was created before that break, and the group
        is still down from the break or the two are within SAME_BREAK. All other ends form one new
        break. Its cause is an end that does not count, if there is one, otherwise the earliest end.
-    2. The first incident within SAME_BREAK of the new break joins it: as the cause, if the ends are
-       ordinary failures of a worker; otherwise as a consequence of the eviction, deletion or lack
-       of memory. If it was clearly before one of the latter, it is a separate break.
+    2. The first incident within SAME_BREAK of the new break joins it. It is the cause if the ends
+       are ordinary failures of a worker. Otherwise it is a consequence of the eviction, deletion or
+       lack of memory, or a separate break if it was clearly earlier.
     3. An incident within SAME_BREAK of the last recorded break is a consequence of it, if no
        earlier incident has explained that break. Every other incident is a separate break.
 
@@ -201,7 +201,7 @@ def _close(incident: Finding, here: _Break) -> bool:
 
 
 def _join(incident: Finding, here: _Break) -> bool:
-    """Add an incident to a break that pods' ends have opened, as its cause or a consequence.
+    """Add an incident to a break that began with ended pods, as its cause or as a consequence.
 
     Return False if the incident is a separate, earlier break.
     """

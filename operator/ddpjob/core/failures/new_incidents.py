@@ -8,7 +8,7 @@ therefore evaluated only once, even if the operator is replaced in between.
   decide whether it counts.
 - PeerLost and Left only show that a pod is gone. The pod's own end has the cause, so these are
   passed on as pod and time, by which `merge_causes` finds that end.
-- If the lost pod comes back and the group runs again, no pod has ended. The break is then reported
+- If the lost pod reconnects and the group runs again, no pod has ended. The break is then reported
   here, uncounted, because it would appear nowhere else.
 
 Example: the status has seen incident 4 of this generation.
@@ -43,7 +43,7 @@ _CAUSES = {
     IncidentKind.INIT_FAILURE: Cause.INIT_FAILURE,
     IncidentKind.JOINED: Cause.JOINED,
 }
-"""Causes of incidents that name one. The other kinds are PeerLost and Left."""
+"""The cause for each incident kind that has one. The other kinds are PeerLost and Left."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class NewIncidents:
     """Incidents that have not been seen before."""
 
     findings: tuple[Finding, ...] = ()
-    """Incidents that name their cause, in the order of their numbers."""
+    """Incidents that include their cause, in the order of their numbers."""
     lost: tuple[tuple[str, datetime], ...] = ()
-    """Pod and time of incidents that a pod's end explains."""
+    """Pod and time of each incident that a pod's end explains."""
     last: int = 0
     """Number of the newest incident that has been seen."""
 
@@ -74,9 +74,9 @@ def find_new_incidents(view: View) -> NewIncidents:
 
 
 def _came_back(view: View) -> list[Finding]:
-    """Return a finding if the group lost a pod that then came back, and the group runs again.
+    """Return a finding if the group lost a pod that then reconnected, and the group runs again.
 
-    No pod has ended and no other incident names a cause, so this break would not be recorded.
+    No pod has ended and no other incident includes a cause, so this break would not be recorded.
     """
     report, recent = view.report, view.status.restarts.recent
     if report is None or report.state != CoordinatorState.RUNNING or not report.incidents:
@@ -91,7 +91,10 @@ def _came_back(view: View) -> list[Finding]:
 
 
 def with_seen(status: JobStatus, new: NewIncidents, seen_round: int) -> JobStatus:
-    """Return the status with these incidents marked as evaluated (`Attributed.seen_round`)."""
+    """Return the status with these incidents marked as evaluated.
+
+    `seen_round` comes from `Attributed`.
+    """
     generation = status.rendezvous.generation
     return replace(
         status,
@@ -112,7 +115,7 @@ def _finding(view: View, incident: Incident) -> Finding:
 
 
 def _restart(view: View, incident: Incident, cause: Cause, message: str, *, counted: bool) -> Restart:
-    slot = view.status.slot(incident.index)  # None if it concerns the whole group, as a hang does.
+    slot = view.status.slot(incident.index)  # This is None for an incident of the whole group, such as a hang.
     return Restart(
         time=incident.time,
         pod=incident.pod or view.job.name,

@@ -48,16 +48,16 @@ from ddpjob.core.view import View
 from ddpjob.core.world import TRAINER_CONTAINER, HostView, PodView
 
 LASTS = timedelta(seconds=60)
-"""How long a node must have been unhealthy, by the operator's clock. A flapping sign does not move
-pods."""
+"""How long a node must have been unhealthy, by the operator's clock. Pods are not moved because of
+a flapping sign."""
 SHARE = 0.25
-"""Maximum share of unhealthy nodes among nodes of one kind. If more nodes are unhealthy, either the
-agent is broken or there is no better place."""
+"""Maximum share of unhealthy nodes among nodes of one kind. If more are unhealthy, either the agent
+is broken or no other node would be better."""
 MAX_MOVES = 3
 """Maximum number of moves within an hour. More moves would cost more than they could save."""
 LINK_LOSSES = 3
 """Number of consecutive lost connections after which a pod is replaced. It is one more than for
-failures, because two may come from a switch that restarts."""
+failures, because a restarting switch may cause two."""
 _BEYOND = "the required affinity, spread constraints, claims or amounts of this job's podTemplate and resources"
 
 
@@ -93,7 +93,7 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
         return []
     within = [r for r in view.status.restarts.recent if r.time > view.now - WINDOW]
     recent = [r for r in within if r.reason == Cause.NODE_UNHEALTHY]
-    # If the list of recent restarts is full, it may have lost earlier moves.
+    # A full list of recent restarts may no longer contain earlier moves.
     often = len({r.round for r in recent}) >= MAX_MOVES or len(within) >= RECENT
     left = {r.node for r in recent}
     left |= {a.node for a in view.status.avoided_nodes if a.reason.startswith(Cause.NODE_UNHEALTHY)}
@@ -141,8 +141,8 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
 
 
 _OF_PLACES = frozenset({Cause.WORKER_FAILED, Cause.HANG})
-"""Failures that leave the pod alive and may be caused by the pod's place. Exceeded memory and
-storage limits are the job's own fault."""
+"""Failures that leave the pod alive and may be caused by its node. Exceeded memory and storage
+limits are the job's own fault."""
 MOVE_CAUSES = (Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY, Cause.SLOW_RANK)
 
 
@@ -193,20 +193,20 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     if said:
         return f"has lost its device ({said})"
     if failure.everywhere and view.job.spec.nodes > 1:
-        return ""  # Ranks elsewhere failed in the same way, so the pod's place is not the reason.
+        return ""  # Ranks in other pods failed in the same way, so the pod's node is not the reason.
     before = next((r for r in reversed(within) if r.reason in COUNTED and not r.consequence), None)
     again = before is not None and before.pod == failure.pod and before.reason in _OF_PLACES
     counts = view.status.restarts
     restored = before in counts.recent and before is not None and before.counted and not counts.counted
-    # If the budget was restored in between, the job has trained for long, so the failures are not
-    # consecutive.
+    # If the budget was restored in between, the job has trained for a long time, so the failures
+    # are not consecutive.
     if not again or restored or len(view.status.slots) < 2 or names_program_error(failure.message):
         return ""
     return "" if _has_moved_too_often(view, within) else "has failed twice in a row while other pods did not"
 
 
 def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> bool:
-    """Whether the pod's node is repeatedly partitioned, and not the coordinator's node."""
+    """Whether it is the pod's node, not the coordinator's, that is repeatedly partitioned."""
     breaks = [r for r in within if r.round and not r.consequence and r.reason not in PLANNED][1 - LINK_LOSSES :]
     again = len(breaks) == LINK_LOSSES - 1 and all((r.reason, r.pod) == (failure.reason, failure.pod) for r in breaks)
     if not again or view.coordinator is None:
@@ -225,7 +225,7 @@ def _has_moved_too_often(view: View, within: Sequence[Restart]) -> bool:
 def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
     """Whether an earlier failure in the same pod or on the same node has already counted.
 
-    After MAX_MOVES failures that did not count, every further failure counts. A pod's node may have
+    After MAX_MOVES failures that did not count, every later failure counts. A pod's node may have
     been unknown when an earlier failure was recorded, so the pod's name is compared too.
     """
     replaced = {r.round for r in within if r.reason == Cause.POD_UNHEALTHY}
@@ -262,15 +262,15 @@ def _lasts(view: View, host: HostView) -> bool:
 def _came_after(pod: PodView, host: HostView) -> bool:
     """Whether the pod is newer than the sign that its node is unhealthy.
 
-    The scheduler has then chosen an unhealthy node, and would do so again. The two times are from
-    the clocks of the API server and the operator. If the clocks differ, a pod may stay or move by
-    mistake, within the limits above.
+    In that case the scheduler chose an unhealthy node, and would do so again. The two times come
+    from the clocks of the API server and the operator. If the clocks differ, a pod may stay or move
+    by mistake, within the limits above.
     """
     return pod.created is not None and host.unhealthy_since is not None and pod.created > host.unhealthy_since
 
 
 def ready_spares(view: View) -> list[PodView]:
-    """Return the pods on healthy nodes that are ready to take over; empty without a full group."""
+    """Return the ready spares on healthy nodes; empty while the group is not complete."""
     report, hosts = view.report, view.world.hosts or {}
     if report is None or report.state != CoordinatorState.RUNNING or (report.world or 0) < view.job.spec.nodes:
         return []
@@ -280,9 +280,9 @@ def ready_spares(view: View) -> list[PodView]:
 
 
 def _places(view: View, wants: Wants) -> int:
-    """Return the number of places for the job's pods on suitable nodes.
+    """Return how many of the job's pods would fit on suitable nodes.
 
-    It is unknown whether pods of other jobs occupy these places.
+    Pods of other jobs may already occupy this capacity.
     """
     spec, hosts = view.job.spec, view.world.hosts or {}
     used = Counter(p.host for p in view.world.nodes() if not p.ended)
@@ -324,7 +324,7 @@ class Wants:
 
     @classmethod
     def of(cls, spec: JobSpec, queue: QueueStatus | None) -> Wants:
-        """Read the requirements from the spec, and from the job's quota, whose flavor adds some."""
+        """Read the requirements from the spec and from the job's quota, whose flavor adds more."""
         added = queue.node if queue is not None else PodChanges()
         pod = _dict(spec.pod_template.get("spec"))
         affinity = _dict(pod.get("affinity"))

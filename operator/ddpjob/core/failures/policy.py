@@ -57,12 +57,12 @@ COUNTED = frozenset(
         *(Cause.HANG, Cause.INIT_FAILURE),
     }
 )
-"""Failures of the job itself. Disruptions, lost hosts, manual deletions and consequences do not use
-up the budget."""
+"""Failures of the job itself. Disruptions, lost hosts, manual deletions and consequences are not
+charged to the budget."""
 RULE_FAILED = "RuleFailed"
 CONFIGURATION_ERROR = "ConfigurationError"
 _CONFIGURATION = frozenset({2, *range(64, 79)} - {EXIT_STEPPED_ASIDE})
-"""Exit codes of a program that refuses its arguments or settings, from argparse and sysexits.h."""
+"""Exit codes of a program that rejects its arguments or settings, from argparse and sysexits.h."""
 
 PROGRAM_ERROR = "ProgramError"
 REPEATS = 3
@@ -78,21 +78,21 @@ _OUTSIDE = re.compile(
     r"|\bhttps?:|no space|quota|\bS3\b|\b(?:CUDA|HIP|NCCL|cuDNN|cuBLAS|NVML|ECC)\b(?! out of memory)",
     re.IGNORECASE,
 )
-"""Errors of a network, a disk or a device, by their type or wording."""
+"""Matches errors of a network, a disk or a device, by their type or wording."""
 _PROGRAM_ERROR = re.compile(
     r"^rank .* ended with exit code 1: ((?:SyntaxError|IndentationError|TabError|NameError|UnboundLocalError|KeyError"
     r"|ImportError|ModuleNotFoundError|AttributeError|TypeError|NotImplementedError|RecursionError): .*)$",
     re.MULTILINE,
 )
-"""Errors that Python raises for a wrong program or a missing name, but hardly ever because of a
-network or a disk."""
+"""Matches errors that Python raises for a wrong program or a missing name, but hardly ever because
+of a network or a disk."""
 _NO_GPU = re.compile(
     r"^rank .* ended with exit code 1: (\w+: (?:Found no NVIDIA driver|Torch not compiled with CUDA|No CUDA GPUs are"
     r"|Attempting to deserialize object on a CUDA device).*)$",
     re.MULTILINE,
 )
-"""Errors that torch raises if it finds no GPU. In a job without GPUs they are the program's fault.
-In a job with GPUs they may be the machine's."""
+"""Matches errors that torch raises if it finds no GPU. In a job without GPUs they are the program's
+fault. In a job with GPUs they may be the machine's fault."""
 
 
 _LOST_DEVICE = re.compile(
@@ -103,8 +103,8 @@ _LOST_DEVICE = re.compile(
     r"|Device acquire failed",
     re.IGNORECASE,
 )
-"""Messages from CUDA, ROCm, oneAPI and SynapseAI in a container that has lost its device. A new
-process in the same container does not regain the device."""
+"""Matches messages from CUDA, ROCm, oneAPI and SynapseAI in a container that has lost its device. A
+new process in the same container does not regain the device."""
 
 
 @dataclass(frozen=True)
@@ -114,17 +114,17 @@ class Ruling:
     counted: bool
     """Whether the cause counts against recovery.maxRestarts."""
     fails: str = ""
-    """The reason of the condition Failed; empty if the job continues."""
+    """The reason of the Failed condition; empty if the job continues."""
     why: str = ""
     """The rule that fails the job."""
 
 
 def evaluate_rules(spec: JobSpec, cause: Cause, exit_code: int | None, *, trained: bool) -> Ruling:
-    """Return the ruling of the first matching rule or, without one, of the defaults.
+    """Return the ruling of the first matching rule. If no rule matches, the defaults decide.
 
-    `exit_code` is as a shell shows it (128 + N for signal N, see `shell_code`). `trained` is true
-    once the job has made a step. Before that, a program that cannot start or refuses its
-    configuration fails the job, since a restart cannot help.
+    `exit_code` is the code that a shell would show (128 + N for signal N, see `shell_code`).
+    `trained` is true once the job has made a step. Before that, a program that cannot start or
+    rejects its configuration fails the job, because a restart cannot help.
     """
     for number, rule in enumerate(spec.recovery.rules):
         if _RULED.get(cause) is not rule.cause or (rule.exit_codes and exit_code not in rule.exit_codes):
@@ -142,7 +142,7 @@ def evaluate_rules(spec: JobSpec, cause: Cause, exit_code: int | None, *, traine
 
 
 def find_repeated_error(spec: JobSpec, recent: Sequence[Restart]) -> str | None:
-    """Return a message if the last REPEATS counted failures are the same program error.
+    """Return a message if the last REPEATS counted failures have the same program error.
 
     Return None if one of the user's rules covers exit code 1, because that rule takes precedence.
     """
@@ -168,7 +168,7 @@ def _is_ruled(spec: JobSpec) -> bool:
 def find_error_everywhere(spec: JobSpec, recent: Sequence[Restart]) -> str | None:
     """Return a message if several ranks had the same error in the last REPEATS counted failures.
 
-    Failures less than APART after one another are counted as one. Any type of error qualifies,
+    Failures that follow each other within APART are counted as one. Any type of error qualifies,
     except errors of a network, a disk or a device, which may be temporary.
     """
     if _is_ruled(spec):
@@ -197,7 +197,10 @@ def _mark(restart: Restart) -> tuple[str, str]:
 
 
 def names_program_error(message: str) -> bool:
-    """Whether a worker failed due to an error in the program's text, which occurs in every pod."""
+    """Whether a worker failed because of an error in the program's text.
+
+    Such an error occurs in every pod.
+    """
     return _PROGRAM_ERROR.search(without_wait(message)) is not None
 
 

@@ -3,24 +3,25 @@
 All ranks wait for the slowest one in each step, so one throttled GPU or one busy host slows the
 whole job down. The ranks measure this (`ddpjob_pod/stragglers.py`) and report which of them lag.
 Moving one costs a restart, and helps only if its place is the reason. So a rank moves only if all
-of this holds:
+of these conditions hold:
 
 - It is reported as at least SLOWDOWN times as slow as the median rank, and each step would take at
-  least COST less time if it kept pace. Ranks of a script that reports no costs are only named.
+  least COST less time if it kept pace. If a script reports no costs, its slow ranks are only
+  reported.
 - It has been reported for LASTS by the operator's clock, in addition to the half minute after which
-  the training names it. Short loads, evaluations and checkpoints end sooner.
+  the training reports it. Short loads, evaluations and checkpoints end sooner.
 - At most a quarter of the pods are slow. If more are, they are not an exception.
 - A spare is ready on a different Kubernetes node. Otherwise the rank would only lose its work.
-- The rank was not moved within the last hour. If it is slow in its new place too, its work is the
-  reason. The job also has not left this Kubernetes node, and has not moved MAX_MOVES times.
+- Within the last hour, the rank was not moved, the job has not left this Kubernetes node, and there
+  were fewer than MAX_MOVES moves. If a rank is slow again after a move, its work is the reason.
 - The last such move was APART ago. One pod is moved at a time.
 
 Example with the trainer's defaults and one spare:
 
      0 s  rank 3's GPU begins to throttle, and every step takes twice as long
-    30 s  rank 3 is named, in the status and by an event
+    30 s  rank 3 is reported in the status and by an event
     60 s  a spare replaces its pod in an uncounted restart, and takes rank 3's share of the work
-    later rank 3 is slow again: it stays there, and the condition RanksKeepPace reports it
+    later rank 3 is slow again: it stays there, and the RanksKeepPace condition reports it
 
 Why: docs/decisions/0026.
 """
@@ -52,13 +53,13 @@ _MOVES = (Cause.SLOW_RANK, Cause.NODE_UNHEALTHY)
 
 @dataclass(frozen=True)
 class PaceVerdict:
-    """A verdict on a pod with a rank that has been clearly slow for long enough."""
+    """A verdict on a pod whose rank has been clearly slow for long enough."""
 
     index: int
     end: End
     """The pod's end if it is moved."""
     what: str
-    """The rank and its place, without figures that change with each report."""
+    """The rank and its pod, without figures that change with each report."""
     why: str = ""
     """Why the pod stays; empty if it is moved."""
 
@@ -78,7 +79,7 @@ class _Slow:
 def judge_slow_ranks(view: View) -> list[PaceVerdict]:
     """Return verdicts on pods with clearly slow ranks, the slowest first.
 
-    The result is empty while the job finishes, and for a while after the last move (APART).
+    The result is empty while the job finishes, and until APART has passed since the last move.
     """
     slow = [found for found in _slow_pods(view) if view.now >= found.since + LASTS]
     if not slow or _next_after_move(view) is not None:

@@ -38,14 +38,14 @@ from ddpjob.core.view import View
 from ddpjob.core.world import Role
 
 CAUSE_WAIT = timedelta(seconds=5)
-"""How long to wait for the cause after an end that looks like a consequence. torchrun needs some
-time to exit."""
+"""How long to wait for the cause after an end that looks like a consequence, because torchrun takes
+a while to exit."""
 _LOSSES = frozenset({IncidentKind.PEER_LOST, IncidentKind.LEFT})
-"""Incidents by which the coordinator reports the end of a training pod."""
+"""Incidents with which the coordinator reports the end of a training pod."""
 
 
 def awaits_cause(ends: Ends) -> bool:
-    """Whether all ended pods of a `command` have lost a peer, whose own end may be seen soon."""
+    """Whether every ended pod of a `command` has lost a peer whose own end may be observed soon."""
     if ends.view.job.spec.under_torchrun or not ends.slots:
         return False
     if all(slot.state is not SlotState.RUNNING for slot in ends.view.status.slots):
@@ -107,8 +107,8 @@ def _finding_of_end(view: View, index: int, ended: Ended, new: NewIncidents) -> 
 def _was_idle(view: View, index: int, ended: Ended, new: NewIncidents) -> bool:
     """Whether the pod was an idle spare, which the group's rendezvous does not need.
 
-    The label of a spare changes about a second after the spare takes over. The coordinator's report
-    therefore takes precedence over the label.
+    A spare's label changes about a second after the spare takes over, so the coordinator's report
+    takes precedence over the label.
     """
     pod, report = ended.pod or view.world.last_of(ended.name), view.report
     if pod is None or pod.role is not Role.SPARE or report is None:
@@ -129,7 +129,7 @@ def _one_for_command(job: DDPJob, findings: list[Finding]) -> list[Finding]:
     """Return only the most likely cause if nodes of a `command` have ended together.
 
     A disruption explains the failures of all peers, so it takes precedence. An error about a lost
-    peer is the least likely cause.
+    peer is chosen only if there is nothing else.
     """
     if job.spec.under_torchrun:
         return findings

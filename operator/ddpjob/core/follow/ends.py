@@ -2,17 +2,17 @@
 
 Each slot is compared with its pod, and the coordinator with its own pod. A pod has ended if it can
 no longer be used. It may have exited, vanished or been silent for too long, its image may be for a
-different platform, or it may have to leave an unhealthy or slow place. Each end gets its cause
+different platform, or it may have to leave an unhealthy or slow host. Each end gets its cause
 here. `attribution` then decides whether it is the cause of a break or a consequence.
 
-Some ends look like faults of a host, but are the job's own. They become InitFailure, which fails a
-job before its first step:
+Some ends look like faults of a host, but are the job's own fault. They become InitFailure, which
+fails a job before its first step:
 
 - a container that cannot start because the job's program is missing, or on two hosts
 - a preflight that no pod passes (`_judge_preflights`)
 
-The reverse is a coordinator that ends before the operator has reached it. Its host is suspected
-first, and its successor starts on a different one (`_suspect_host`).
+The opposite case is a coordinator that ends before the operator has reached it. Its host is
+suspected first, and its successor starts on a different one (`_suspect_host`).
 
 Example of containers that cannot start:
 
@@ -57,8 +57,8 @@ from ddpjob.core.world import (
 )
 
 UNPREPARED = timedelta(seconds=60)
-"""How long a coordinator's pod may lack its volumes and network. Its volumes are only a ConfigMap
-and folders on its host, so they should be ready sooner."""
+"""How long a coordinator's pod may be without its volumes and network. Its only volumes are a
+ConfigMap and folders on its host, so they should be ready sooner."""
 _PASSED = frozenset({MemberState.READY, MemberState.RUNNING, MemberState.FINISHED})
 """States of members that have passed the preflight on their node."""
 
@@ -75,7 +75,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Ends:
-    """The ends, and the status with the current states of slots and coordinator."""
+    """The ended pods, and the status with the current states of the slots and the coordinator."""
 
     view: View
     slots: dict[int, Ended]
@@ -84,12 +84,12 @@ class Ends:
 
     @property
     def all(self) -> list[Ended]:
-        """The slots' ends, then the coordinator's."""
+        """The ends of the slots, followed by the coordinator's end."""
         return [*self.slots.values(), *([self.coordinator] if self.coordinator is not None else [])]
 
 
 def find_ends(view: View) -> Ends:
-    """Return ended pods of the current generation's slots and coordinator."""
+    """Return the ended pods of the current generation's slots and coordinator."""
     view, slots = _follow_slots(view)
     view, coordinator = _follow_coordinator(view)
     ends = Ends(view, slots, _suspect_host(view, coordinator))
@@ -118,8 +118,7 @@ def _follow_slots(view: View) -> tuple[View, dict[int, Ended]]:
 def _silent_since(view: View, slot: Slot, pod: PodView | None) -> datetime | None:
     """Return since when a slot's pod has been silent; None if it is not silent.
 
-    The exact beginning may be unknown. The slot then remembers the first reconcile that saw the
-    silence.
+    If the exact beginning is unknown, the slot remembers the first reconcile that saw the silence.
     """
     since = lost_since(pod, view.world, view.now) if pod is not None else None
     return min(since, slot.lost_since) if since is not None and slot.lost_since is not None else since
@@ -157,7 +156,7 @@ def _follow_slot(view: View, index: int, slot: Slot, pod: PodView | None) -> tup
     group = view.status.rendezvous.generation
     if pod.generation < group:
         # The pod belongs to an earlier coordinator, which the operator no longer follows. Either
-        # somebody has changed the status manually, or the pod was created late.
+        # the status was changed manually, or the pod was created late.
         why = f"pod {pod.name} belongs to generation {pod.generation} of the group, which is at generation {group}"
         return SlotState.FAILED, End(Cause.RENDEZVOUS_LOST, why)
     elsewhere = find_wrong_platform(pod)
@@ -209,11 +208,11 @@ def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
 
 
 def _judge_start_errors(ends: Ends) -> Ends:
-    """Return the ends, with start errors that are the job's own fault changed to InitFailure.
+    """Return the ends. Start errors that are the job's own fault are changed to InitFailure.
 
-    It is the job's fault if its own program is missing or, before the first step, if containers
-    could not start on two hosts. An image for a different platform is a fault of the hosts as long
-    as the cluster has a ready host of another platform.
+    A start error is the job's fault if its own program is missing or, before the first step, if
+    containers could not start on two hosts. An image for a different platform is the hosts' fault
+    as long as the cluster has a ready host of another platform.
     """
     view = ends.view
     hosts = {e.pod.host for e in ends.all if e.pod is not None and e.end.cause is Cause.START_ERROR}
@@ -244,9 +243,10 @@ def _has_other_platform(view: View, hosts: set[str]) -> bool:
 def _suspect_host(view: View, ended: Ended | None) -> Ended | None:
     """Return the coordinator's end, as the host's fault if the operator never reached it.
 
-    This end does not count, and the next coordinator starts on a different host. If the job already
-    avoids a host because of a start error, the host is not suspected again, because the fault is
-    more likely in the program. An image for a different platform is always judged by the platform.
+    Such an end does not count, and the next coordinator starts on a different host. If the job
+    already avoids a host because of a start error, the host is not suspected again, because the
+    fault is more likely in the program. An image for a different platform is always judged by the
+    platform.
     """
     pod, report, rendezvous = view.coordinator, view.report, view.status.rendezvous
     if pod is None or pod.role is not Role.COORDINATOR or not pod.host or pod.deleted_at is not None:
@@ -274,11 +274,11 @@ def _ended_soon(view: View, pod: PodView) -> bool:
 
 
 def _judge_preflights(ends: Ends) -> Ends:
-    """Return the ends, with a preflight that no pod passes changed to InitFailure.
+    """Return the ends. A preflight that no pod passes is changed to InitFailure.
 
     The reason may be a folder that the job cannot write to, or a wrong gpusPerNode. This is judged
-    only before the first step, after more than two failed preflights per slot, or after more than
-    the status remembers.
+    only before the first step. There must be more than two failed preflights per slot, or more than
+    the status can list.
     """
     view = ends.view
     failed = {i: e for i, e in ends.slots.items() if e.end.cause is Cause.PREFLIGHT_FAILED}

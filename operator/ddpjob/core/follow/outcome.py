@@ -72,8 +72,8 @@ def _is_overdue(view: View) -> bool:
 def is_let_go(ends: Ends) -> bool:
     """Whether the coordinator has released the launchers because the whole group has finished.
 
-    The coordinator and its report may be gone by now. A finished slot proves it too, and so does a
-    slot that an earlier reconcile has marked as lost for this reason (`give_up_lost`).
+    The coordinator and its report may be gone by now. A finished slot proves the release too, and
+    so does a slot that an earlier reconcile marked as lost for this reason (`give_up_lost`).
     """
     view = ends.view
     if not view.job.spec.under_torchrun:
@@ -84,7 +84,7 @@ def is_let_go(ends: Ends) -> bool:
 
 
 def settle(view: View) -> View | None:
-    """Return the view of a group that has made its last step; None if it has not made it yet."""
+    """Return the view of a group that has made its last step; None if it has not."""
     ends = find_ends(view)
     if is_finished(ends):
         return ends.view
@@ -92,7 +92,7 @@ def settle(view: View) -> View | None:
 
 
 def give_up_lost(attribution: Attribution) -> View:
-    """Return the view of a group that is done, with ended pods marked as lost for good."""
+    """Return the view of a finished group, in which ended pods are marked as lost for good."""
     ends = attribution.ends.slots
     slots = enumerate(attribution.ends.view.status.slots)
     view = attribution.ends.view.with_slots([replace(s, state=SlotState.LOST) if i in ends else s for i, s in slots])

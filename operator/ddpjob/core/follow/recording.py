@@ -51,7 +51,7 @@ class Recorded:
 def record_restarts(attribution: Attribution) -> Recorded:
     """Record and count the restarts of an attribution.
 
-    The pods that show them still exist at this point.
+    The pods that prove these restarts still exist at this point.
     """
     ends, merged = attribution.ends, attribution.merged
     view, coordinator = ends.view, ends.coordinator
@@ -62,7 +62,8 @@ def record_restarts(attribution: Attribution) -> Recorded:
     if coordinator is not None:
         restart = _coordinator_restart(view, coordinator)
         if coordinator.pod is not None and coordinator.pod.name in {ended.name for ended in slots.values()}:
-            # Placement Master: the coordinator was in this pod, whose own end has already counted.
+            # Placement Master: the coordinator was in this pod, and the pod's own end has already
+            # been counted.
             restart = replace(restart, counted=False)
         restarts.append(restart)
         view = view.with_status(record(view.status, [restart]))
@@ -75,13 +76,14 @@ def record_restarts(attribution: Attribution) -> Recorded:
 
 
 def _replace_failing(ends: Ends, restarts: list[Restart]) -> tuple[dict[int, Ended], list[Restart]]:
-    """Return ends and restarts, with pods added that are replaced although they are alive.
+    """Return ends and restarts, including those of living pods that have to be replaced.
 
     If the restarts exceed the budget, the job fails, so no such pod is added.
     """
     view = ends.view
     failing = {f.number: f for f in judge_failing(view, restarts) if f.index not in ends.slots}
-    # A pod that is already leaving may fail again before it is gone. This does not count again.
+    # A pod that is already leaving may fail again before it is gone. That failure is not counted
+    # again.
     leaving = {r.pod: -1 for r in view.status.restarts.recent if r.reason in MOVE_CAUSES}
     leaving |= {f.failure.pod: number for number, f in failing.items()}
     restarts = [replace(r, counted=False) if n > leaving.get(r.pod, n) else r for n, r in enumerate(restarts)]
@@ -119,10 +121,10 @@ def _coordinator_restart(view: View, ended: Ended) -> Restart:
 
 
 def without_restart(view: View, before: JobStatus) -> View:
-    """Return the view of a job that its newest failures have ended, so no restart follows them.
+    """Return the view of a job whose newest failures are final, so no restart follows them.
 
-    The failures stay listed, and counted failures stay counted. Only the totals of restarts do not
-    include them.
+    The failures stay listed, and counted failures stay counted. Only the totals of restarts exclude
+    them.
     """
     counts, old = view.status.restarts, before.restarts
     return view.with_status(replace(view.status, restarts=replace(counts, uncounted=old.uncounted, total=old.total)))

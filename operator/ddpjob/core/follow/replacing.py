@@ -1,7 +1,7 @@
 """Last stage: decide what replaces ended pods, and when.
 
 If possible, each lost pod is replaced alone: its slot gets the next attempt, and the other pods
-keep running. Otherwise a new generation replaces the whole group (`_must_regroup`). That is so:
+keep running. A new generation replaces the whole group instead (`_must_regroup`):
 
 - if the coordinator is lost, except in mode Fast
 - if slot 0 is lost with placement Master, because the coordinator is in its pod
@@ -78,9 +78,9 @@ def _must_regroup(recorded: Recorded, view: View) -> bool:
 
 
 def _all_wait(view: View, ends: dict[int, Ended]) -> View:
-    """Return the view in which all pods wait as long as the failed pod.
+    """Return the view in which all pods wait as long as the failed pod does.
 
-    The other pods cannot train without it, and may fail as well.
+    The other pods cannot train without the failed pod, and may fail as well.
     """
     ended = [view.status.slots[i] for i in ends]
     waiting = [(slot.not_before, slot) for slot in ended if slot.failures and slot.not_before is not None]

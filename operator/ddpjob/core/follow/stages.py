@@ -38,7 +38,7 @@ from ddpjob.core.view import View
 
 @dataclass(frozen=True)
 class Followed:
-    """The result of all stages, or of the stages until one of them ended early."""
+    """The result of all stages, or of the stages up to the one that ended early."""
 
     ends: Ends
     view: View
@@ -49,11 +49,11 @@ class Followed:
     failure: Failure | None = None
     complete: bool = False
     undecided: bool = False
-    """Whether an end looks like a consequence, and its cause has not been seen yet."""
+    """Whether an end looks like a consequence whose cause has not been observed yet."""
 
     @property
     def news(self) -> tuple[Restart, ...]:
-        """Ends of idle spares, then the new restarts."""
+        """The ends of idle spares, followed by the new restarts."""
         return (*self.idle, *self.restarts)
 
     @property

@@ -1,4 +1,4 @@
 """Plans a job: attempts of its slots, actions on its pods, and how the job ends.
 
-Imports `status`, `failures` and the modules below them.
+The package imports `status`, `failures` and the modules below them.
 """

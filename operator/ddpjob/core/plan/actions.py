@@ -59,12 +59,12 @@ from ddpjob.core.world import PodView, Role, coordinator_pod_name, gang_name
 
 @dataclass(frozen=True)
 class PlannedActions:
-    """The actions, and the view. Its slots without a pod have the current round."""
+    """The planned actions, and the view with the current round in slots that have no pod yet."""
 
     view: View
     actions: tuple[Action, ...]
     held: datetime | None
-    """When the next creation that must wait is due; None if no creation waits."""
+    """When the next delayed creation is due; None if no creation is delayed."""
 
     @property
     def creates(self) -> bool:
@@ -90,7 +90,8 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
         actions.append(CreateRuntime())
     wants_budget = job.spec.pods > 1 and job.spec.scheduling.disruption_budget and not world.has_budget
     if wants_budget and any(pod is not None and pod.main.running for pod in view.pods):
-        # The budget is not needed earlier. Pods that are not running yet have nothing to lose.
+        # The budget is not needed earlier, because pods that are not running yet have nothing to
+        # lose.
         actions.append(CreateBudget())
     pods: list[Action] = []
     held = [_held_until(view)]
@@ -104,8 +105,8 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
         members = status.gang.nodes if status.gang is not None and status.gang_waits else len(status.slots)
         pods += [CreateNode(i, s.attempt) for i, s in planned if i < members and _due(view, s.not_before, held)]
     if buildable and missing and _due(view, status.rendezvous.not_before, held):
-        # Create it right after the first node's pod. It prefers the same kind of machine, and
-        # should not wait for all pods of a large job.
+        # Create the coordinator right after the first node's pod. It prefers the same kind of
+        # machine, and should not wait for all pods of a large job.
         pods.insert(1, CreateCoordinator())
     isolated = view.status.condition(ConditionType.ISOLATED)
     if world.policy and not world.has_policy and (pods or isolated is None or isolated.status):
@@ -126,9 +127,9 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
 
 
 def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -> bool:
-    """Whether a creation's back-off is over. If it is not, its end is added to `held`.
+    """Whether the back-off of a creation is over. If it is not, add its end to `held`.
 
-    If more than the maximum is left, the clock was set back. The back-off then counts as over.
+    If more than the maximum remains, the clock was set back. The back-off then counts as over.
     """
     longest = max(timedelta(seconds=view.job.spec.recovery.backoff.maximum), ROOM) + timedelta(seconds=1)
     if not_before is None or not timedelta(0) < not_before - view.now <= longest:
@@ -138,7 +139,7 @@ def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -
 
 
 def _held_until(view: View) -> datetime | None:
-    """Return until when nodes of a new generation wait for nodes of the old generation.
+    """Return when nodes of a new generation no longer have to wait for nodes of the old generation.
 
     The old nodes may be saving a checkpoint. The wait ends with their grace period, because their
     host may be dead.
@@ -168,9 +169,9 @@ def _lacks_token(view: View) -> bool:
 
 
 def _removals(view: View, lost: frozenset[str]) -> list[Action]:
-    """Return deletions of running pods that are not planned, and of the oldest failed pods.
+    """Return actions that delete unplanned running pods and the oldest failed pods.
 
-    runPolicy.failedPodsKept failed pods are kept for each index.
+    For each index, runPolicy.failedPodsKept failed pods are kept.
     """
     job, world, generation = view.job, view.world, view.status.rendezvous.generation
     actions: list[Action] = []
@@ -201,7 +202,7 @@ def _removals(view: View, lost: frozenset[str]) -> list[Action]:
 
 
 def _labels(view: View) -> list[Action]:
-    """Return changes of role labels that follow the coordinator's choice of training pods.
+    """Return changes to role labels, so that they follow the coordinator's choice of training pods.
 
     Labels change only while a group is running.
     """
@@ -263,7 +264,7 @@ def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozense
 
 
 DEAF = timedelta(seconds=4)
-"""How long a deleted pod's launcher may take to announce that it leaves."""
+"""How long the launcher of a deleted pod may take to announce that it is leaving."""
 
 
 def send_away_deaf(view: View, endpoint: str) -> list[Action]:
@@ -284,7 +285,7 @@ def _has_been_deleted_for(pod: PodView, time: timedelta, now: datetime) -> bool:
 
 
 LONGEST_DEAF = timedelta(seconds=20)
-"""How long after a pod's deletion the message is sent."""
+"""How long after a pod's deletion the message may still be sent."""
 
 
 def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:

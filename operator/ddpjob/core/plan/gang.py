@@ -7,7 +7,7 @@ its pods. Only the scheduler can prevent this, so the operator creates a PodGrou
   beyond `elastic.minNodes` are created later, so they neither delay the gang nor take its room.
 - Once all its pods have been seen on hosts at the same time, the gang is placed (`with_placed`),
   and remains so in this generation. Later pods do not belong to a group, because Kubernetes 1.36
-  does not let a group's pods pass while fewer than its minimum exist.
+  does not schedule a group's pods while fewer than its minimum exist.
 - A job whose gang has been placed can later be stuck with half of its nodes. It then yields: if it
   has held nodes for YIELD without training, and the scheduler finds no room for a pod that it
   needs, it gives up all its nodes and waits as a new gang. After a preemption that leaves too few
@@ -58,7 +58,7 @@ def plan_gang(view: View) -> GangStatus | None:
 def is_unserved(view: View) -> bool:
     """Whether the job waits for a gang although the cluster does not serve PodGroups.
 
-    This is so if the user has set scheduling.gang to true.
+    This happens if the user has set scheduling.gang to true.
     """
     return view.status.gang_waits and not view.world.serves_gangs
 
@@ -76,7 +76,7 @@ def is_outdated(view: View) -> bool:
 
 
 def with_placed(view: View) -> JobStatus:
-    """Return the status, with the gang marked as placed once all its pods are on hosts at once."""
+    """Return the status, with the gang marked as placed once all its pods are on hosts together."""
     status = view.status
     if status.gang is None or status.gang.placed:
         return status
@@ -91,7 +91,7 @@ def with_placed(view: View) -> JobStatus:
 def is_broken_up(view: View, kept: list[Slot]) -> bool:
     """Whether a preempted group has too few pods left, and should become a gang again at once.
 
-    The scheduler has preempted the group because there was no other room, so there is no room for a
+    The scheduler preempted the group because there was no other room, so there is no room for a
     single replacement either. `kept` are the slots that still have their pods. If only these pods
     hold the newest state and no other job waits, they stay for now.
     """
@@ -104,9 +104,9 @@ def is_broken_up(view: View, kept: list[Slot]) -> bool:
 def explain_yield(view: View) -> str:
     """Return why the job gives up its nodes and waits as a gang again; empty if it does not.
 
-    A job does so if it has held nodes for YIELD without training, and the scheduler finds no room
-    for a pod that it needs. While its own pods are ending, they may occupy that room, so the job
-    waits.
+    A job gives them up if it has held nodes for YIELD without training, and the scheduler finds no
+    room for a pod that it needs. Its own ending pods may occupy that room, so the job waits for
+    them.
     """
     status, spec, now = view.status, view.job.spec, view.now
     running, scheduled = (status.condition(kind) for kind in (ConditionType.RUNNING, ConditionType.SCHEDULED))

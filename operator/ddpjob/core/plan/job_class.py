@@ -1,7 +1,7 @@
 """Decides what a job takes from its class, and when it must wait for the class.
 
 The platform team writes classes, and users name one in spec.className. A job takes its class when
-it starts or is resumed, and keeps it in the status. A change of the class must not restart running
+it starts or is resumed, and keeps it in the status. A change to the class must not restart running
 jobs, so it reaches a job only at its next start or resume.
 
 - If the namespace has no such class, the job waits (ClassMissing).
@@ -31,7 +31,7 @@ CLASS_MISSING, CLASS_REFUSED, CLASS_EXCEEDED = "ClassMissing", "ClassRefused", "
 
 
 def find_class_fault(view: View) -> tuple[str, str] | None:
-    """Return reason and message if a job that begins cannot have its class; otherwise None."""
+    """Return a reason and a message if a job that begins cannot get its class; otherwise None."""
     job, offer = view.job, view.world.offer
     if not begins(job):
         return None
@@ -60,7 +60,7 @@ def take_class(view: View) -> JobStatus | None:
 
 
 def with_class_applied(view: View) -> JobStatus:
-    """Return the status with the condition ClassApplied for a job that may run.
+    """Return the status with the ClassApplied condition for a job that may run.
 
     If the job does not name a class, the class and the condition are removed.
     """

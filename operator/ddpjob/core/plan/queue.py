@@ -68,9 +68,9 @@ def workload_name(job: DDPJob) -> str:
 def is_queued(view: View) -> bool:
     """Whether a queue decides when the job runs.
 
-    If the label is added to a job that runs without a queue, it takes effect once the job is
+    If the label is added to a job that runs without a queue, it takes effect only once the job is
     suspended, so that training does not end. If the label is removed, training keeps its quota,
-    because Kueue would otherwise grant it to other jobs.
+    because Kueue would otherwise grant that quota to other jobs.
     """
     status = view.status
     if view.world.serves_queues is None:
@@ -80,7 +80,7 @@ def is_queued(view: View) -> bool:
 
 
 def _holding(view: View) -> WorkloadView | None:
-    """Return the Workload whose quota the job holds, preferably one of the spec's size."""
+    """Return the Workload whose quota the job holds, preferring one of the spec's size."""
     job, shape, name = view.job, shape_of(view.job), workload_name(view.job)
     least = job.spec.elastic.min_nodes if job.spec.elastic else 1
     pending = any(not (w.finished or w.leaving) for w in view.world.workloads)
@@ -89,26 +89,30 @@ def _holding(view: View) -> WorkloadView | None:
         for w in view.world.workloads
         if w.admitted and not (w.evicted or w.leaving) and (not w.finished or (w.finished == REPLACED and pending))
         if w.shape == shape and w.grant is not None and w.grant.pods >= least
-        # A user's change takes effect when the job begins.
+        # A change by the user takes effect when the job begins.
         if view.status.queue is not None or w.asks == _asks(job)
     ]
     return min(usable, key=lambda w: (bool(w.finished), w.name != name), default=None)
 
 
 def with_grant(view: View) -> View:
-    """Return the view with Kueue's current grant in `status.queue`; None without a grant."""
+    """Return the view with Kueue's current grant in `status.queue`.
+
+    `status.queue` is None if there is no grant.
+    """
     status = view.status
     if not is_queued(view):
         return view.with_status(without_condition(replace(status, queue=None), ConditionType.ADMITTED))
     if not view.world.serves_queues:
-        # Kueue was removed, or the operator may not read it now. Running jobs are left alone.
+        # Kueue was removed, or the operator may no longer read its objects. Running jobs are left
+        # alone.
         return view
     held = _holding(view)
     return view.with_status(replace(status, queue=held.grant if held is not None else None))
 
 
 def explain_waiting(view: View) -> tuple[str, str]:
-    """Return reason and message for a job that is waiting in its queue."""
+    """Return a reason and a message for a job that is waiting in its queue."""
     job, world = view.job, view.world
     if not job.queue:
         return QUEUE_WAITS, _NO_LABEL
@@ -135,7 +139,7 @@ def _refusal(view: View) -> str:
 
 
 def with_admitted(view: View) -> JobStatus:
-    """Return the status of a queued job with its condition Admitted."""
+    """Return the status of a queued job with its Admitted condition."""
     job, status, queue = view.job, view.status, view.status.queue
     if queue is None:
         reason, message = explain_waiting(view)
@@ -156,7 +160,7 @@ def plan_queue_actions(view: View) -> list[Action]:
     """
     job, world, queue = view.job, view.world, view.status.queue
     if not is_queued(view):
-        # The remaining Workloads are from the time when the job was in a queue.
+        # The remaining Workloads were created while the job was in a queue.
         old = [pod for pod in world.pods if pod.name not in view.current_names]
         return [] if any(may_run(pod, view.now) for pod in old) else drop_workloads(view)
     if not world.serves_queues:
@@ -188,7 +192,7 @@ def _asks(job: DDPJob) -> tuple[str, str]:
 
 
 def drop_workloads(view: View) -> list[Action]:
-    """Return deletions of all quota requests of the job."""
+    """Return actions that delete all of the job's quota requests."""
     return [DeleteWorkload(w.name, w.uid) for w in view.world.workloads if not w.leaving]
 
 

@@ -1,6 +1,6 @@
 """Decides which attempt each slot has in a new generation, after a loss and at a different size.
 
-A slot is one place in the group, with an index. `status.slots` has the current attempt of each
+A slot is a numbered position in the group. `status.slots` has the current attempt of each
 slot, and the pod of slot 2 in attempt 5 is called `JOB-2-5`. The slots are the whole plan: a
 missing pod is created, and a running pod that no slot names is deleted.
 
@@ -45,22 +45,22 @@ from ddpjob.core.world import PodView
 QUICK = timedelta(seconds=60)
 """A pod that ends within this time after its creation is assumed to have made no progress."""
 ROOM = timedelta(seconds=8)
-"""Time from a preempted pod's end until the next pod. kube-scheduler 1.36 does not reserve room for
-a gang that preempts other pods. It retries the gang within 10 s (podMaxBackoffSeconds) of the
-attempt that preempted them, and they take some of that time to end. A pod that is created sooner
-would take the room and be preempted again."""
+"""Time to wait after a preempted pod's end before the next pod is created. kube-scheduler 1.36 does
+not reserve room for a gang that preempts other pods. It retries the gang within 10 s
+(podMaxBackoffSeconds) of the attempt that preempted them, and their shutdown takes part of that
+time. A pod that is created sooner would take the room and be preempted again."""
 _REPEATING = frozenset(
     {
         *(Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.EVICTED),
         *(Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED, Cause.NODE_LOST, Cause.WORKER_FAILED),
     }
 )
-"""Causes against which waiting may help. Other causes say nothing about the next pod. NodeLost is
-one of them because a pod that tolerates every taint may be placed on a dead host repeatedly."""
+"""Causes for which a delay may help. Other causes predict nothing about the next pod. NodeLost is
+included because a pod that tolerates every taint may be placed on a dead host repeatedly."""
 _PROGRAM = frozenset(
     {Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.WORKER_FAILED}
 )
-"""Causes in the program, which is the same in every pod. Any pod may be the first to end."""
+"""Causes in the program, which is the same in every pod, so any pod may be the first to end."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ SUPPORTED_PROTOCOLS = frozenset({protocol.VERSION})
 
 
 def template_mark(view: View) -> str:
-    """Return a mark of what all pods of a generation have in common.
+    """Return a text that identifies everything that all pods of a generation have in common.
 
-    It contains the spec that they are made from, the key of their token, and the protocol version
+    It contains the spec from which they are built, the key of their token, and the protocol version
     of their runtime.
     """
     version = protocol_of(view.status) if view.status.runtime else protocol.VERSION
@@ -109,8 +109,8 @@ def fits(view: View) -> bool:
 def can_replace(view: View) -> bool:
     """Whether single pods of the current generation can be replaced.
 
-    A pod needs the same runtime as its peers. If its ConfigMap is gone and this operator has a
-    different runtime, a new pod could not join them.
+    A pod needs the same runtime as its peers. If the runtime's ConfigMap is gone and this operator
+    has a different runtime, a new pod could not join them.
     """
     version, runtime = protocol_of(view.status), view.status.runtime
     if runtime and runtime == view.world.runtime:
@@ -182,11 +182,11 @@ def resize(view: View) -> JobStatus:
 
 
 def keep_training(view: View) -> list[Slot] | None:
-    """Return the slots for a lower spec.spares, if the last slots' pods train and can be kept.
+    """Return the slots for a smaller spec.spares, if the last slots' pods train and can be kept.
 
-    Lower spares normally drop the last slots. If their pods train, idle slots lose their pods
-    instead, and get no new ones until a later loss frees the last slots. Return None if no such pod
-    trains, or if there are too few idle slots.
+    A smaller spec.spares normally drops the last slots. If their pods train, idle slots lose their
+    pods instead, and get no new ones until a later loss frees the last slots. Return None if no
+    such pod trains, or if there are too few idle slots.
 
     Example: the job has 2 nodes and 1 spare. Pod 0 was lost, and the spare, pod 2, trains. If
     spares becomes 0, the idle replacement of pod 0 is deleted, and pods 1 and 2 continue to train.
@@ -197,7 +197,7 @@ def keep_training(view: View) -> list[Slot] | None:
         return None
     last = zip(status.slots[spec.pods :], view.pods[spec.pods :], strict=True)
     if any(slot.state is SlotState.RUNNING and (pod is None or pod.ended) for slot, pod in last):
-        return list(status.slots)  # First, `follow` must record this pod's end.
+        return list(status.slots)  # `follow` must record this pod's end first.
     if report.state != protocol.CoordinatorState.RUNNING:
         return None
     members = {member.pod for member in report.members if member.state is protocol.MemberState.RUNNING}
@@ -231,7 +231,7 @@ def plan_next_coordinator(status: JobStatus) -> JobStatus:
 def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None) -> Repeated:
     """Return the back-off after another end.
 
-    The count rises if the pod ended quickly for the same cause, and waiting may help against this
+    The count rises if the pod ended quickly for the same cause, and a delay may help against this
     cause. Otherwise it is reset. After a preemption, the next pod waits for ROOM instead.
     """
     if end.cause is Cause.PREEMPTED and view.world.serves_gangs:
@@ -248,7 +248,7 @@ def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None
 def count_in_a_row(view: View, cause: Cause) -> int:
     """Return how many times in a row pods of the job have ended quickly for the same cause.
 
-    The result is 0 for causes outside the program, because each pod has its own.
+    The result is 0 for causes outside the program, because they differ from pod to pod.
     """
     if cause not in _PROGRAM:
         return 0
@@ -258,7 +258,7 @@ def count_in_a_row(view: View, cause: Cause) -> int:
 
 
 def _whole(until: datetime) -> datetime:
-    """Round up, because times are written in whole seconds."""
+    """Round up to whole seconds, because times are written without fractions."""
     return until.replace(microsecond=0) + timedelta(seconds=math.ceil(until.microsecond / 1e6))
 
 

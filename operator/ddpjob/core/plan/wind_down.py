@@ -58,8 +58,8 @@ from ddpjob.core.world import COORDINATOR_CONTAINER, PodView, Role, host_port
 STOP_SECONDS = 15
 """How long running nodes may take to stop by themselves before they are deleted."""
 EXIT_SECONDS = 15
-"""How long the coordinator in a node's pod may take to exit before the pod is deleted with its
-log."""
+"""How long a coordinator in a node's pod may take to exit before the pod is deleted together with
+its log."""
 
 
 # --- the end ----------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ log."""
 def fail(view: View, failure: Failure, events: list[Event] | None = None) -> Decision:
     """Return the decision for a job that has failed for good.
 
-    The failure's own event comes after `events`.
+    The event for the failure follows `events`.
     """
     recent = view.status.restarts.recent
     if recent:  # The last restart will not happen, so its message must not name a back-off.
@@ -83,8 +83,8 @@ def complete(view: View, events: list[Event]) -> Decision:
     """Return the decision for a job whose group has finished its work."""
     nodes, least = view.job.spec.nodes, view.job.spec.min_nodes
     if least == nodes:
-        # A finished pod may have been removed before the operator saw it. Without elastic nodes,
-        # one finished node proves that all nodes have finished.
+        # A finished pod may have been removed before the operator saw that it finished. Without
+        # elastic nodes, one finished node proves that all nodes have finished.
         view = view.with_slots(
             [
                 replace(slot, state=SlotState.SUCCEEDED) if slot.state is SlotState.LOST else slot
@@ -95,7 +95,8 @@ def complete(view: View, events: list[Event]) -> Decision:
     done = view.status.rendezvous.nodes or nodes if least == nodes else min(finished, nodes) or nodes
     message = f"all {done} nodes have finished" if done > 1 else "the node has finished"
     if not finished and least < nodes:
-        # The number is unknown: the group may have been smaller, or a suspension has removed it.
+        # The number is unknown, because the group may have been smaller, or a suspension has
+        # removed it.
         message = "all nodes have finished"
     if _trained_apart(view):
         message += (
@@ -110,7 +111,7 @@ def complete(view: View, events: list[Event]) -> Decision:
 
 
 def _trained_apart(view: View) -> bool:
-    """Whether the ranks did not form a group, according to their last report."""
+    """Whether the ranks trained without forming a group, according to their last report."""
     running = view.status.condition(ConditionType.RUNNING)
     if running is not None and running.reason == NO_GROUP:
         return True
@@ -125,7 +126,7 @@ def _end(view: View, events: list[Event], reason: str) -> Decision:
             status = with_condition(status, kind, False, reason, ended, now)
     scheduled = status.condition(ConditionType.SCHEDULED)
     if reason == "Complete" and scheduled is not None and not scheduled.status:
-        # A spare may never have been scheduled, but the job did not need it.
+        # A spare may never have been scheduled, because the job did not need it.
         status = with_condition(status, ConditionType.SCHEDULED, True, "Finished", ended, now)
     for kind in (
         *(ConditionType.NODES_HEALTHY, ConditionType.RANKS_ORDERED),
@@ -161,15 +162,16 @@ def wind_down(view: View) -> Decision:
     if not in_use:
         actions += quota
         actions += [DeleteGang(name, uid) for name, uid in world.gangs.items() if uid]
-    # The API server may reject reports to Kueue and deletions for a long time, so retry less often.
+    # The API server may reject reports to Kueue and deletions for a long time, so retry them less
+    # often.
     soon = training or (in_use and quota) or any(not isinstance(a, MarkWorkload | DeleteGang) for a in actions)
     wake = [POLL] if soon and not world.deletion_refused else [BLOCKED_POLL] if actions or soon else []
     ttl = job.spec.run_policy.ttl_seconds_after_finished
     if ttl is not None:
         left = (ended_at + timedelta(seconds=ttl) - now).total_seconds()
         if left <= 0:
-            # All other due actions are still performed, because the job's deletion may be rejected,
-            # or wait for a notification.
+            # Perform all other due actions too, because the job's deletion may be rejected or may
+            # have to wait for a notification.
             actions, left = [*actions, DeleteJob()], BLOCKED_POLL
         wake.append(left)
     return Decision(view.status, tuple(actions), wake=min(wake, default=None))
@@ -195,7 +197,7 @@ def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]
 
 
 def _clean(view: View) -> list[Action]:
-    """Return deletions of pods as runPolicy.cleanPodPolicy says, and end leftover containers."""
+    """Return actions that delete pods per runPolicy.cleanPodPolicy and end leftover containers."""
     policy = view.job.spec.run_policy.clean_pod_policy
     actions: list[Action] = []
     for pod in view.world.pods:
@@ -215,8 +217,8 @@ def _clean(view: View) -> list[Action]:
 def has_leftovers(pod: PodView) -> bool:
     """Whether the pod's main container has ended while another container is still running.
 
-    A pod in phase Succeeded or Failed has no leftovers. Its containers without an end never
-    started, for example after a failed init container.
+    A pod in phase Succeeded or Failed has no leftovers. If one of its containers has no end time,
+    it never started, for example after a failed init container.
     """
     return pod.ended and pod.phase not in ("Succeeded", "Failed") and not all(c.ended for c in pod.containers.values())
 

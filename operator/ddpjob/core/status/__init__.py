@@ -1,4 +1,4 @@
 """What users read about a job: conditions, phase, counts, progress, and events about changes.
 
-Imports `failures` and the modules below it, but nothing from `plan`.
+The package imports `failures` and the modules below it, but nothing from `plan`.
 """

@@ -46,11 +46,11 @@ SURELY_TRAINED = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Present:
-    """The job at present. The view's status has the conditions that have been judged so far."""
+    """The present state of the job. The view's status contains the conditions judged so far."""
 
     view: View
     restarts: tuple[Restart, ...]
-    """Restarts recorded in this reconcile."""
+    """Restarts that were recorded in this reconcile."""
     creating: bool
     """Whether missing objects are about to be created."""
     alive: list[PodView]
@@ -122,7 +122,7 @@ def _restarting(present: Present) -> JobStatus:
 
 
 def _has_run_long(status: JobStatus, now: datetime) -> bool:
-    """Whether the group has run for so long that it must have made steps, reported or not."""
+    """Whether the group has run so long that it must have made steps, even if unreported."""
     running = status.condition(ConditionType.RUNNING)
     return running is not None and running.status and now - running.since >= SURELY_TRAINED
 
@@ -146,7 +146,10 @@ def _isolated(view: View) -> JobStatus:
 
 
 def _nodes_healthy(view: View) -> JobStatus:
-    """Set NodesHealthy: why a pod stays on an unhealthy Kubernetes node. Absent until one stays."""
+    """Set NodesHealthy, which explains why a pod stays on an unhealthy Kubernetes node.
+
+    The condition is absent until a pod stays on one.
+    """
     status = view.status
     staying = [verdict for verdict in judge_nodes(view) if verdict.reason]
     condition = partial(with_condition, status, ConditionType.NODES_HEALTHY, now=view.now)
@@ -160,7 +163,10 @@ def _nodes_healthy(view: View) -> JobStatus:
 
 
 def _ranks_keep_pace(view: View) -> JobStatus:
-    """Set RanksKeepPace: why a clearly slow rank stays in its place. Absent until one stays."""
+    """Set RanksKeepPace, which explains why a clearly slow rank is not moved.
+
+    The condition is absent until a slow rank stays.
+    """
     status = view.status
     staying = [verdict for verdict in judge_slow_ranks(view) if verdict.why]
     condition = partial(with_condition, status, ConditionType.RANKS_KEEP_PACE, now=view.now)
@@ -175,7 +181,7 @@ def _ranks_keep_pace(view: View) -> JobStatus:
 
 
 def _and_more(verdicts: Sequence[object], noun: str) -> str:
-    """Return ` (and 2 more pods)` for the verdicts after the first one; empty if there are none."""
+    """Return ` (and 2 more pods)` for the verdicts after the first; empty if there is only one."""
     return f" (and {count(len(verdicts) - 1, f'more {noun}')})" if len(verdicts) > 1 else ""
 
 
@@ -199,11 +205,15 @@ def _ranks_ordered(view: View, training: int | None) -> JobStatus:
 COPIES_BEHIND, NO_COPIES = "CopiesBehind", "NoCopies"
 BEHIND_SECONDS = 600
 FIRST_COPY = timedelta(minutes=30)
-"""Time without a restart within which a job with a bucket must have copied a checkpoint."""
+"""How long a job with a bucket may run without a restart before it must have copied a
+checkpoint."""
 
 
 def _checkpoints_copied(view: View) -> JobStatus:
-    """Set CheckpointsCopied: whether checkpoints reach the bucket. Absent until one does not."""
+    """Set CheckpointsCopied, which shows whether checkpoints reach the bucket.
+
+    The condition is absent until a checkpoint fails to reach it.
+    """
     status, url = view.status, view.job.spec.storage.url
     condition = partial(with_condition, status, ConditionType.CHECKPOINTS_COPIED, now=view.now)
     before = status.condition(ConditionType.CHECKPOINTS_COPIED)

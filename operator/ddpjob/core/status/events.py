@@ -6,7 +6,7 @@ them, because Kubernetes drops events of a noisy object:
 
 - Each new restart has one event. If more than SINGLE_EVENTS restarts are alike, they share one.
 - A condition that becomes false, or changes its reason, has an event (_WARNED). Reasons that occur
-  in every start, restart or end do not (_QUIET).
+  at every start, restart or end do not (_QUIET).
 - Running, a newly avoided host, and newly lagging ranks have one event each.
 
 Example: pod train-1-0 runs out of memory.
@@ -38,7 +38,7 @@ _WARNED = (
 )
 """Conditions that cause an event when they become false or change their reason."""
 _QUIET = ("Placing", "NodesMissing", "GroupForming", "CoordinatorUnreachable", GROUP_RESTARTS, "GroupFinished")
-"""Reasons that do not cause an event, because they occur in every start, restart or end."""
+"""Reasons that do not cause an event, because they occur at every start, restart or end."""
 
 
 def restart_events(
@@ -69,10 +69,10 @@ def _summary(several: list[Restart], meaning: str) -> Event:
 
 
 def _restart_event(view: View, restart: Restart, meaning: str, *, failed: bool, broken: bool) -> Event:
-    """Return the event for a new restart or a spare's end.
+    """Return the event for a new restart or the end of a spare.
 
-    `meaning` says whether it counts. If the job has `failed`, no restart follows. `broken` means
-    that one of the new restarts broke the group.
+    `meaning` states whether it counts. If the job has `failed`, no restart follows. `broken` is
+    true if one of the new restarts broke the group.
     """
     if restart.reason == Cause.JOINED:
         return Event(False, restart.reason, event_text(restart.message))
@@ -96,8 +96,8 @@ def _what_follows(view: View, restart: Restart, *, broken: bool) -> str:
 
 
 SINGLE_EVENTS = 3
-"""Maximum number of restarts of one kind with separate events. If there are more, they all share
-one event."""
+"""Maximum number of restarts of one kind that get separate events. A larger number shares one
+event."""
 MOST_EVENTS = 20
 """Maximum number of restart events in one reconcile."""
 
@@ -136,7 +136,7 @@ def change_events(old: JobStatus, new: JobStatus) -> list[Event]:
 
 
 def _lagging(old: JobStatus, new: JobStatus) -> list[Event]:
-    """Return one event for all ranks that have begun to lag."""
+    """Return one event for all ranks that have started to lag."""
     known = {_episode(entry) for entry in old.progress.get("stragglers", ())}
     named = [
         f"rank {entry['rank']} ({entry['pod']}{_where(entry)}) takes {entry['slowdown']} times as long"
@@ -157,7 +157,7 @@ def _where(entry: Json) -> str:
 
 
 def _begun(old: JobStatus, new: JobStatus) -> str:
-    """Return the message of the event Running, with the last break and its duration."""
+    """Return the message of the Running event, with the last break and its duration."""
     running = new.condition(ConditionType.RUNNING)
     verb = "run" if running is not None and running.reason == NODES_RUN else "train"
     text = f"{count(new.ready, 'node')} {verb}{'s' if new.ready == 1 else ''}"

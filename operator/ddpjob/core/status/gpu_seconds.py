@@ -11,9 +11,9 @@ to a node until all its containers have ended or its object is gone, whatever it
 while images are pulled, while a spare stands by, and while a pod ends. These are the GPUs that
 nobody else can use. Only GPUs named by spec.gpuResource count.
 
-Rule: at each reconcile, the GPUs held since the last one that was written are multiplied by the
-time since then. The result is written together with any other change of the status, at each change
-of the number held, and otherwise every REFRESH. A job on the CPU gets neither field.
+At each reconcile, the number in `gpuUse.held` is multiplied by the time since `gpuUse.since` and
+added to the sum. The result is written together with any other change to the status, whenever the
+number of held GPUs changes, and otherwise every REFRESH. A job without GPUs gets neither field.
 
 Example with 2 pods of 8 GPUs:
 
@@ -22,10 +22,10 @@ Example with 2 pods of 8 GPUs:
     10:40:00  one pod is lost                  gpuSeconds  38400  held  8  since 10:40:00
     10:40:05  its replacement is bound         gpuSeconds  38440  held 16  since 10:40:05
 
-Only the operator's clock is used, in whole seconds: each change of the number is off by less than a
-second, without a bias. Without an operator, nothing is lost or counted twice, because the next
+Only the operator's clock is used, in whole seconds, so each change is off by less than a second,
+without a bias. Without an operator, nothing is lost or counted twice, because the next
 operator continues from the same `since`. It cannot know when pods ended or were bound meanwhile, so
-it counts those changes from its first look. If its clock is behind the previous one's, the
+it counts those changes from its first reconcile. If its clock is behind the previous one's, the
 difference is not counted.
 
 Why the status holds it: docs/decisions/0002.
@@ -42,9 +42,9 @@ from ddpjob.core.decision import Decision
 from ddpjob.core.world import PodView, World
 
 REFRESH = timedelta(minutes=10)
-"""Maximum age of the sum while pods hold GPUs and reconciles take place."""
+"""Maximum age of the sum while pods hold GPUs, as long as the job is reconciled."""
 _MOST_GPUS = 10**6
-"""Maximum number of GPUs that are counted, because anybody who may create pods could claim more."""
+"""Maximum number of GPUs that are counted, because anyone who may create pods could claim more."""
 
 
 def count_gpu_seconds(job: DDPJob, world: World, now: datetime, decision: Decision) -> Decision:
@@ -69,5 +69,5 @@ def count_gpu_seconds(job: DDPJob, world: World, now: datetime, decision: Decisi
 
 
 def holds_devices(pod: PodView) -> bool:
-    """Whether Kubernetes reserves the pod's devices on a node for it."""
+    """Whether Kubernetes reserves devices on a node for the pod."""
     return bool(pod.host) and pod.phase not in ("Succeeded", "Failed")

@@ -13,8 +13,8 @@ IN_GROUP = (MemberState.RUNNING, MemberState.FINISHED)
 def count_training_nodes(view: View) -> int | None:
     """Return the number of nodes that train as one group; None if unknown or if no group trains.
 
-    The coordinator's report is used only while the pods of all its members are alive. Otherwise it
-    is older than a loss.
+    The coordinator's report is used only while the pods of all its members are alive. Otherwise the
+    report is older than the loss of a pod.
     """
     report = view.report
     if not view.job.spec.under_torchrun or report is None or report.state not in FORMED:
@@ -27,10 +27,10 @@ def count_training_nodes(view: View) -> int | None:
 
 
 def count_ready_spares(view: View, training: int | None) -> int:
-    """Return the number of spares that are ready to take over at once.
+    """Return the number of spares that can take over at once.
 
-    A running pod is ready only once its launcher has started. Without a report, the last known
-    number is kept.
+    A running pod counts only once its launcher has started. Without a report, the last known number
+    is kept.
     """
     report = view.report
     if report is None:

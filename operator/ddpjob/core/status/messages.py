@@ -1,4 +1,4 @@
-"""Words and shortens messages: numbers with their nouns, and events within the length limit."""
+"""Phrases and shortens messages: numbers with their nouns, and events within the length limit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def event_text(message: str, facts: str = "") -> str:
 def put_cause_first(message: str, facts: str = "") -> str:
     """Return the message with the error itself first, because lists show only the beginning.
 
-    The rank or pod and the facts follow in parentheses.
+    The rank or pod follows in parentheses together with the facts.
     """
     line, newline, rest = message.partition("\n")
     first, who = _cause_and_place(line)
@@ -43,7 +43,7 @@ def put_cause_first(message: str, facts: str = "") -> str:
 def _cause_and_place(line: str) -> tuple[str, str]:
     """Split a failure's first line into the error, and the rank or pod that ended with it.
 
-    If the line has a different form, return it whole, and an empty place.
+    If the line has a different form, return the whole line and an empty rank or pod.
     """
     found = _ENDED_WITH.fullmatch(line)
     return (found[2], found[1] + (found[3] or "")) if found is not None else (line, "")
@@ -53,7 +53,7 @@ _ENDED_WITH = re.compile(
     r"((?:rank [0-9]+ in )?pod \S+ ended with (?:exit code -?[0-9]+(?: \(128 \+ \w+\))?|signal \w+)): "
     r"(.+?)(; waits [0-9.e+]+ s)?"
 )
-"""The form of a recorded failure's first line (classify.py, new_incidents.py)."""
+"""Matches the first line of a recorded failure (classify.py, new_incidents.py)."""
 
 
 def _cut(text: str, size: int) -> str:

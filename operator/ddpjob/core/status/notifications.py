@@ -1,13 +1,13 @@
 """Decides what a job's receiver is notified of, the text, and when a notification is settled.
 
-A notification must survive an operator that dies while it is being sent. The status therefore lists
-the notifications. An entry is written together with the event that it reports, and is Pending until
-its outcome is known. Each reconcile sends pending notifications again with the same id, by which
-the receiver can drop duplicates.
+A notification must survive an operator that dies while sending it. The status therefore lists the
+notifications. An entry is written together with the event that it reports, and is Pending until its
+outcome is known. Each reconcile resends pending notifications with the same id, so that the
+receiver can drop duplicates.
 
-- Events are a complete or failed job, and a budget that is nearly spent.
-- If the receiver cannot be used, the condition Notifies shows this at the job's start. The entry is
-  given up.
+- A notification is sent when a job completes or fails, and when its budget is nearly spent.
+- If the receiver cannot be used, the Notifies condition shows this at the job's start. The entry is
+  abandoned.
 - A job is not deleted after its time to live while a notification is pending.
 
 Example of a job that fails:
@@ -50,8 +50,8 @@ def with_notifications(job: DDPJob, world: World, now: datetime, decision: Decis
         if event in notify.events:
             id = f"{job.uid}.{event}.{status.round}"
             if event is NotifyEvent.BUDGET_NEARLY_SPENT:
-                # Add the spec's generation, because a different limit may be nearly spent within
-                # the same round.
+                # Add the spec's generation, because a different limit may be nearly spent in the
+                # same round.
                 id += f".{job.generation}"
             entries[event] = Notification(event=event, id=id, time=now.replace(microsecond=0))
     unusable = _unusable(job, world)
@@ -115,7 +115,7 @@ def _unusable(job: DDPJob, world: World) -> str:
 
 
 def _usable(status: JobStatus, unusable: str, now: datetime) -> tuple[JobStatus, list[Event]]:
-    """Return the status with the condition Notifies, and an event when it first appears.
+    """Return the status with the Notifies condition, and an event when it first appears.
 
     Without the condition, users would notice an unusable receiver only at the job's end.
     """
@@ -134,7 +134,7 @@ def _usable(status: JobStatus, unusable: str, now: datetime) -> tuple[JobStatus,
 def _body(job: DDPJob, status: JobStatus, entry: Notification, link: str) -> Json:
     """Return the JSON that is posted.
 
-    It has fields for programs, and `text` for receivers that use Slack's format.
+    It contains fields for programs, and `text` for receivers that use Slack's format.
     """
     reason, message = _why(job, status, entry.event)
     counts = status.restarts
@@ -184,8 +184,8 @@ def _inert(text: str) -> str:
 
     The author of a job controls parts of the text, and must not be able to mention a whole channel
     or hide a link. The characters & < > are escaped as Slack requires. A word joiner after @
-    prevents mentions in other chats. Backquotes are replaced, so that the text cannot end its code
-    block.
+    prevents mentions in other chats. Backquotes are replaced, so that the text cannot close its
+    code block.
     """
     escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     shown = escaped.replace("`", "'").replace("@", "@\u2060")

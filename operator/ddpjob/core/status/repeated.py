@@ -32,7 +32,7 @@ from ddpjob.core.status.messages import count
 from ddpjob.core.view import View, is_number
 
 UNKNOWN = "unknown"
-"""Where training continued from, if the script has not reported it."""
+"""Value for the source of a restart's state if the script has not reported it."""
 
 
 def count_repeats(view: View) -> JobStatus:
@@ -59,7 +59,7 @@ def current_restart(status: JobStatus) -> Restart | None:
     """
     recent, since = status.restarts.recent, status.start_time
     began = [r for r in recent if status.round and r.round == status.round and (since is None or r.time >= since)]
-    # If many pods were lost at once, the cause may no longer be listed, but some consequences are.
+    # If many pods were lost at once, the list may contain only consequences, not the cause.
     return next((r for r in reversed(began) if not r.consequence), began[-1] if began else None)
 
 
@@ -76,7 +76,7 @@ def makes_new_steps(status: JobStatus) -> bool:
 
 def _with_repeats(counts: Restarts, restart: Restart | None, start: dict[str, Any]) -> Restarts:
     if restart is None:
-        return counts  # The round began with the job or a resume, so no restart repeats steps.
+        return counts  # The round began with the job or with a resume, so no restart repeats steps.
     repeated = count_steps(start)
     again = replace(restart, repeated_steps=repeated, continued_from=start["source"])
     unknown = (repeated is None) - (restart.continued_from == UNKNOWN)
@@ -106,7 +106,10 @@ def _with_seconds(counts: Restarts, restart: Restart | None, seconds: float) -> 
 
 
 def judge_snapshots(view: View) -> JobStatus:
-    """Return the status with the condition SnapshotsHeld. It is absent until states do not fit."""
+    """Return the status with the SnapshotsHeld condition.
+
+    The condition is absent until states do not fit.
+    """
     status, figures = view.status, view.reported_progress
     condition = partial(with_condition, status, ConditionType.SNAPSHOTS_HELD, now=view.now)
     needed, risk = figures.get(protocol.SNAPSHOT_BYTES), figures.get(protocol.AT_RISK)

@@ -38,14 +38,14 @@ from ddpjob.core.view import View, is_number
 _BEFORE_THE_REPORT = frozenset(
     {Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_CHANGED, Cause.RUNTIME_CHANGED, Cause.COORDINATOR_LOST}
 )
-"""Causes that the operator itself decides. A report that predates them may still show a running
-group."""
+"""Causes that are the operator's own decisions. A report from before the decision may still show a
+running group."""
 
 
 def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStatus:
-    """Return the status with the condition Restarting, and with the durations of past restarts.
+    """Return the status with the Restarting condition, and with the durations of past restarts.
 
-    `broke` has the new breaks, and `running` is true if the group runs according to its report.
+    `broke` lists the new breaks, and `running` is true if the group runs according to its report.
     """
     status, now = view.status, view.now
     if not broke and status.round > view.job.status.round and status.restarts.recent:
@@ -54,7 +54,7 @@ def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStat
         last = next((r for r in reversed(broke) if not r.consequence), broke[-1])
         message = next(
             iter(put_cause_first(last.message).splitlines()), ""
-        )  # From a user's coordinator, so it may be empty.
+        )  # The message comes from a user's coordinator, so it may be empty.
         return with_condition(status, ConditionType.RESTARTING, True, last.reason, message, now)
     running = running and _has_resumed(view)
     if running and any(r.seconds is None for r in status.restarts.recent):
@@ -64,7 +64,7 @@ def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStat
         known = view.job.spec.under_torchrun or _steps(reported_figures(view))
         known = known or (not broke and before is not None and before.reason == RECOVERED)
         reason, message = (RECOVERED, "the group runs again") if known else (PODS_RUN, _PODS_RUN)
-        again = repeats(current_restart(status))  # This is known only a little later, so it is added then.
+        again = repeats(current_restart(status))  # The count arrives a little later and is added then.
         message += f"; {again}" if again else ""
         return with_condition(status, ConditionType.RESTARTING, False, reason, message, now)
     return status
@@ -77,7 +77,8 @@ _PODS_RUN = "the pods run again; no step is reported, so it is unknown whether t
 def _has_resumed(view: View) -> bool:
     """Whether the running group trains again, as far as the operator can know.
 
-    The new generation's report of a `command` has no steps until the program reports the next one.
+    For a `command`, the new generation's report has no steps until the program reports the next
+    one.
     """
     return view.job.spec.under_torchrun or not _steps(view.status.progress) or _steps(reported_figures(view))
 
@@ -114,8 +115,8 @@ def _timed(view: View) -> tuple[Restart, ...]:
 def judge_fast_recovery(view: View) -> JobStatus:
     """Return the status with FastRecovery: whether every pod can recover as mode Fast promises.
 
-    The condition is not set until the group runs, or until a pod reports that it cannot. When a
-    coordinator takes over, its pods report to it one after another.
+    The condition is absent until the group runs, or until a pod reports that it cannot recover that
+    way. When a coordinator takes over, its pods report to it one after another.
     """
     status, report = view.status, view.report
     if not view.job.spec.fast:
@@ -137,8 +138,8 @@ def judge_fast_recovery(view: View) -> JobStatus:
 def judge_preflight(view: View, restarts: tuple[Restart, ...], *, formed: bool) -> JobStatus:
     """Return the status with PreflightPassed: a failed pod, or the result once the group `formed`.
 
-    `restarts` are those of this reconcile. A coordinator that has just taken over has no notes from
-    its pods yet. Until they reconnect, the condition stays as it is.
+    `restarts` are the restarts of this reconcile. A coordinator that has just taken over has no
+    notes from its pods yet. The condition stays unchanged until they reconnect.
     """
     status, report, preflight = view.status, view.report, view.job.spec.preflight
     if preflight is None:

@@ -1,4 +1,4 @@
-"""The condition Running: whether the group trains, and what is missing or wrong.
+"""The Running condition: whether the group trains, and what is missing or wrong.
 
 Only the coordinator's report proves that a group trains. If it does not, the most useful
 explanation is shown (`judge_running`), in this order:
@@ -10,8 +10,8 @@ explanation is shown (`judge_running`), in this order:
    continue
 5. the state of the rendezvous: backing off, finished, restarting, or forming
 
-Messages are stable while the state is. A time that must survive an operator, such as that of the
-last step, is part of the message and is read back from there.
+A message stays the same until the state changes. A time that must survive a restart of the
+operator, such as the time of the last step, is part of the message and is read back from there.
 
 Example of a start with 2 nodes:
 
@@ -52,12 +52,12 @@ NO_GROUP = "NoGroup"
 NODES_RUN = "NodesRun"
 FINISHED_EARLY = "NodeFinishedEarly"
 LEFT_ALONE = timedelta(minutes=3)
-"""How long a pod may run without progress after another pod has exited with 0. Then it is
-reported."""
+"""How long a pod may run without progress after another pod has exited with 0. Afterwards the
+condition reports it."""
 
 
 def judge_running(view: View, training: int | None, running_pods: int) -> tuple[bool, str, str]:
-    """Return status, reason and message of the condition Running."""
+    """Return the status, reason and message of the Running condition."""
     status, spec, report = view.status, view.job.spec, view.report
     wanted = spec.nodes
     if training is not None:
@@ -113,7 +113,7 @@ def judge_running(view: View, training: int | None, running_pods: int) -> tuple[
 
 
 def _waits_for_finished(view: View) -> tuple[str, str] | None:
-    """Return reason and message if a pod of a `command` stalls after another pod has finished."""
+    """Return the reason and message if a pod of a `command` stalls after another has finished."""
     over = [(p.main.finished, p.name) for p in view.pods if p is not None and p.ended and p.succeeded]
     at, name = min(((at, name) for at, name in over if at is not None), default=(None, ""))
     reported = known_time(reported_figures(view).get("updatedAt"))
@@ -158,12 +158,12 @@ def _secret_hint(view: View, held: Stuck) -> str:
 
 
 UNREACHABLE = timedelta(minutes=1)
-"""Time after which an unreachable coordinator causes an event."""
+"""How long a coordinator may be unreachable before this causes an event."""
 UNREACHABLE_LONG = "until then, failures of workers are neither counted nor shown"
 
 
 def _unreachable(view: View) -> str:
-    """Describe an unreachable coordinator, with the time that an earlier message has remembered."""
+    """Describe an unreachable coordinator, with the time stored in an earlier message."""
     status = view.status
     where = f" at {status.rendezvous.endpoint}" if status.rendezvous.endpoint else ", whose pod has no address yet,"
     known = status.condition(ConditionType.RUNNING)
@@ -245,7 +245,7 @@ def _verb(view: View, nodes: int) -> str:
 
 
 def _finished_early(view: View) -> str:
-    """Name the first node that has exited with 0 while others still train; empty if there is none.
+    """Describe the first node that exited with 0 while others still train; empty if there is none.
 
     The other nodes may wait for it forever.
     """
@@ -299,5 +299,5 @@ def _missing(view: View) -> str:
 
 
 def reported_figures(view: View) -> Mapping[str, Any]:
-    """Return the progress that the current generation's coordinator reports; empty without one."""
+    """Return the progress in the report of the current generation's coordinator; empty if none."""
     return view.report.progress if view.report is not None else {}

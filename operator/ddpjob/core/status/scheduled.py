@@ -1,4 +1,4 @@
-"""The condition Scheduled: whether all pods have a place, and what they are waiting for.
+"""The Scheduled condition: whether all pods have a place, and what they are waiting for.
 
 Several obstacles may exist at once. The condition shows the first one, in the order in which users
 have to remove them (`judge_scheduled`):
@@ -43,10 +43,10 @@ DELETION_REFUSED = "DeletionRefused"
 
 
 def judge_scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobStatus:
-    """Return the status with the condition Scheduled.
+    """Return the status with the Scheduled condition.
 
-    `alive` has the slots' pods that have not ended. `creating` is true if objects are about to be
-    created.
+    `alive` contains the slots' pods that have not ended. `creating` is true if objects are about to
+    be created.
     """
     status, spec, world = view.status, view.job.spec, view.world
     condition = partial(with_condition, status, ConditionType.SCHEDULED, now=view.now)
@@ -107,7 +107,7 @@ def _are_scheduled(placed: int, pods: int) -> str:
 
 
 def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str, str]:
-    """Return reason and message for a rejected object, with the field of the spec to correct."""
+    """Return the reason and message for a rejected object, with the spec field to correct."""
     what = f"{rejected.object}{f' ({FIELD})' if rejected.is_claim else ''}: {rejected.message}"
     if rejected.name_taken:
         return NAME_IS_TAKEN, f"{what}; retried within {BLOCKED_POLL:.0f} s"
@@ -126,9 +126,9 @@ def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str
 
 
 _OF_A_CONTAINER = re.compile(r"usage per (Container|Pod) is|request ratio per (Container|Pod) is")
-"""Rejections by a LimitRange. They do not name the container."""
+"""Matches rejections by a LimitRange, which do not name the container."""
 _NO_CLASS = re.compile(r"no PriorityClass with name \S+ was found")
-"""The rejection if the PriorityClass is missing. Turning gangs off would not help."""
+"""Matches the rejection for a missing PriorityClass, for which disabling gangs would not help."""
 _NO_BUDGET = (
     "is refused, so a drain may end several pods at once (to do without it, set scheduling.disruptionBudget to false)"
 )
@@ -140,7 +140,7 @@ def deletion_refused(world: World) -> str:
 
 
 def _gang_waits(view: View, alive: list[PodView]) -> str:
-    """Describe what a gang waits for, and how many of its pods had room in the last attempt."""
+    """Describe what a gang waits for, and how many of its pods would fit now."""
     spec, gang = view.job.spec, view.status.gang
     nodes = gang.nodes if gang is not None else spec.nodes
     gpus = f" with {count(spec.gpus_per_node, 'GPU')} each" if spec.gpus_per_node else ""
@@ -156,12 +156,12 @@ def _gang_waits(view: View, alive: list[PodView]) -> str:
 
 
 _FITS = "waiting for minCount pods from a gang"
-"""kube-scheduler's message (1.36) for a pod that has room while other pods of its group do not."""
+"""kube-scheduler's message (1.36) for a pod that would fit while other pods of its group do not."""
 GANG_NOT_SERVED = "GangNotServed"
 
 
 def _gang_not_served(*, volcano: bool) -> str:
-    """Describe the PodGroups that are missing, and how to run without them."""
+    """Report that the cluster does not serve PodGroups, and how to run without them."""
     kubernetes = (
         "PodGroups in this cluster (scheduling.k8s.io/v1alpha2, of Kubernetes 1.36 with the feature gates "
         "GenericWorkload and GangScheduling)"

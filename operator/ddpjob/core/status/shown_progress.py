@@ -36,7 +36,7 @@ _INTEGERS = ("epoch", "epochs", "step", "steps", protocol.AT_RISK, protocol.SNAP
 _OF_MEMORY = (protocol.AT_RISK, protocol.SNAPSHOT_BYTES)
 _OF_A_GROUP = ("eta", "samplesPerSecond", "speedDisplay", *_OF_MEMORY)
 _LARGEST = 2**53
-"""The largest integer that every JSON reader reads correctly."""
+"""The largest integer that every JSON reader parses exactly."""
 _METRICS = 100
 """Maximum number of metrics, in case a script reports a new one at every step."""
 
@@ -46,8 +46,9 @@ def show_progress(
 ) -> Json:
     """Return the progress to write.
 
-    It is `reported` in the form of the status. It is `shown` if nothing has changed, or if `shown`
-    is newer than REFRESH and `at_once` is false. `stragglers` comes from `show_stragglers`.
+    The result is `reported` in the form of the status. It is `shown` instead if nothing has
+    changed, or if `shown` is newer than REFRESH and `at_once` is false. `stragglers` comes from
+    `show_stragglers`.
     """
     if not reported:
         return {key: value for key, value in shown.items() if key != "stragglers"} if "stragglers" in shown else shown
@@ -69,15 +70,15 @@ def show_progress(
     if eta is not None:
         fresh["eta"] = duration(eta) if is_number(eta) else protocol.escaped(str(eta))
     if isinstance(reported.get("metrics"), dict):
-        # The API server would replace half a surrogate pair, so the next report would always differ
-        # from the stored one.
+        # The API server would replace half of a surrogate pair, so the next report would always
+        # differ from the stored one.
         numbers = [(protocol.escaped(str(k)), v) for k, v in reported["metrics"].items() if is_number(v)]
         fresh["metrics"] = dict(numbers[:_METRICS])
         if "speedDisplay" not in fresh and protocol.COUNTED_SPEED in fresh["metrics"]:
             fresh["speedDisplay"] = f"{fresh['metrics'][protocol.COUNTED_SPEED]:.3g} steps/s"
     if stragglers:
         fresh["stragglers"] = list(stragglers)
-    # A coordinator that replaces another learns it only from the next start of rank 0.
+    # A coordinator that replaces another learns the environment only from the next start of rank 0.
     known = protocol.read_environment(reported.get(protocol.ENVIRONMENT)) or shown.get(protocol.ENVIRONMENT)
     fresh |= {protocol.ENVIRONMENT: known} if known else {}
     fresh |= _start(shown, reported, fresh)
@@ -88,15 +89,15 @@ def show_progress(
 
 
 def _begins_at_zero(shown: Json, reported: Json) -> bool:
-    """Whether a new start of the script has reset the step counter."""
+    """Whether the script has started again and reset its step counter."""
     step, before = reported.get("step"), shown.get("step")
     return protocol.RESUMED in reported and is_number(step) and is_number(before) and step < before
 
 
 def _start(shown: Json, reported: Json, fresh: Json) -> Json:
-    """Return whether the script continued after its last restart, and the last step before it.
+    """Return the fields that show the last step before a restart, and whether the script continued.
 
-    This is known only for steps that are counted automatically.
+    They are known only for steps that are counted automatically.
     """
     if protocol.RESUMED not in reported or "step" not in fresh:
         return {}
@@ -131,15 +132,15 @@ def without_speed(progress: Json) -> Json:
 
 
 def without_future(progress: Json) -> Json:
-    """Return the progress of a job that has ended, without forecasts of time and of lost steps."""
+    """Return the progress of an ended job, without the remaining time and the steps at risk."""
     return {name: value for name, value in progress.items() if name not in ("eta", *_OF_MEMORY)}
 
 
 def show_stragglers(view: View) -> list[Json]:
-    """Return the lagging ranks as status.progress shows them, with their pods.
+    """Return the lagging ranks, with their pods, in the form of status.progress.
 
-    The script names ranks. Pods and times come from the operator. A rank is shown for at least
-    SHOWN, so that a rank around the limit causes few events. It is removed if the group stops
+    The script reports ranks, and the operator adds pods and times. A rank is shown for at least
+    SHOWN, so that a rank close to the limit causes few events. It is removed if the group stops
     training, or if the next round gives the rank to a different pod.
     """
     report, now, procs = view.report, view.now, view.job.spec.procs_per_node
@@ -175,7 +176,7 @@ def _is_fresh(entry: Json, now: datetime) -> bool:
 
 
 def _summary(fresh: Json) -> Json:
-    """Return `percent` and the column `display`, as far as the counts determine them."""
+    """Return `percent` and the column `display`, as far as the counts allow."""
     step, steps, epoch, epochs = (fresh.get(name) for name in ("step", "steps", "epoch", "epochs"))
     parts = []
     if epoch is not None:
@@ -190,7 +191,7 @@ def _summary(fresh: Json) -> Json:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as `45s`, `12m30s`, `3h05m`."""
+    """Return a number of seconds in the form `45s`, `12m30s` or `3h05m`."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole}s"

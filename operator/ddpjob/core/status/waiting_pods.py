@@ -1,6 +1,6 @@
 """Finds what a pod is waiting for while nothing has failed.
 
-Kubernetes reports failures, but hardly why a healthy pod does not start. After LONG, the pod's
+Kubernetes reports failures, but rarely why a healthy pod does not start. After LONG, the pod's
 conditions and init containers therefore show the most likely reason:
 
 - It has no host: a scheduling gate holds it, or no scheduler has considered it.
@@ -24,7 +24,7 @@ from ddpjob.core.world import PodView
 
 LONG = timedelta(seconds=30)
 """Time after which waiting is unusual. A scheduler considers a pod within a few seconds, and a
-kubelet that has the image starts one as quickly."""
+kubelet that has the image starts a pod as quickly."""
 SCHEDULER_SILENT = "SchedulerSilent"
 SCHEDULING_GATED = "SchedulingGated"
 NOT_PREPARED = "PodNotPrepared"
@@ -32,7 +32,7 @@ NODES_MISSING = "NodesMissing"
 
 
 def find_not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: datetime) -> tuple[str, str] | None:
-    """Return reason and message for the first pod that no scheduler has considered.
+    """Return the reason and message for the first pod that no scheduler has considered.
 
     Return None if there is no such pod.
     """
@@ -55,7 +55,7 @@ def find_not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: da
 
 
 def find_not_started(pods: Iterable[PodView], now: datetime) -> tuple[str, str] | None:
-    """Return reason and message for the first pod that was placed LONG ago but has not started.
+    """Return the reason and message for the first pod that was placed LONG ago but has not started.
 
     Return None if there is no such pod.
     """
@@ -63,7 +63,7 @@ def find_not_started(pods: Iterable[PodView], now: datetime) -> tuple[str, str] 
         if pod.ended or pod.main.running or pod.scheduled is None or now - pod.scheduled < LONG:
             continue
         where = f"pod {pod.name} on Kubernetes node {pod.host}"
-        # In an initialized pod, only sidecars are still running, and the program does not wait for
+        # In an initialized pod only sidecars are still running, and the program does not wait for
         # them.
         preparing = {} if pod.initialized else pod.init_containers
         running = [name for name, container in preparing.items() if container.running]

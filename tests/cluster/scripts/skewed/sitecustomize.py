@@ -1,6 +1,7 @@
-"""On PYTHONPATH of a job's pods: the clocks of the even ones are two minutes behind.
+"""Sets the clocks of pods with an even index two minutes back, if it is on a job's PYTHONPATH.
 
-Only Python's, and so never ahead: the launcher compares its clock with the times of files, which remain this machine's.
+Only Python's clock is changed. It must not be ahead, because the launcher compares it with file
+times, which come from this machine's clock.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A defective node for tests. FAULT names the fault, which occurs only in preflight checks on the
+"""Simulates a defective node. FAULT selects the fault, which occurs only in preflight checks on the
 pods or nodes of FAULTY.
 """
 
