@@ -241,7 +241,7 @@ class Caches:
         return [job for job in self._jobs_of(namespace).views() if job.namespace == namespace]
 
     def others_wait(self, job: DDPJob) -> bool:
-        """Whether another job waits for room; False if all pods of this job are scheduled."""
+        """Whether another job waits for room; False unless this job's own Scheduled is false."""
         own = job.status.condition(ConditionType.SCHEDULED)
         if own is None or own.status:
             return False

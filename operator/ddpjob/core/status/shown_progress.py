@@ -95,7 +95,7 @@ def _begins_at_zero(shown: Json, reported: Json) -> bool:
 
 
 def _start(shown: Json, reported: Json, fresh: Json) -> Json:
-    """Return the fields about whether the script continued after its last restart, and from where.
+    """Return the fields that show the last step before a restart, and whether the script continued.
 
     They are known only for steps that are counted automatically.
     """
