@@ -127,7 +127,9 @@ class Bench:
         return job
 
     def apply_to_pods(self, run: int, nodes: int) -> tuple[Sample, list[Json]]:
-        """Measure the time from the job to its pods. Return the sample and the pods."""
+        """Measure the time from a job's creation to its pods, and return the sample and the
+        pods.
+        """
         job = self.job(f"bench-{run}", nodes, schedulerName=NO_SCHEDULER)
         wanted = nodes + (job["spec"]["rendezvous"]["placement"] == "Dedicated")
         with self._applied(job) as began:

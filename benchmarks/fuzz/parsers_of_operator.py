@@ -211,8 +211,8 @@ def _manifests() -> Target:
 
 
 def _manifests_as_json() -> Target:
-    """Fuzz a manifest with changed parts of the document instead of words, so that more inputs are
-    valid.
+    """Fuzz a manifest by changing parts of the parsed document, not its words, so that more inputs
+    are valid.
     """
     return replace(_manifests(), seeds=[as_json(job) for job in _jobs()])
 

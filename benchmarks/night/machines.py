@@ -227,7 +227,8 @@ class Kubelets(Machines):
             {**c, "image": images[c["name"]], "imageID": "", "restartCount": 0, "ready": "running" in c["state"]}
             for c in status["containerStatuses"]
         ]
-        # Without conditions, which belong to the scheduler and to programs that disrupt the pod.
+        # Conditions are left out, because they belong to the scheduler and to programs that disrupt
+        # the pod.
         sent = {"phase": status["phase"], "podIP": status["podIP"], "podIPs": [{"ip": status["podIP"]}]}
         patch = {"metadata": {"uid": uid}, "status": {**sent, "containerStatuses": containers}}
 

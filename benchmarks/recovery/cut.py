@@ -2,7 +2,7 @@
 namespaces.
 
 Needs root, `ip` and `bridge`. All namespaces are on one bridge, which has its own namespace, so
-that this machine's network is left alone. The machine's clock is the same everywhere.
+that this machine's network is left alone. All hosts share the machine's clock.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ hostile coordinators.
     python -m benchmarks.scale [--sizes 100 300] [--csv FILE] [--chart FILE.png] [--table benchmarks/README.md]
     python -m benchmarks.scale hostile [--large 100] [--reports 500] [--csv FILE] [--table benchmarks/README.md]
 
-`hostile` measures what one team's very large jobs and reports cost other teams, and the operator
-without them for comparison.
+`hostile` measures how one team's very large jobs and reports slow down other teams. For comparison,
+it also measures the operator without them.
 
 Starts only the test cluster's API server (needs root and Go; the slot is DDPJOB_CLUSTER_SLOT) and
 ends it afterwards, or uses a running test cluster. The operator is a separate process, started as
