@@ -139,7 +139,7 @@ def test_a_full_disk_is_reported_with_its_file(machine: SameProcess) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert run.returncode == submitted.returncode == 2
-    assert run.stderr.startswith(f"{machine.runs}/job: File too large; DDPJOB_RUNS names")
+    assert run.stderr.startswith(f"{machine.runs}/job: File too large; set DDPJOB_RUNS")
     assert submitted.stderr == f"{machine.runs}/job/submitted.json: File too large\n"
 
 

@@ -268,7 +268,7 @@ async def test_a_scale_down_keeps_the_pod_with_the_only_copy() -> None:
     s.change_spec({"nodes": 1})
     await s.until_phase("Running")
     assert [p.name for p in bound(s)] == ["job-1-0"], "it trains alone"
-    assert "job-1-0 would go" in conditions(s)["Scheduled"]["message"]
+    assert "pod job-1-0 stays until another pod trains" in conditions(s)["Scheduled"]["message"]
 
 
 async def test_yields_are_not_limited_by_the_length_of_the_history() -> None:

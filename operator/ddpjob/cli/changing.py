@@ -25,7 +25,7 @@ def scale(backend: Backend, job: str, nodes: int) -> None:
     \b
     Example: ddpjob scale first 4
     """
-    from ddpjob.client.job_client import change
+    from ddpjob.client.restart_jobs import change
 
     change(backend, job, {"nodes": nodes})
     done = "scaled" if _is_acted_on(backend, job) else "not yet scaled"
@@ -60,7 +60,7 @@ def _is_acted_on(backend: Backend, job: str) -> bool:
 
 
 def _suspend(backend: Backend, job: str, wanted: bool) -> None:
-    from ddpjob.client.job_client import change
+    from ddpjob.client.restart_jobs import change
 
     change(backend, job, {"runPolicy": {"suspend": wanted}})
 

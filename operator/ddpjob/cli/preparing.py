@@ -264,7 +264,7 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
     Example: ddpjob submit job.yaml --wait
              ddpjob submit --nodes 2 --gpus 8 --image IMAGE train.py -- --lr 1
              ddpjob submit --image IMAGE --dry-run -o yaml ./src --entry train.py
-             ddpjob submit --image IMAGE --git https://github.com/me/project@main train.py
+             ddpjob submit --image IMAGE --git https://HOST/project@main train.py
     """
 
     local = place.is_local()

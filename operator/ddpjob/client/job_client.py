@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ddpjob.api.job_spec import JobSpec, Json
 from ddpjob.api.job_status import Condition, JobStatus
-from ddpjob.client.backends.backend import ENDED, FINISHED, Backend, Happened, LogOptions, Mistake, PodLine, Unreachable
+from ddpjob.client.backends.backend import ENDED, Backend, Happened, LogOptions, Mistake, PodLine, Unreachable
 from ddpjob.client.manifests.build_manifest import JobRequest, build
+from ddpjob.client.restart_jobs import change, restart
 from ddpjob.client.texts.job_text import phase, readable
 from ddpjob.core.view import is_number
 
@@ -150,17 +151,6 @@ class Job:
     def failure(self) -> Condition | None:
         """The condition Failed, with its reason and message; None if the job has not failed."""
         return next((c for c in self.status.conditions if c.type == "Failed" and c.status), None)
-
-
-def change(backend: Backend, name: str, spec: Json) -> None:
-    """Merge `spec` into the spec of a job.
-
-    Raises Mistake if the job has ended, because the change would have no effect.
-    """
-    state = phase(backend.job(name))
-    if state in FINISHED:
-        raise Mistake(f"{name} is {state} and cannot be changed; `ddpjob rerun {name}` starts it again")
-    backend.patch(name, spec)
 
 
 _Item = TypeVar("_Item")
@@ -450,8 +440,6 @@ class Client:
 
     def restart(self, job: str | Job, *, timeout: float = 600) -> None:
         """Replace all pods of a job: suspend it, wait until they have ended, and resume it."""
-        from ddpjob.client.restart_jobs import restart
-
         restart(self._backend, _name(job), timeout)
 
     def scale(self, job: str | Job, nodes: int) -> None:

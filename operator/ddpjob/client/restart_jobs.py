@@ -1,4 +1,6 @@
-"""Replaces all pods of a job: suspends it, waits until they have ended, and resumes it.
+"""Changes jobs, and replaces all pods of a job.
+
+To replace them, `restart` suspends the job, waits until they have ended, and resumes it.
 
 The caller waits, because a job has no field that means "restart". If the wait is interrupted, the
 job stays suspended, and the error contains the command that resumes it.
@@ -9,9 +11,20 @@ from __future__ import annotations
 import sys
 import time
 
-from ddpjob.client.backends.backend import ENDED, Backend, Mistake, NoSuchJob, OutagePatience
-from ddpjob.client.job_client import change
+from ddpjob.api.job_spec import Json
+from ddpjob.client.backends.backend import ENDED, FINISHED, Backend, Mistake, NoSuchJob, OutagePatience
 from ddpjob.client.texts.job_text import phase
+
+
+def change(backend: Backend, name: str, spec: Json) -> None:
+    """Merge `spec` into the spec of a job.
+
+    Raises Mistake if the job has ended, because the change would have no effect.
+    """
+    state = phase(backend.job(name))
+    if state in FINISHED:
+        raise Mistake(f"{name} is {state} and cannot be changed; `ddpjob rerun {name}` starts it again")
+    backend.patch(name, spec)
 
 
 class _Ended(Mistake):

@@ -109,7 +109,7 @@ def same(left: object, right: object) -> bool:
     return left == right
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "parameter_server"])
 def test_a_restart_without_any_checkpoint_repeats_no_complete_step(
     strategy: str, tmp_path: Path, nodes: Callable[[int], Path]
 ) -> None:

@@ -95,7 +95,7 @@ def test_the_late_rank_has_the_time_and_the_others_wait(
     lines = metrics(tmp_path / "run", "step")[2:]
     own = [sorted(line["ranks"]["ownSeconds"][rank] for line in lines)[len(lines) // 2] for rank in (0, 1)]
     waited = sorted(line["phases"]["exchange"] for line in lines)[len(lines) // 2]
-    assert own[1] > passes * LATE > own[0] and own[1] > 1.5 * own[0], own
+    assert own[1] > passes * LATE and own[1] > own[0] + 0.5 * passes * LATE, own
     assert waited > 0.5 * passes * LATE - own[0], (waited, own)
     assert set(lines[0]["phases"]) == {"data", "forward", "backward", "exchange", "update", "other"}
     assert all(value > 10e6 for line in lines for value in line["ranks"]["memoryBytes"])

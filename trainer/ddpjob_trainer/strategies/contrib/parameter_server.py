@@ -30,7 +30,6 @@ from ddpjob_trainer.strategies.strategy import (
     State,
     Strategy,
     flat_gradients,
-    named_optimizer_state,
     pieces_like,
     set_gradients,
 )
@@ -111,16 +110,14 @@ class ParameterServer(Strategy):
         return [weight.detach() for _, weight in self.parameters]
 
     def state(self) -> State:
-        """Return the whole state.
+        """Return the whole state, with the server's optimizer state on all ranks.
 
-        If each node has its own folder, all ranks get the server's optimizer state.
+        Each node keeps the state in memory, and only workers' nodes may be left after a loss.
         """
-        state = super().state()
-        if not self.config.checkpoint.shared:
-            content = io.BytesIO()
-            torch.save(named_optimizer_state(self.optimizer, self.parameters), content)
-            sent = self.group.broadcast_bytes(content.getvalue(), _SERVER)
-            state["optimizer"] = torch.load(io.BytesIO(sent), weights_only=True, map_location=self.device)
+        state, content = super().state(), io.BytesIO()
+        torch.save(state["optimizer"], content)
+        sent = self.group.broadcast_bytes(content.getvalue(), _SERVER)
+        state["optimizer"] = torch.load(io.BytesIO(sent), weights_only=True, map_location=self.device)
         return state
 
     def load(self, state: State) -> None:
