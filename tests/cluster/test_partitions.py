@@ -198,8 +198,8 @@ def half_of_the_members(stage: Partitioned) -> None:
 
 
 def a_kubelet(stage: Partitioned) -> None:
-    """Stop the kubelet of the host with a node and the coordinator. Their containers still run and
-    reach everybody.
+    """Stop the kubelet of the host with a node and the coordinator. Their containers keep running
+    and reach everybody.
     """
     number, nodes = stage.trains_on(), [stage.pod("node", index) for index in (0, 1)]
     (left,) = [pod["metadata"] for pod in nodes if pod["spec"]["nodeName"] == "n2"]

@@ -398,8 +398,8 @@ def client_of(address: str, seconds: float, ends: list[tuple[int, str, str]]) ->
 
 @pytest.mark.parametrize("first", [STRANGER, OLDER], ids=["of another job", "of an earlier generation"])
 def test_a_coordinator_that_is_not_this_pods_is_retried(first: dict[str, object]) -> None:
-    """A stale name-server entry, or an address that another pod has now, may lead to it for a
-    while.
+    """A stale name-server entry, or an address that now belongs to another pod, may lead to a
+    stranger for a while.
     """
     ends: list[tuple[int, str, str]] = []
     with coordinator(first, first, OURS) as address:
@@ -599,7 +599,7 @@ WAITS = "def wait_for_ever():\n    open('up', 'w'); time.sleep(60)\n\nwait_for_e
 def test_a_look_at_a_worker_reads_only_the_frames_of_its_main_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its other threads continue to run meanwhile, in which case faulthandler would crash a healthy
+    """The worker's other threads keep running, and faulthandler would then crash a healthy
     process.
     """
     monkeypatch.setenv(stacks.ENVIRONMENT, str(tmp_path))
@@ -614,7 +614,9 @@ def test_a_look_at_a_worker_reads_only_the_frames_of_its_main_thread(
 def test_a_look_skips_a_worker_that_has_become_a_different_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its file still exists but its handler does not, so the signal would end it."""
+    """The worker's file still exists but its handler does not, so the signal would end the
+    process.
+    """
     monkeypatch.setenv(stacks.ENVIRONMENT, str(tmp_path))
     (tmp_path / "again.py").write_text(f"import time\n{WAITS}")
     becomes = "import os, sys\nos.execv(sys.executable, [sys.executable, 'again.py'])\n"
