@@ -3,7 +3,7 @@ train at the same time.
 
 One job goes through all partitions. Each pod has a network namespace of its own, in which packets
 are dropped. Two partitions take a minute and need DDPJOB_TEST_PARTITIONS=1: a coordinator cut off
-from its members, and a dead kubelet whose containers still run.
+from its members, and a dead kubelet whose containers keep running.
 """
 
 from __future__ import annotations
