@@ -241,7 +241,9 @@ def test_a_rank_that_saves_before_its_launcher_is_asked_leaves_others_time_to_sa
 @pytest.mark.parametrize("error", ["Interrupted: SIGTERM", RESET])
 @pytest.mark.parametrize("later", [0.2, 5.0])
 def test_a_script_that_fails_when_asked_to_end_leaves_others_time_to_save(error: str, later: float) -> None:
-    """Such a script ends with a handler of SIGTERM that raises, and with its peers' errors."""
+    """Such a script fails because its SIGTERM handler raises an exception, or because its peers
+    fail.
+    """
     world, members = growing(grace=100.0)
     world.pass_time(later)
     world.fail(members[1], error)

@@ -475,7 +475,9 @@ def test_a_stranger_learns_only_a_random_number() -> None:
 
 
 def test_a_stranger_that_never_ends_its_line_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither its silence nor its flood blocks the launcher or fills its memory."""
+    """Such a stranger may be silent or send without end. Neither may block the launcher or fill its
+    memory.
+    """
     monkeypatch.setattr(protocol, "SILENCE_SECONDS", 0.3)
     for flood in (b"", b"x" * 1_000_000):
         with socket.create_server(("127.0.0.1", 0)) as listener:

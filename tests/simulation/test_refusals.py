@@ -52,7 +52,9 @@ class Refusing(Simulation):
         self.cluster.pods_allowed, self.cluster.taken = pods_allowed, taken
 
     async def settle(self) -> None:
-        """Reconcile until a pass writes nothing, as the watch would cause."""
+        """Reconcile until a pass writes nothing, because each write would wake the operator through
+        the watch.
+        """
         for _ in range(10):
             before = self.cluster.writes
             await self.one_pass()
