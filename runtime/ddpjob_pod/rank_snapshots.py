@@ -764,7 +764,7 @@ class RankSnapshots:
             return self._stream.record_event()
 
     def news(self) -> dict[str, Any]:
-        """Return the figures that have changed since the last call, to be reported."""
+        """Return the figures that have changed since the last call, for a report."""
         figures = {protocol.START: dict(self.start), protocol.AT_RISK: self.interval or None}
         if self.needed:
             figures |= {protocol.SNAPSHOT_BYTES: self.needed, protocol.AT_RISK: None}

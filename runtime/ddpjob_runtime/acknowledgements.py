@@ -13,7 +13,7 @@ import sys
 _UNACKED = slice(24, 28)
 """The position of tcpi_unacked in Linux's struct tcp_info."""
 _THIN_LINEAR_TIMEOUTS = 16
-"""TCP_THIN_LINEAR_TIMEOUTS of Linux, which Python does not name."""
+"""Linux's TCP_THIN_LINEAR_TIMEOUTS, for which Python has no constant."""
 
 
 def shows_acknowledgements() -> bool:

@@ -25,7 +25,7 @@ VERSION = 1
 """Version of this protocol and of how pods start the runtime. A job whose pods use a different
 version gets a new generation."""
 NUMBERS_PER_ATTEMPT = 1_000_000
-"""The coordinator of attempt A numbers its rounds and incidents from A times this plus 1. The
+"""The coordinator of attempt A numbers its rounds and incidents from 1 plus A times this. The
 coordinators of a generation do not know each other, but must not use a number twice."""
 
 
@@ -641,7 +641,7 @@ def _is_figure(value: Any) -> bool:
 
 
 def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
-    """Return which of step (or epoch), loss and speed the progress has.
+    """Return the figures among step (or epoch), loss and speed that the progress has.
 
     Users wait for the first value of each.
     """

@@ -135,7 +135,7 @@ def descends_from(launcher: int) -> bool:
 
 
 def show_stacks_on_signal() -> None:
-    """Make an unused signal write the main thread's stack to a file, even if blocked in C++."""
+    """Make an unused signal write the main thread's stack to a file, even if C++ blocks it."""
     import os
 
     folder = os.environ.get("DDPJOB_STACKS_DIR")
@@ -208,7 +208,7 @@ class ReadyReport:
         return self._module
 
     def exec_module(self, module: Any) -> None:
-        """Reveal the modules that it uses, and do whatever running it in a worker does."""
+        """Reveal the modules that it uses, and begin as an import in a worker does."""
         sys.modules.update(report_modules)
         module.begin()
 
@@ -672,7 +672,7 @@ def causes(error: BaseException, said: str) -> str:
 
 
 def refused_arguments(error: BaseException) -> str:
-    """Return what argparse printed before it ended the program.
+    """Return the message that argparse printed before it ended the program.
 
     SystemExit itself is only a number.
     """

@@ -19,14 +19,14 @@ _EXTRA = ("torch", "torchvision", "numpy", "simplejpeg", "PIL", "fsspec", "sklea
           "prometheus_client")  # fmt: skip
 """Import names of the packages in the extra `trainer`, some of which an image may lack."""
 _INSTALL = "pip install '.[trainer]' in the checkout of DDPJob"
-"""The same wording as in ddpjob/missing_package.py, which the trainer cannot import."""
+"""This has the wording of ddpjob/missing_package.py, which the trainer cannot import."""
 
 
 def main() -> int:
     """Run the command line and return the exit code.
 
-    Raises TrainerError with a message for the user, and StartRefused if the arguments are wrong or
-    another job uses the checkpoint folder.
+    Raises TrainerError with a message for the user, and StartRefused if the arguments are invalid
+    or another job is using the checkpoint folder.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         # `record` does this too, but importing it imports torch, which would delay --help by

@@ -16,11 +16,11 @@ Check = Callable[[], None]
 
 @contextmanager
 def replacing(path: Path, before_rename: Check | None = None) -> Iterator[IO[bytes]]:
-    """Yield a temporary file next to `path`, which replaces it at the end of the `with`.
+    """Yield a temporary file that replaces `path` at the end of the `with`.
 
-    The file is synced and renamed to `path`, then the folder is synced. `before_rename`, if given,
-    is called once the content is on disk; if it or the body raises an exception, the old file
-    stays. Raises OSError.
+    The file is next to `path`. It is synced and renamed to `path`, then the folder is synced.
+    `before_rename`, if given, is called once the content is on disk. If it or the body raises an
+    exception, the old file is kept. Raises OSError.
     """
     # Process ids alone are not enough: containers that share the folder usually have the same
     # process ids.
@@ -77,7 +77,7 @@ def remove(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file or folder if possible; errors are ignored (a volume may be gone)."""
+    """Remove a file or folder if possible. Errors are ignored, because a volume may be gone."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return

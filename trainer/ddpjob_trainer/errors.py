@@ -16,7 +16,7 @@ class TrainerError(Exception):
 
 
 class ConfigError(TrainerError):
-    """A key, a value or a configuration file is wrong."""
+    """A key, a value or a configuration file is invalid."""
 
 
 class DeviceError(TrainerError):
@@ -67,15 +67,15 @@ class LedgerError(TrainerError):
 
 
 EXIT_USAGE, EXIT_CONFIGURATION = 2, 78
-"""Exit codes for wrong arguments: argparse's, and EX_CONFIG from sysexits.h. The latter also means
-that another job uses the folder."""
+"""Exit codes for invalid arguments: argparse's, and EX_CONFIG from sysexits.h. The latter is also
+used if another job is using the folder."""
 
 
 def exit_code(error: BaseException) -> int:
     """Return the exit code for an error that ends the program.
 
     A job whose program exits with 78 before its first step fails with the message, because retrying
-    cannot help.
+    would not help.
     """
     if isinstance(error, FolderTakenError):
         return EXIT_CONFIGURATION

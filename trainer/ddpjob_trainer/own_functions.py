@@ -13,7 +13,7 @@ from ddpjob_trainer.errors import ConfigError
 def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..., Any]:
     """Return the function named by `key`.
 
-    `kinds` lists other words that may precede the colon in that key; they improve the hint. Raises
+    `kinds` lists other words that may precede the colon in that key, for a better hint. Raises
     ConfigError with the remedy.
     """
     where, _, attribute = name.partition(":")

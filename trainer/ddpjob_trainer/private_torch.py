@@ -37,7 +37,8 @@ _LONGEST_MESSAGE = 1000
 
 
 class _ShortUnpicklingError(pickle.UnpicklingError):
-    """An error of torch's restricted unpickler, with very long words from the file shortened.
+    """An error from torch's restricted unpickler, with very long words shortened.
+
 
     torch.load searches the message with a regular expression whose time grows with the square of
     the longest word. A 20 kB file kept the processor busy for eight seconds, and a 1 MB file would
@@ -61,7 +62,7 @@ def wrap_waits(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None
 
 
 def wrap_collectives(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the methods that begin a collective, where this torch has them."""
+    """Replace the methods that begin a collective, if this version of torch has them."""
     for name in COLLECTIVES:
         if hasattr(dist.ProcessGroup, name):
             _replace(dist.ProcessGroup, name, wrap)
@@ -73,7 +74,7 @@ def call_after_backward(act: Callable[[], None]) -> None:
 
 
 def find_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return, per device, whether unscaling found a non-finite gradient.
+    """Return, for each device, whether unscaling has found a non-finite gradient.
 
     The optimizer then leaves skipping to the scaler. A fused optimizer would itself skip the step,
     leaving SGD's momentum uninitialized if it is the first step.

@@ -1,4 +1,4 @@
-"""Decides how a run's batches are divided among its ranks, and refuses runs that cannot work.
+"""Decides how a run's batches are divided among its ranks, and rejects runs that cannot work.
 
 Everything here depends on the configuration, data, strategy and number of ranks, but not on steps.
 A run that cannot work therefore ends before its first step, with an error that names the key to
@@ -32,7 +32,7 @@ from ddpjob_trainer.model.shared_parts import can_be_shared
 from ddpjob_trainer.strategies.strategy import Strategy
 
 _WORTH_A_NOTE = 1.1
-"""Maximum load of the busiest rank, in even shares, that the log does not mention."""
+"""The log mentions the busiest rank's load if it is more than this many even shares."""
 
 
 def check_same_data(group: Group, data: DataSet, config: Config) -> int:
@@ -118,7 +118,7 @@ def explain_sizes(config: Config, data: DataSet) -> AbstractContextManager[None]
 
 @dataclass(frozen=True)
 class Division:
-    """The division of global batches into `micro_batches` (0: sample by sample) and among ranks."""
+    """The division of global batches into `micro_batches` (0: by sample), and among the ranks."""
 
     config: Config
     data: DataSet
@@ -210,7 +210,7 @@ class Division:
         )
 
     def check_smallest_micro_batch(self, state: SamplerState) -> None:
-        """Raise ConfigError if a later micro-batch has one sample and the model needs two."""
+        """Raise ConfigError if a later micro-batch has a single sample but the model needs two."""
         config, size, batch, parts = self.config, self.data.train_size, self.config.data.batch, self.micro_batches
         to_come = {size - state.consumed, size}  # Samples left in this epoch, and in later epochs.
         # Each rank's share is a separate micro-batch.

@@ -50,11 +50,11 @@ _SAVING = "saving a checkpoint"
 
 
 def run(config: Config) -> int:
-    """Train as configured, from the newest checkpoint if there is one.
+    """Train as configured, from the newest checkpoint if there is one, and return the exit code.
 
-    Returns the exit code: 0 if training is complete, 75 if SIGTERM stopped it and a checkpoint was
-    saved. Raises TrainerError with a message for the user if the input is invalid, and RuntimeError
-    if a peer is gone.
+    The code is 0 if training is complete, 75 if SIGTERM stopped it and a checkpoint was saved.
+    Raises TrainerError with a message for the user if the input is invalid, and RuntimeError if a
+    peer is gone.
     """
     if not config.model.compile:
         late_dynamo.put_off()
@@ -124,7 +124,7 @@ class Trainer:
         self.strategy = open_strategy(replace(config, amp=amp), group, device)
         run_plan.check_fit(config, data, self.strategy)
         model = build_model(config.model, data.shape, data.classes, config.data.seed, device)
-        if is_own(config.model):  # It may draw from a generator that has not been seeded.
+        if is_own(config.model):  # It may draw from generators that have not been seeded.
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
         self._erasers = build_erasers(config.data, data.shape)
         tied = is_tied_to_micro_batches(model)
@@ -240,9 +240,10 @@ class Trainer:
     def _optimize(self, step: Step, agreement: Agreement | None) -> tuple[torch.Tensor, int | torch.Tensor, Agreement]:
         """Take one optimizer step.
 
-        Returns this rank's sum of losses, the number of readable samples in the global batch, and
+        Return this rank's sum of losses, the number of readable samples in the global batch, and
         the agreement. Both numbers are zero if the step was skipped. If images may be unreadable,
-        the agreement also includes their number; it is then None on entry and created here.
+        the agreement also includes their number; in that case, it is None on entry and created
+        here.
         """
         state, size = self.sampler.state, self.data.train_size
         at = Position(state.epoch * size + state.consumed, size, self.config.data.batch, self.config.train.epochs)
@@ -277,7 +278,7 @@ class Trainer:
         asked, micros = tee((step.epoch, micro) for step in steps for micro in step.micros)
         loaded = self.data.train_stream((epoch, mixup.samples_for(self.config.data, micro)) for epoch, micro in asked)
         for epoch, micro in micros:
-            self._clock.lap(self._end_of_passes)  # Ends the previous micro-batch's passes.
+            self._clock.lap(self._end_of_passes)  # This ends the previous micro-batch's passes.
             waiting = time.perf_counter()
             batch = next(loaded)
             self.reporter.waited(time.perf_counter() - waiting)
@@ -291,7 +292,7 @@ class Trainer:
 
     @property
     def _end_of_passes(self) -> StepPhase:
-        """The phase to which the end of a micro-batch's passes is counted."""
+        """The phase to which the time until the end of a micro-batch's passes is counted."""
         return StepPhase.EXCHANGE if self.strategy.waits_apart else StepPhase.COMPUTE
 
     def _count_computed(self, step: Step) -> int:
@@ -341,7 +342,7 @@ class Trainer:
         figures[1 + self.group.rank :: self.group.world] = torch.tensor(
             [
                 own / steps,
-                own / steps * even / taken if taken else 0.0,  # Having more samples is not being slow.
+                own / steps * even / taken if taken else 0.0,  # A rank with more samples is not slow.
                 phases.get(StepPhase.DATA, 0.0) / spent if spent else 0.0,
                 float(peak_memory(self.device)),
             ],
@@ -377,8 +378,8 @@ class Trainer:
         Return whether all ranks agreed to stop.
         """
         complete, epochs = self.sampler.state.epoch, self.config.train.epochs
-        # After a resume with a different train.eval_every within the next epoch, the weights are no
-        # longer those of the last complete epoch.
+        # After a resume within the next epoch with a different train.eval_every, the weights are no
+        # longer those at the end of the last complete epoch.
         passed = self.sampler.state.consumed > 0 and complete < epochs
         due = (complete % self.config.train.eval_every == 0 and not passed) or complete == epochs
         if complete == 0 or complete <= self.epochs_evaluated or not due:

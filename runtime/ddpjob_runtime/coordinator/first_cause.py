@@ -23,7 +23,7 @@ converted:
 A `Verdict` is `sure` if no later report could change it, as here. If rank 5 has not reported yet,
 the verdict names rank 3 and is not sure, so the coordinator waits for the other members.
 
-Why: docs/decisions/0010. `merge_causes` in the operator adds what Kubernetes knows.
+Why: docs/decisions/0010. `merge_causes` in the operator adds Kubernetes' own information.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 If one rank stops, all others wait for it in a collective, and nothing fails: the job holds its GPUs
 but does nothing. From outside, that looks like a long evaluation or a slow checkpoint. So time
-alone only raises a suspicion, and what the ranks do decides:
+alone only raises a suspicion, and the ranks' activity decides:
 
 - **Suspicion.** `UsualGaps` learns the gaps between reports for each activity: the start of a
   round, training, and whatever the script reports, such as evaluating. After FACTOR times their

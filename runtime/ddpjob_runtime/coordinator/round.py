@@ -407,7 +407,7 @@ class Round:
     # ---- judge
 
     def _judge_if_clear(self) -> None:
-        """Judge before all workers have ended, unless a member still to report may be the cause."""
+        """Judge before all workers have ended, unless a member yet to report may be the cause."""
         if self.judged or self._dump is not None or self._owner.held:
             return
         verdict, now = self._verdict(), self._loop.now()

@@ -210,7 +210,7 @@ class Stacks:
         return next(m for m in self.members.values() if m.index == apart[0])
 
     def describe(self) -> tuple[str, str]:
-        """Return (where each rank is, all stacks within the traceback's limit).
+        """Return a description of where each rank is, and all stacks up to the traceback's limit.
 
         Ranks that have ended or failed are named first, then ranks that the others wait for.
         """

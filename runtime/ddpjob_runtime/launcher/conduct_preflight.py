@@ -302,7 +302,7 @@ class LinkVerdict:
 
     @classmethod
     def read(cls, body: dict[str, Any]) -> LinkVerdict:
-        """Read what `write` returned."""
+        """Parse the output of `write`."""
         return cls(**{**body, "culprits": {int(rank): why for rank, why in body["culprits"].items()}})
 
 

@@ -86,7 +86,7 @@ devices, opens neither file."""
 
 
 def preload() -> None:
-    """Import what every worker needs. Raises ImportError, or any error from a broken torch."""
+    """Import every worker's modules. Raises ImportError, or any error from a broken torch."""
     with _remove_traces():
         import_torchrun()
         for name in PRELOADED:

@@ -71,7 +71,7 @@ SECONDS_OF_KERNEL = 1.0
 
 @dataclass
 class Vitals:
-    """The counters of a worker's session, and what it waits for."""
+    """The counters of a worker's session, and what the worker is waiting for."""
 
     at: float
     cpu: float = 0.0

@@ -1,6 +1,6 @@
 """Keeps the scores of the folder's checkpoints and the name of the best one in DIR/best.json.
 
-DIR/best.pt (best.dcp) links to it.
+DIR/best.pt (or best.dcp) links to the best checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAME, _LINK = "best.json", "best"
 
 
 def read_scores(folder: Path, metric: Metric) -> dict[int, float]:
-    """Return the value of `metric` by step.
+    """Return the values of `metric` by step.
 
     A file that is damaged or holds a different metric is treated as empty, with a warning. Raises
     OSError.
@@ -63,7 +63,7 @@ def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path
         temporary.symlink_to(best.name)
     except OSError:  # Not every file system supports links; best.json names the checkpoint too.
         return
-    # A copy of the checkpoint instead of the link, as made by rsync --copy-links.
+    # The link may be a copy of the checkpoint, as made by rsync --copy-links.
     if link.is_dir() and not link.is_symlink():
         temporary.unlink()
         print(

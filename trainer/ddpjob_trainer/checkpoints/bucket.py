@@ -67,17 +67,17 @@ class Share:
     """Uploads this rank's files of multi-part checkpoints. Rank 0 uses `Copies` instead."""
 
     def __init__(self, bucket: Bucket, term: int, mark: str) -> None:
-        """`term` and `mark` are the same as in rank 0's `Copies`."""
+        """Upload under rank 0's `term` and `mark`, as in its `Copies`."""
         self._bucket, self._mark, bucket.term = bucket, mark, term
         self._uploads = Uploads(bucket, lambda: None, _warn, publish=self._publish, in_turn=True)
 
     def offer(self, path: Path, step: int, names: Iterable[str]) -> None:
-        """Upload files of a checkpoint on disk in the background, after files offered earlier."""
+        """Upload files of a checkpoint on disk in the background, after those offered earlier."""
         if names := tuple(names):
             self._uploads.offer(Waiting(path, step, names=names))
 
     def wait(self, seconds: float) -> bool:
-        """Wait until everything is uploaded, for at most `seconds`.
+        """Wait up to `seconds` until everything is uploaded.
 
         Return whether all uploads are done.
         """
@@ -91,7 +91,7 @@ class Share:
 class Offered:
     """A complete checkpoint that the bucket has.
 
-    It is either a fetched file, or in parts that the ranks read together.
+    It is either a file that has been fetched, or in parts that the ranks read together.
     """
 
     entry: Stored
@@ -103,7 +103,7 @@ class Offered:
         return self.manifest.name.endswith(dcp.SUFFIX)
 
     def written(self) -> bytes:
-        """Return this as text for the other ranks."""
+        """Return this in text form for the other ranks."""
         return f"{self.entry.term} ".encode() + self.manifest.written(self.entry.step)
 
     @classmethod
@@ -150,8 +150,8 @@ class Copies:
         self._fetched: Stored | None = None
         """The last result of `fetch_newer`."""
         self.on_copied: Callable[[], None] = lambda: None
-        """Called in the uploads' thread after a checkpoint has reached the bucket and `figures`
-        report it."""
+        """This is called in the upload thread once a checkpoint is in the bucket and included in
+        `figures`."""
         self._there = -1
         """Step of the newest complete checkpoint in the bucket when this process began."""
 
@@ -164,7 +164,7 @@ class Copies:
         """Become the newest incarnation that writes to the bucket, and return the scores in it.
 
         `mark` is eight hexadecimal digits that identify this incarnation. Raises CheckpointError if
-        the bucket is unreachable, because a start must know what the bucket holds.
+        the bucket is unreachable, because a start must know which checkpoints the bucket has.
         """
         _patiently(self._bucket.take_term)
         self._mark = mark
@@ -176,8 +176,8 @@ class Copies:
     def fetch_newer(self, folder: Path, step: int) -> Offered | None:
         """Return the newest complete checkpoint if it is newer than `step`.
 
-        A file is downloaded, but a checkpoint in parts is not. A broken checkpoint is named in a
-        warning, and the next older one is tried. Raises CheckpointError if all newer checkpoints
+        A file is downloaded, but a checkpoint in parts is not. If a checkpoint is broken, a warning
+        names it, and the next older one is tried. Raises CheckpointError if all newer checkpoints
         are broken, and FetchError.
         """
         entries = _patiently(self._bucket.entries)
@@ -222,12 +222,12 @@ class Copies:
         _warn(f"warning: checkpoint {offered.manifest.name} of {name} is {problem}; trying the next older one")
 
     def pass_over(self, step: int) -> None:
-        """Do not fetch this step's file again, because its first copy cannot be read."""
+        """Do not fetch this step's file again, because the fetched copy cannot be read."""
         if self._fetched is not None and self._fetched.step == step:
             self._unreadable.add(self._fetched)
 
     def has(self, step: int) -> bool:
-        """Return whether `fetch_newer` saw a checkpoint of this or a later step in the bucket."""
+        """Return whether `fetch_newer` saw a checkpoint of this step or later in the bucket."""
         return self._there >= step
 
     def offer(self, entry: Entry, scores: dict[int, float], names: Iterable[str] = ()) -> None:
@@ -240,7 +240,7 @@ class Copies:
             self._uploads.offer(Waiting(entry.path, entry.step, entry.epoch, time.time(), tuple(names)))
 
     def wait(self, seconds: float) -> bool:
-        """Wait until everything offered is in the bucket, for at most `seconds`.
+        """Wait up to `seconds` until everything offered is in the bucket.
 
         Return whether everything is there.
         """
@@ -259,8 +259,8 @@ class Copies:
         """Return figures for the copies: copyStep, copyTime and copyBehind.
 
         copyStep and copyTime (Unix seconds) describe the newest checkpoint in the bucket.
-        copyBehind is how many seconds a checkpoint has existed only on this machine without any
-        reaching the bucket.
+        copyBehind is how many seconds a checkpoint has existed only on this machine, without any
+        upload.
         """
         found = self._uploads.figures() if self._uploads is not None else {}
         return {"copyStep": self._there, **found} if self._there >= 0 else found
@@ -268,7 +268,7 @@ class Copies:
     def finish(self, scores: dict[int, float], waited: float) -> bool:
         """Return whether the bucket has the last checkpoint, and print a warning if not.
 
-        `waited` is the maximum number of seconds that its upload was waited for.
+        `waited` is how many seconds the caller waited for its upload at most.
         """
         if self._uploads is None:
             return True
@@ -355,7 +355,7 @@ def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) 
 
 @contextlib.contextmanager
 def _disk(path: Path) -> Iterator[None]:
-    """Turn a fault of this disk into FetchError, because the bucket's copy is intact."""
+    """Turn an error of this disk into FetchError, because the bucket's copy is intact."""
     try:
         yield
     except OSError as error:

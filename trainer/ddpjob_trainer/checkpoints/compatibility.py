@@ -1,4 +1,4 @@
-"""Checks whether a checkpoint fits a model, and names different tensors and the keys to set."""
+"""Checks whether a checkpoint fits a model, and lists differing tensors and the keys to set."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WHERE = ("model", "state_dict", "model_state_dict")
 PyTorch's examples).
 """
 _AVERAGES = ("state_dict_ema", "model_ema")
-"""Keys of its moving average in files from timm and torchvision's references."""
+"""Keys of the moving average in files from timm and torchvision's references."""
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts of tensor names that torch.compile and other module wrappers add."""
 
@@ -47,7 +47,7 @@ def list_differences(saved: Tensors, wanted: Tensors) -> list[str]:
 
 
 def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping[str, Any], folder: Path) -> None:
-    """Raise CheckpointError if a training with these settings and tensors cannot resume."""
+    """Raise CheckpointError if training with these settings and tensors cannot resume."""
     if missing := {"step", "model", "optimizer", "config"} - snapshot.keys():
         raise CheckpointError(
             f"the newest checkpoint in {folder} has no {min(missing)}: it was saved by your own training loop,"
@@ -78,7 +78,7 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
 
 
 def changed_keys(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the checkpoint's `key=value` for keys that shape tensors and have changed since."""
+    """Return the checkpoint's `key=value` for each key that shapes tensors and has changed."""
     shaping = (key for key in was if key.startswith(_SHAPING))
     return [f"{key}={_written(was[key])}" for key in shaping if key in now and was[key] != now[key]]
 
@@ -94,10 +94,10 @@ def load_weights(
 ) -> dict[str, torch.Tensor]:
     """Return the complete weights to start from, by name, on every rank.
 
-    They come from the checkpoint (with `average`, from its moving average, if any), but names that
-    match `keep` retain the model's own weights. Rank 0 reads, and prints whether it uses the
-    average; `alive` is called meanwhile. Raises CheckpointError on every rank if the weights cannot
-    be read or do not fit.
+    They come from the checkpoint (with `average`, from its moving average, if any). Tensors whose
+    names match `keep` retain the model's own values. Rank 0 reads the file, and prints whether it
+    uses the average; `alive` is called meanwhile. Raises CheckpointError on every rank if the
+    weights cannot be read or do not fit.
     """
     weights: dict[str, torch.Tensor] = {}
     problem = ""
@@ -193,7 +193,7 @@ def has_average(found: Any) -> bool:
 
 
 def weights_in(found: Any, path: Path, *, average: bool) -> dict[str, torch.Tensor]:
-    """Return the model's tensors by name in the content of `path`.
+    """Return the model's tensors, by name, from the content of `path`.
 
     With `average`, return their moving average instead, if there is one. The names are those of the
     plain model, as in this trainer's checkpoints. In other files, the parts added by
@@ -236,7 +236,7 @@ def _plain_name(name: str) -> str:
 
 
 def _choose_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that a checkpoint folder stands for, or any other path unchanged."""
+    """Return a checkpoint folder's best or newest checkpoint, or any other path unchanged."""
     if not path.is_dir() or path.resolve().suffix == dcp.SUFFIX:
         return path
     if (marked := best.find_marked(path)) is not None and not marked.exists():

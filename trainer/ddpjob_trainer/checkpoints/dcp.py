@@ -1,13 +1,13 @@
 """Format dcp: a checkpoint is a torch.distributed.checkpoint folder; each rank writes its shard.
 
-torch writes the files and an index that its own reader needs. The index is a pickle, which can do
-more than describe tensors, so this module does not read it. Instead, the manifest records where
-each tensor's values are (`manifest`), and reading copies these bytes. The folder has a temporary
-name until all shards are on disk. Reading does not need a group, and does not depend on the number
-of ranks that wrote.
+torch writes the files and an index that its own reader needs. The index is a pickle, which can run
+code, so this module does not read it. Instead, the manifest records where each tensor's values are
+(`manifest`), and reading copies these bytes. The folder has a temporary name until all shards are
+on disk. Reading does not need a group, and does not depend on the number of ranks that wrote the
+checkpoint.
 
-If each node has its own folder, it contains what the node's ranks have written, and the manifest of
-the whole checkpoint.
+If each node has its own folder, that folder contains the files that the node's ranks have written,
+and the manifest of the whole checkpoint.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def write(
     """Put a checkpoint in place atomically. Collective over `group` (None: a single process).
 
     `heads` gives, for each rank, the first rank that sees the same folder; None means that all
-    ranks share one. If one rank fails, all ranks raise: OSError, CheckpointError, or what
-    `may_write` raises. `may_write` is called only on these first ranks, before the first byte and
-    before the rename.
+    ranks share one folder. If one rank fails, all ranks raise OSError, CheckpointError, or the
+    error that `may_write` raised. `may_write` is called only on these first ranks, before the first
+    byte is written and before the rename.
 
-    Returns the names of the files that this rank has to copy: the files that it has written and, on
-    rank 0, the manifest.
+    Return the names of the files that this rank has to copy. These are the files that it has
+    written and, on rank 0, the manifest.
     """
     temporary = path.parent / f".{path.name}.{incarnation}.tmp"
     rank = 0 if group is None else dist.get_rank(group)
@@ -72,8 +72,8 @@ def write(
     try:
         begun = together(group, lambda: _begin(temporary, may_write) if rank == head else None)
         stored = _write_tensors(tensors, temporary, group)
-        # The structure comes from rank 0, because its numbers may differ between ranks, but all
-        # ranks must write the same manifest.
+        # The structure comes from rank 0. Numbers in it may differ between ranks, but all ranks
+        # must write the same manifest.
         mine = together(group, lambda: (_checksums(temporary, rank), stored, state if rank == 0 else None))
         files = [found for found, _, _ in mine]
         listed = {name: found.written() for name, found in _merge([found for _, found, _ in mine]).items()}
@@ -96,7 +96,7 @@ def write(
 def check(path: Path) -> Metadata:
     """Return a folder's metadata after reading and checking everything in it.
 
-    Raises OSError, or CheckpointError with what is wrong.
+    Raises OSError, or CheckpointError with the reason.
     """
     metadata = check_sizes(path)
     check_share(path, 0, 1)
@@ -106,7 +106,7 @@ def check(path: Path) -> Metadata:
 def check_sizes(path: Path) -> Metadata:
     """Return a folder's metadata after checking that its files exist with their listed sizes.
 
-    Raises OSError, or CheckpointError with what is wrong.
+    Raises OSError, or CheckpointError with the reason.
     """
     found = read_manifest(path)
     for name, file in found.files.items():
@@ -122,7 +122,7 @@ def check_sizes(path: Path) -> Metadata:
 def check_share(path: Path, rank: int, world: int) -> None:
     """Verify the checksums of this rank's share of the files. Shares have about equal sizes.
 
-    Raises OSError, or CheckpointError with what is wrong.
+    Raises OSError, or CheckpointError with the reason.
     """
     files = sorted(read_manifest(path).files.items(), key=lambda item: (-item[1].size, item[0]))
     for name, file in files[rank::world]:
@@ -173,10 +173,10 @@ def read(path: Path, layout: Layout | None = None, fetch: Fetch | None = None) -
     """Return the snapshot, on the CPU.
 
     If `layout` gives a DTensor for a tensor, the result contains this rank's shard in that layout;
-    other tensors are complete. `fetch` is called with the names of files before they are read and
-    makes sure that they exist, so that a rank whose folder lacks files gets only those that it
+    other tensors are complete. `fetch` is called with the names of files before they are read, and
+    makes sure that they exist. So a rank whose folder lacks files gets only the files that it
     reads. Raises CheckpointError if this node does not see the folder or its content does not match
-    its manifest, and the errors of `fetch`.
+    its manifest, and the errors that `fetch` raises.
     """
     if fetch is not None:
         fetch([MANIFEST])
@@ -243,7 +243,7 @@ class _Target:
     def fill(self, file: io.FileIO, chunk: TensorChunk) -> None:
         """Copy this part's values from an overlapping chunk.
 
-        Raises CheckpointError if the file is too short, OSError.
+        Raises OSError, and CheckpointError if the file is too short.
         """
         common = self._intersect(chunk)
         into = self.tensor[
@@ -267,8 +267,8 @@ class _Target:
 def together(group: Any, act: Any) -> list[Any]:
     """Return every rank's result of `act`, in rank order.
 
-    If it fails on one rank, that rank raises the error itself, and the other ranks raise an error
-    that names the rank.
+    If `act` fails on one rank, that rank raises the original error, and the other ranks raise an
+    error that names the rank.
     """
     own: Any = None
     error: Exception | None = None
@@ -316,7 +316,7 @@ def _begin(temporary: Path, may_write: Check) -> float:
 
 
 def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict[str, StoredTensor]:
-    """Write the files.
+    """Write this rank's files.
 
     Return this rank's own chunks of each tensor, by name.
     """
@@ -345,7 +345,7 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
                 raise _disk_error(error) or error from None
             return results
 
-    if group is None:  # With one process, this is intended.
+    if group is None:  # With a single process, this is intended.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
     # If some tensors are sharded, rank 0 writes the few tensors that all ranks have. If they were
     # spread over all files, each rank would have to fetch every file at a start. If no tensor is
@@ -421,7 +421,7 @@ class _FilePart(io.RawIOBase):
 
 
 def _merge(parts: list[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
-    """Return what all ranks have written, by name."""
+    """Return the tensors that all ranks have written, by name."""
     merged: dict[str, StoredTensor] = {}
     for name, stored in (item for part in parts for item in part.items()):
         chunks = (*merged[name].chunks, *stored.chunks) if name in merged else stored.chunks
@@ -444,8 +444,8 @@ def _checksums(temporary: Path, rank: int) -> dict[str, dict[str, Any]]:
 def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any], may_write: Check) -> None:
     """Check the folder, write the manifest, and rename the folder to its final name.
 
-    `parts` has each file's size and checksum by the rank that wrote it, for ranks that see this
-    folder.
+    `parts` has the size and checksum of each file, by the rank that wrote it, for the ranks that
+    see this folder.
     """
     for rank, files in parts.items():
         for name, entry in files.items():
@@ -461,7 +461,7 @@ def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any],
     read_manifest(temporary)
     sync_folder(temporary)
     may_write()
-    if path.exists():  # It is broken; otherwise training would have resumed from it.
+    if path.exists():  # This checkpoint is broken; otherwise, training would have resumed from it.
         path.rename(temporary.with_suffix(".old.tmp"))
     temporary.rename(path)
     sync_folder(path.parent)

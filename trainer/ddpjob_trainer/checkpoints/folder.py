@@ -1,4 +1,4 @@
-"""The checkpoint folder. Decides when to save, which ranks write, what to keep, where to resume."""
+"""The checkpoint folder: decides when to save, which ranks write, what to keep, where to resume."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ddpjob_trainer.lifecycle.signals import Due, SaverState
 _T = TypeVar("_T")
 _LARGE_BYTES = 2**18
 _SHARE = 0.01
-"""Share of the time that saves may cost, with checkpoint.every_seconds=auto."""
+"""Share of the time that saves may take with checkpoint.every_seconds=auto."""
 _LEAST_SECONDS, _MOST_SECONDS = 10.0, 300.0
 _ERROR_SECONDS, _LOST_PEER_SECONDS = 30.0, 2.0
 
@@ -64,11 +64,11 @@ class CheckpointFolder:
         self._heads: list[int] | None = None
         """The first rank that sees each rank's folder. None means that `shared` decides."""
         self._bucket = open_bucket(config) if config.url and (group.rank == 0 or self._parts) else None
-        # Every writing rank has the same checkpoint, so one copy is enough. If it is in parts, each
+        # Every writing rank has the same checkpoint, so one rank copies it. If it is in parts, each
         # rank copies its own part.
         self.copies = Copies(self._bucket, config) if self._bucket is not None and group.rank == 0 else None
         self.alive: Callable[[], None] = lambda: None
-        """Called repeatedly while the ranks wait for a disk or the bucket."""
+        """This is called repeatedly while the ranks wait for a disk or the bucket."""
         self._share: Share | None = None
         self._copied: Path | None = None
         """The multi-part checkpoint last offered to the bucket."""
@@ -83,9 +83,9 @@ class CheckpointFolder:
 
         `settings` are keys of the configuration's section `checkpoint`, such as every_steps=100,
         keep=5. By default, `dir`, `shared` and `url` come from the job's environment; outside a
-        job, `dir` is ./checkpoints. Raises ConfigError for a setting that is unknown, wrong, or
-        only for the built-in trainer (load, load_average, load_except), and the errors of `claim`.
-        All ranks must call this together.
+        job, `dir` is ./checkpoints. Raises ConfigError for a setting that is unknown, invalid, or
+        only for the built-in trainer (load, load_average, load_except). Also raises the errors of
+        `claim`. All ranks must call this together.
         """
         if unused := sorted({"load", "load_average", "load_except"} & set(settings)):
             raise ConfigError(
@@ -99,7 +99,7 @@ class CheckpointFolder:
 
     @property
     def incarnation(self) -> Claim:
-        """The claim of this incarnation, the same on all ranks."""
+        """This incarnation's claim, which is the same on all ranks."""
         return self._claim
 
     def claim(self, claim: Claim) -> None:
@@ -151,14 +151,14 @@ class CheckpointFolder:
 
     @property
     def _scattered(self) -> bool:
-        """Whether no rank sees all parts of a checkpoint, so that only the bucket has all of it."""
+        """Whether no rank sees all parts of a checkpoint, so that only the bucket has all parts."""
         several = bool(self._config.url) and self._group.world > 1
         return several and (any(self._heads) if self._heads else not self._config.shared)
 
     def _take_together(self) -> None:
-        """Make the folder this job's.
+        """Claim the folder for this job.
 
-        A former owner may be watched for longer than train.timeout_seconds, so the waiting ranks
+        It may take longer than train.timeout_seconds to watch a former owner, so the waiting ranks
         agree twice a second to keep waiting.
         """
         watching, taking = True, self._ownership.take() if self.writes else iter(())
@@ -202,13 +202,13 @@ class CheckpointFolder:
     def save(self, make: Callable[[], Snapshot], step: int) -> None:
         """Copy the result of `make`, and write it to disk in the background.
 
-        The result is a dict of tensors, numbers, text, and dicts, lists and tuples of these, with
-        the sampler's `state_dict()` under "sampler". Raises CheckpointError for anything else,
-        because a resume could not read it.
+        The result of `make` is a dict of tensors, numbers, text, and dicts, lists and tuples of
+        these. It has the sampler's `state_dict()` under "sampler". Raises CheckpointError for
+        anything else, because a resume could not read it.
 
-        This waits for any save in progress, and does nothing if the state after `step` steps is
-        already saved or being saved. `completed` and `finish` report success; `state` reports a
-        failure. All ranks must call this together.
+        This waits for any save in progress, and does nothing if the state after `step` steps has
+        already been saved. `completed` and `finish` report success; `state` reports a failure. All
+        ranks must call this together.
         """
         if step == self._saved_step:
             return
@@ -237,8 +237,8 @@ class CheckpointFolder:
         """Wait until every save is on disk, on every rank. All ranks must call this together.
 
         It also waits up to `seconds` for the last copy to checkpoint.url. None means
-        checkpoint.url_wait_seconds, and without checkpoint.shared the copy is then required. Raises
-        CheckpointError on all ranks if one rank failed.
+        checkpoint.url_wait_seconds; the copy is then required, unless checkpoint.shared is set.
+        Raises CheckpointError on all ranks if one rank failed.
         """
         began = time.monotonic()
         self._wait_for_the_disk()
@@ -286,11 +286,11 @@ class CheckpointFolder:
         self._wait_together(written)
 
     def _wait_together(self, done: Callable[[float], bool], seconds: float = math.inf) -> None:
-        """Wait until `done` returns true on every rank, for at most `seconds`.
+        """Wait up to `seconds` until `done` returns true on every rank.
 
         All ranks must call this together. `done` receives the number of seconds that it may wait.
-        The ranks agree twice a second. Otherwise a single rank could wait for longer than a
-        collective may take, and the others would end with an error.
+        The ranks agree twice a second. Otherwise, a single rank could wait for longer than a
+        collective may take, and the other ranks would fail.
         """
         until, states = time.monotonic() + seconds, [1]
         while any(states) and 2 not in states:
@@ -316,7 +316,7 @@ class CheckpointFolder:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Give a save in progress some time when training ends, possibly with an error.
 
-        Restarting peers wait for this process to end.
+        The time is limited, because restarting peers wait for this process to end.
         """
         self._writer.wait(_ERROR_SECONDS if isinstance(error, TrainerError) else _LOST_PEER_SECONDS)
 
@@ -339,7 +339,8 @@ class CheckpointFolder:
         self._staging.settle()
         entry, names = Entry(metadata.step, path, metadata.epoch), list[str]()
         try:
-            # All ranks must notice a lost claim together; otherwise they would wait for this one.
+            # All ranks must notice a lost claim together; otherwise, the others would wait for this
+            # one.
             if self._parts:
                 incarnation, group = self._claim.incarnation, self._parts_group
                 names = dcp.write(path, incarnation, taken, metadata, group, self._check_claim, self._heads)
@@ -347,7 +348,7 @@ class CheckpointFolder:
                 self._check_claim()  # A missing folder is not recreated.
                 torch_file.write(path, taken, metadata, self._check_claim)
         except OSError:
-            # A newer incarnation removes temporary files, which would explain the error.
+            # The error may be the result of a newer incarnation, which removes temporary files.
             self._check_claim()
             raise
         if self.writes:
@@ -427,8 +428,8 @@ class CheckpointFolder:
         Return None if there is no checkpoint of a later step than `newer_than`.
 
         `layout` determines for which tensors a rank needs only its shard (format dcp). A rank never
-        has a tensor in memory twice. A checkpoint that any rank cannot read is broken, and is named
-        in a warning. Raises CheckpointError on every rank if all are broken.
+        has a tensor in memory twice. A checkpoint that some rank cannot read counts as broken, and
+        is named in a warning. Raises CheckpointError on every rank if all checkpoints are broken.
         """
         step, path = self._newest_here()
         if self._config.url:
@@ -490,9 +491,9 @@ class CheckpointFolder:
     def _newest_copy(self, step: int, layout: Layout | None) -> Snapshot | None:
         """Return the bucket's newest checkpoint, if it is in parts and newer than every rank's.
 
-        `step` is this rank's newest step. If the checkpoint is a file, put it into rank 0's folder,
-        and return None. Raises CheckpointError on all ranks if the bucket cannot be read, because
-        training must not start from scratch if the bucket holds the only checkpoints.
+        `step` is this rank's newest step. If the checkpoint is a file, this puts it into rank 0's
+        folder and returns None. Raises CheckpointError on all ranks if the bucket cannot be read,
+        because training must not start from scratch if the bucket holds the only checkpoints.
         """
         newest = max(self._group.gather(step))
         while True:
@@ -521,10 +522,11 @@ class CheckpointFolder:
                 self.copies.cannot_be_read(offered, problem)
 
     def _read_copy(self, offered: Offered, layout: Layout | None) -> tuple[Snapshot | None, str]:
-        """Read a multi-part checkpoint from the bucket. Each rank fetches what it reads.
+        """Read a multi-part checkpoint from the bucket. Each rank fetches only files that it reads.
 
-        All ranks must call this together. Returns (snapshot, ""), or (None, the first rank's
-        problem). Raises CheckpointError on all ranks if the bucket or a disk is to blame.
+        All ranks must call this together. Return (snapshot, ""), or (None, the problem of the first
+        rank that has one). Raises CheckpointError on all ranks if the bucket or a disk is the
+        cause.
         """
         folder, step = self.path / offered.manifest.name, offered.entry.step
         snapshot: Snapshot | None = None
@@ -558,9 +560,9 @@ class CheckpointFolder:
     def _is_kept(self, step: int, path: Path | None) -> bool:
         """Return whether the state after `step` steps need not be saved again.
 
-        That is the case if the bucket has the state, or if this rank's file of it, `path`, will be
-        uploaded. A file that is only on another node's disk does not count, because it is not
-        uploaded from there.
+        That is the case if the bucket has the state, or if this rank's file of the state, `path`,
+        will be uploaded. A file that is only on another node's disk does not count, because it will
+        not be uploaded from there.
         """
         kept = True
         if self.copies is not None:
@@ -608,8 +610,8 @@ class CheckpointFolder:
     def _read_parts(self, path: Path, layout: Layout | None) -> tuple[Snapshot | None, str]:
         """Return (this rank's data, read from the folder itself; why any rank cannot read).
 
-        All ranks must call this together. Raises CheckpointError on all ranks if one rank does not
-        see the folder, because then the checkpoint is not to blame.
+        All ranks must call this together. If one rank does not see the folder, the checkpoint is
+        not the cause, so CheckpointError is raised on all ranks.
         """
         seen = self._group.gather(self._in_thread(partial(os.path.exists, path)).result())
         if not all(seen):

@@ -30,11 +30,11 @@ class CheckpointIndex:
         return self._path / f"step-{step:09d}{dcp.SUFFIX if in_parts else torch_file.SUFFIX}"
 
     def newest_whole(self, *, in_parts: bool = True) -> tuple[int, Path | None]:
-        """Return (step, path) of the newest intact checkpoint. Without one, the step is NOTHING or
-        BROKEN.
+        """Return (step, path) of the newest intact checkpoint.
 
-        Warnings name broken checkpoints. If a checkpoint is a folder of parts, only names and sizes
-        are checked here. Without `in_parts`, such folders are skipped.
+        If there is none, the step is NOTHING or BROKEN. Warnings name broken checkpoints. If a
+        checkpoint is a folder of parts, only names and sizes are checked here. Without `in_parts`,
+        such folders are skipped.
         """
         found = [(step, path) for step, path in self._found() if in_parts or path.suffix != dcp.SUFFIX]
         for step, path in found:
@@ -53,7 +53,7 @@ class CheckpointIndex:
         return (BROKEN if found else NOTHING), None
 
     def broken(self, step: int, path: Path, problem: str) -> None:
-        """Record that a checkpoint cannot be resumed from, with a warning."""
+        """Print a warning, and record that a checkpoint cannot be resumed from."""
         self._known[path] = Entry(step, path, whole=False)
         text = f"warning: checkpoint {path} is {problem}; trying the next older one. Repair it, or move it away"
         print(text, file=sys.stderr, flush=True)
@@ -61,12 +61,12 @@ class CheckpointIndex:
     def entries(self) -> list[Entry]:
         """Return all checkpoints, newest first. Raises OSError.
 
-        Only the newest are fully checked, at a start; for older ones, the metadata is trusted.
+        At a start, only the newest ones are fully checked; for older ones, the metadata is trusted.
         """
         return [self._known.get(path) or self._read(step, path) for step, path in self._found()]
 
     def add(self, entry: Entry) -> None:
-        """Record that a complete checkpoint was put in place."""
+        """Record that a complete checkpoint has been put in place."""
         self._known[entry.path] = entry
 
     def replaced(self, path: Path) -> None:

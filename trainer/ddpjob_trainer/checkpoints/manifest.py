@@ -204,7 +204,7 @@ def _chunk(name: str, found: Any) -> TensorChunk:
 
 
 def _covers(stored: StoredTensor) -> bool:
-    """Return whether the chunks form a grid over the whole shape, as a tensor's shards do."""
+    """Return whether the chunks form a grid over the whole shape, like a tensor's shards."""
     shape, chunks = stored.shape, stored.chunks
     if 0 in shape:
         return not chunks
@@ -225,9 +225,10 @@ def _covers(stored: StoredTensor) -> bool:
 
 
 def encode(tree: Any, name: Callable[[Path, torch.Tensor], str], path: Path = ()) -> Any:
-    """Return the structure around tensors in its JSON form; `name` gives each tensor's name.
+    """Return the structure around the tensors of `tree`, in JSON form.
 
-    Raises CheckpointError for a value that this form cannot represent.
+    `name` returns a tensor's name. Raises CheckpointError for a value that this form cannot
+    represent.
     """
     if isinstance(tree, torch.Tensor):
         return {"tensor": name(path, tree)}
@@ -252,7 +253,10 @@ def _no_place(value: Any, path: Path, role: str) -> CheckpointError:
 
 
 def decode(found: Any, tensor: Callable[[Path, str], Any], path: Path = ()) -> Any:
-    """Return the structure that `encode` wrote; `tensor` gives the value for each tensor's name.
+    """Return the structure that `encode` has written.
+
+    `tensor` maps a tensor's path and name to its value.
+
 
     Raises CheckpointError.
     """

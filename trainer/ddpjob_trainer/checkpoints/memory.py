@@ -1,4 +1,4 @@
-"""The newest states of a training in the memory of its nodes (`ddpjob_pod.rank_snapshots`).
+"""The newest states of training in the memory of its nodes (`ddpjob_pod.rank_snapshots`).
 
 Checkpoints are still needed in case all nodes are lost. A start resumes from the source with the
 higher step.
@@ -22,7 +22,10 @@ from ddpjob_trainer.errors import CheckpointError
 
 
 class NodeMemory:
-    """One rank's access to its node's memory. It does nothing if the job does not provide any."""
+    """One rank's access to its node's memory.
+
+    It does nothing if the job does not keep states there.
+    """
 
     def __init__(self, group: Group, order: Order, layout: Layout, *, sharded: bool) -> None:
         job = JobEnvironment.read()
@@ -38,7 +41,7 @@ class NodeMemory:
             )
 
     def restore(self) -> Snapshot | None:
-        """Return the newest state in the memory of all nodes together, or None."""
+        """Return the newest state that the nodes together have in memory, or None."""
         if self._snapshots is None:
             return None
         found = self._snapshots.restore(self._rebuild)
@@ -47,9 +50,9 @@ class NodeMemory:
         return None if found is None else found.tree
 
     def begin(self, step: int, source: str) -> dict[str, Any]:
-        """Record the step from which training continues, and the source of its state.
+        """Record the step from which training continues, and return figures to report.
 
-        `source` is one of protocol.SOURCES. Returns figures to report.
+        `source` says where its state came from, as one of protocol.SOURCES.
         """
         if self._snapshots is None:
             return {}
@@ -57,9 +60,9 @@ class NodeMemory:
         return self._snapshots.news()
 
     def take(self, step: int, make: Callable[[], Snapshot]) -> dict[str, Any]:
-        """Record a step, and keep the state after it if one is due.
+        """Record a step, and keep the state after it if one is due. Return new figures to report.
 
-        All ranks must call this together after each step. Returns new figures to report, if any.
+        All ranks must call this together after each step.
         """
         if self._snapshots is None:
             return {}

@@ -28,8 +28,8 @@ def expendable(found: Collection[Entry], scores: dict[int, float], config: Check
     """Return the checkpoints to delete.
 
     The newest `keep` whole checkpoints, the best `keep_best`, and every `keep_every_epochs`th epoch
-    are kept. A broken checkpoint counts towards none of these, and is deleted if it is older than
-    all of the newest whole ones.
+    are kept. A broken checkpoint does not count towards these numbers, and is deleted if it is
+    older than all of the newest whole ones.
     """
     whole = sorted((entry for entry in found if entry.whole), reverse=True)
     newest = whole[: config.keep]
@@ -45,7 +45,10 @@ def expendable(found: Collection[Entry], scores: dict[int, float], config: Check
 
 
 def ranked(found: Collection[Entry], scores: dict[int, float], metric: Metric) -> list[Entry]:
-    """Return the evaluated checkpoints, best first; if equal, older first.
+    """Return the evaluated checkpoints, best first.
+
+    If scores are equal, the older checkpoint comes first.
+
 
     A score that is not finite ranks last.
     """

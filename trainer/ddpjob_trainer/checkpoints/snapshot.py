@@ -23,8 +23,8 @@ Snapshot = dict[str, Any]
 Path = tuple[str | int, ...]
 
 Layout = Callable[[Path, torch.Size], Any]
-"""Maps a tensor's place in a snapshot and its whole shape to a DTensor with the desired layout over
-the ranks, or to None if every rank has the whole tensor."""
+"""Returns a DTensor with a tensor's desired layout over the ranks, given the tensor's place in a
+snapshot and its whole shape; None if every rank has the whole tensor."""
 
 
 def map_tensors(tree: Any, change: Callable[[Path, torch.Tensor], Any], path: Path = ()) -> Any:
@@ -47,8 +47,8 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 def check(snapshot: Any) -> None:
     """Raise CheckpointError for a state that could be written but not resumed from.
 
-    Reading does not run code from a file (torch.load with weights_only). An object, even one of
-    numpy's, would therefore be refused only after the training that saved it has ended.
+    Reading does not run code from a file (torch.load with weights_only). Any other object, even
+    from numpy, would therefore be refused only later, by the run that resumes.
     """
     if not isinstance(snapshot, dict) or not isinstance(snapshot.get("sampler"), dict):
         raise CheckpointError(

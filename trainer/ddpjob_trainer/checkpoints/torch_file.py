@@ -79,7 +79,7 @@ class _Stream:
 def write(path: Path, snapshot: Snapshot, metadata: Metadata, before_rename: Check | None = None) -> None:
     """Put a checkpoint in place atomically.
 
-    Raises OSError, CheckpointError, and what `before_rename` raises.
+    Raises OSError, CheckpointError, and any error that `before_rename` raises.
     """
     with replacing(path, before_rename) as file:
         stream = _Stream(file)
@@ -111,7 +111,7 @@ def _read_back(path: Path) -> None:
 def check(content: bytes) -> Metadata:
     """Return the metadata from a whole file's content.
 
-    Raises CheckpointError with what is wrong.
+    Raises CheckpointError with the reason.
     """
     return _check(io.BytesIO(content))
 

@@ -43,9 +43,10 @@ class Writer:
         self.failure: CheckpointError | None = None
         """The failure of the last save; None if it is on disk."""
         self.ended = time.monotonic()
-        """time.monotonic() when the last save completed or failed."""
+        """The time.monotonic() at which the last save completed or failed."""
         self.cost = 0.0
-        """Seconds that the last save cost: training's pause, and the processor time of writing."""
+        """Cost of the last save in seconds: the pause in training, and the processor time for
+        writing."""
 
     @property
     def busy(self) -> bool:
@@ -56,7 +57,8 @@ class Writer:
     def fatal(self) -> CheckpointError | None:
         """The reason why training must end, if any.
 
-        It is either too many consecutive failures, or another incarnation's claim on the folder.
+        The reason is either too many consecutive failures, or another incarnation's claim on the
+        folder.
         """
         failure = self.failure
         return (
@@ -74,7 +76,7 @@ class Writer:
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until no save is in progress, at most `seconds`. `failure` has the outcome."""
+        """Wait up to `seconds` until no save is in progress. `failure` then has the outcome."""
         if self._thread is not None:
             self._thread.join(seconds)
 

@@ -3,12 +3,12 @@ once.
 
 In the final history, the last execution of each global step counts. It must take every sample of
 each epoch exactly once, and an incarnation may repeat steps only back to the newest checkpoint that
-was saved before it began. Steps that did not change any weight, and images that could not be read,
-are shown.
+was saved before it began. It also shows steps that did not change any weight, and images that could
+not be read.
 
 With repeated augmentation (data.repeats), an epoch of n samples takes n versions, each exactly
-once. These are all versions of n / repeats samples (rounded up), except some of the last sample's.
-The epoch determines the samples.
+once. These are all versions of n / repeats samples (rounded up), except for some versions of the
+last sample. The epoch determines the samples.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def _help() -> int:
 def _printed(command: Callable[[], int]) -> int:
     """Run a command and return its exit code.
 
-    If the reader of its output is gone, return the exit code that a shell shows for SIGPIPE.
+    If the output's reader is gone, return the exit code that a shell would show for SIGPIPE.
     """
     try:
         code = command()

@@ -1,6 +1,6 @@
 """`python -m ddpjob_trainer evaluate CHECKPOINT [key=value ...]` tests a checkpoint.
 
-It gives the result on the test set, on any number of ranks.
+It evaluates on the test set, with any number of ranks.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def main(arguments: list[str]) -> int:
 def _read(path: Path, group: Group) -> dict[str, Any]:
     """Return `{"model": {name: tensor}, "config": {key: value}, "step": number}` on every rank.
 
-    Rank 0 reads. If there is a moving average of the weights (optim.ema_decay), it replaces them,
-    as in evaluations during training. Raises CheckpointError on all ranks.
+    Rank 0 reads the file. A moving average (optim.ema_decay), if there is one, replaces the
+    weights, as in evaluations during training. Raises CheckpointError on all ranks.
     """
     sent: dict[str, Any] = {}
     reading = done_in_thread(group, "weights", lambda: compatibility.read_whole(path) if group.rank == 0 else {})

@@ -3,7 +3,7 @@ val/CLASS) into tar shards.
 
 The assignment of images to shards is decided before the first byte is written, and each shard is
 written under a temporary name and renamed. An interrupted run therefore continues where it stopped,
-and an existing shard is complete.
+and any existing shard is complete.
 """
 
 from __future__ import annotations

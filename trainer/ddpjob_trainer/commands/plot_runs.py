@@ -24,9 +24,9 @@ _TRAIN, _TEST, _SPEED, _RANKS, _RESTART = BLUE, "#ea580c", "#0d9488", "#7c3aed",
 _OF_RUNS = [_TRAIN, _TEST, _SPEED, _RANKS, _RESTART, "#ca8a04", "#db2777", "#475569", "#65a30d", "#0891b2"]
 _RESTARTS_NAMED = 12
 _APART = 0.03
-"""Minimum distance of two named restarts, as a share of the axis. Closer names would overlap."""
+"""Minimum distance between named restarts, as a share of the axis. Closer names would overlap."""
 _LOG_FROM = 20
-"""The loss has a logarithmic scale from this ratio of the largest to the smallest."""
+"""The loss has a logarithmic scale if its largest value is this many times the smallest."""
 
 Where = Callable[[dict[str, Any]], float]
 """Returns a row's position on the horizontal axis."""
@@ -35,9 +35,9 @@ Where = Callable[[dict[str, Any]], float]
 def draw(histories: list[History], target: Path, by: str = "time") -> None:
     """Draw four panels over one axis of time, steps or epochs.
 
-    No line crosses a restart, because nothing was measured in between.
+    Lines are interrupted at restarts, because nothing was measured in between.
 
-    The file name decides the format (PNG, SVG, PDF). Raises TrainerError if the file cannot be
+    The file name determines the format (PNG, SVG, PDF). Raises TrainerError if the file cannot be
     written.
     """
     use_style()
@@ -117,7 +117,7 @@ def _dress(panels: list[Axes], histories: list[History]) -> None:
         panels[0].set_ylabel("loss (log scale)")
         panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         panels[0].yaxis.set_minor_formatter(NullFormatter())
-    # Above the panel, where it covers neither a curve nor the name of a restart.
+    # The legend is above the panel, where it does not cover curves or the names of restarts.
     columns = 2 if len(histories) > 1 else 4
     panels[0].legend(
         frameon=False, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2, ncols=columns, fontsize=9
@@ -144,7 +144,7 @@ def _has(row: dict[str, Any], name: str) -> bool:
 
 
 def _line(panel: Axes, rows: list[dict[str, Any]], where: Where, values: list[float], **style: Any) -> None:
-    """Draw one stretch; a single point has no line, so it is marked."""
+    """Draw one section of a curve. A single point is marked, because it has no line."""
     if len(rows) == 1:
         style = {**style, "marker": "o", "markersize": 3}
     panel.plot([where(row) for row in rows], values, **style)
@@ -167,7 +167,7 @@ def _loss(panel: Axes, history: History, where: Where, colours: tuple[str, ...],
         panel.plot([], [], color=colours[0], label=label)
     label = "test loss"
     for evaluated in history.evaluated if alone else ():
-        rows = [row for row in evaluated if _has(row, "loss")]  # A user's own script may not report one.
+        rows = [row for row in evaluated if _has(row, "loss")]  # A user's own script may not report a loss.
         if rows:
             _marked(panel, rows, where, [row["loss"] for row in rows], colours[1], label)
             label = None

@@ -23,9 +23,9 @@ _HEAD = ("checkpoint", "step", "epoch", "ranks", "saved", "size", "state")
 
 
 def main(arguments: list[str]) -> int:
-    """Print a table and, for a single checkpoint, its settings and tensors.
+    """Print a table and, for a single checkpoint, its settings and tensors. Return the exit code.
 
-    Returns 1 if a checkpoint is broken. Raises TrainerError.
+    The exit code is 1 if a checkpoint is broken. Raises TrainerError.
     """
     if wants_help(arguments):
         print(__doc__)
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
             content = list(_content(snapshot))
         except FileNotFoundError as error:
             if not os.path.lexists(one):
-                continue  # A running training has just deleted the checkpoint.
+                continue  # A training in progress has just deleted the checkpoint.
             row = _broken(one, f"not readable: {error.filename or one}: {error.strerror}")
         except CheckpointError as error:
             row = _broken(one, str(error))
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _row(path: Path, *, best: bool) -> tuple[Snapshot, tuple[str, ...]]:
-    """Return (a checkpoint's content, its row) after checking all of it.
+    """Check all of a checkpoint, and return (its content, its row in the table).
 
     The tensors may not have values.
     """
@@ -116,7 +116,7 @@ def _content(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _printable(text: str) -> str:
-    """Replace characters that a terminal would interpret, because checkpoints may contain any."""
+    """Replace characters that a terminal would interpret. A checkpoint may contain any text."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

@@ -28,8 +28,8 @@ from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE
 
 USAGE = "--spawn N [--init METHOD] [--nodes K --node-rank R]"
 _FAREWELL_SECONDS = 2.0
-"""Seconds for ranks to end by themselves after a rank has failed. With gloo, they fail at once with
-a message; with NCCL, they hang.
+"""How long ranks have to end by themselves after a rank has failed, in seconds. With gloo, they
+fail at once with a message; with NCCL, they hang.
 """
 
 
@@ -79,10 +79,10 @@ def read(arguments: list[str]) -> tuple[Launch, list[str]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the ranks to their end.
+    """Run the ranks to their end, and return the exit code.
 
-    Returns 0 if all succeeded, 75 if a signal stopped them and they saved, otherwise the exit code
-    of the rank that failed first. Raises ConfigError, RendezvousError.
+    It is 0 if all succeeded, 75 if a signal stopped them and they saved, otherwise the exit code of
+    the rank that failed first. Raises ConfigError, RendezvousError.
     """
     from ddpjob_trainer.commands.dispatch import COMMANDS
     from ddpjob_trainer.config.command_line import read_settings
@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
 class Ranks:
     """The processes of this node's ranks.
 
-    Each leads its own process group, so that its children are not left behind.
+    Each rank leads its own process group, so that its children are not left behind.
     """
 
     def __init__(self, launch: Launch, arguments: list[str], folder: Path) -> None:
@@ -121,7 +121,7 @@ class Ranks:
             self._signal(signal.SIGTERM)  # The signal arrived while ranks were being started.
 
     def run(self) -> int:
-        """Wait for all ranks, and end all if one fails. Returns the exit code."""
+        """Wait for all ranks, and end all if one fails. Return the exit code."""
         codes: dict[int, int] = {}
         try:
             while self._alive:
@@ -174,13 +174,13 @@ class Ranks:
         return 128 + self._stopped_by if self._stopped_by and any(codes.values()) else 0
 
     def _report_cause(self) -> int:
-        """Print the error of the first rank that failed, because later ranks fail as a consequence.
+        """Print the error of the first rank that failed, and return its exit code (1 for a signal).
 
-        Return its exit code; 1 for a signal.
+        Ranks that failed later did so as a consequence.
         """
         reported = [json.loads(path.read_text()) for path in self._folder.glob("rank-*.json")]
         silent = [(rank, code) for rank, code in self._blamed if rank not in {entry["rank"] for entry in reported}]
-        if silent:  # That rank had no time to report, so the others' errors are consequences.
+        if silent:  # That rank did not have time to report, so the other ranks' errors are consequences.
             rank, code = silent[0]
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             hint = "; the kernel kills processes when memory is short (see dmesg)" if code == -signal.SIGKILL else ""
@@ -216,7 +216,7 @@ def _rank(local_rank: int, launch: Launch, arguments: list[str], launcher: int, 
 def _end_group(process: Any) -> None:
     """Kill the remaining processes of a rank, including its children, and reap the rank.
 
-    Until then, its process id cannot be reused.
+    Its process id cannot be reused before it is reaped.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

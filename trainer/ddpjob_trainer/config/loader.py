@@ -1,7 +1,7 @@
 """Typed configuration from dataclasses, read from YAML files, arguments and environment variables.
 
-A section is a frozen dataclass; the docstring below a field is its help text. Precedence: argument,
-file, environment, default.
+A section is a frozen dataclass, in which the string below a field is its help text. Precedence:
+argument, file, environment, default.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def flatten(tree: Mapping[str, Any], source: str, prefix: str = "") -> dict[str,
 class _EachKeyOnce(yaml.SafeLoader):
     """A YAML loader that refuses duplicate keys.
 
-    YAML forbids them, but PyYAML would use the last value.
+    YAML forbids duplicate keys, but PyYAML would use the last value.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -224,7 +224,7 @@ class FieldInfo:
     def doc(self) -> str:
         """The string below the field in the source.
 
-        The source is parsed on demand, so that ranks start without this work.
+        The source is parsed on demand, so that ranks do not spend time on it at startup.
         """
         return _docs(self.section).get(self.key.rpartition(".")[2], "")
 
@@ -340,7 +340,7 @@ def _scalar(value: Any, kind: Any) -> Any:
         # Shells do not expand ~ in key=~/folder, nor do YAML and Kubernetes.
         if kind is Path:
             return Path(value).expanduser()
-        # Reject NaN, which compares false with every limit and would pass all checks.
+        # Reject NaN, because it compares false with every limit, so it would pass all checks.
         if kind is float:
             return None if math.isnan(found := float(value)) else found
         return kind(str(value)) if issubclass(kind, enum.Enum) else kind(value)

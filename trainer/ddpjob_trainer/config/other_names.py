@@ -1,4 +1,4 @@
-"""Names that other trainers and PyTorch tutorials use for our keys, with a remark for each."""
+"""Names that other trainers and PyTorch tutorials use for our keys, each with a remark."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ class CropAndFlip:
     def __call__(self, numbers: torch.Tensor, epoch: int) -> torch.Tensor:
         """Return images with this epoch's augmentation: (n, channels, height, width) uint8.
 
-        `numbers` (n,) are int64 on the set's device. A number beyond the set's size means another
-        version of image `number % size`.
+        `numbers` (n,) are int64 on the set's device. A number beyond the set's size stands for
+        another version of image `number % size`.
         """
         if epoch != self._epoch:
             self._draw(epoch)
@@ -48,7 +48,7 @@ class CropAndFlip:
         return torch.where(self._mirrored[numbers], crops.flip(-1), crops) if self._flip else crops
 
     def _draw(self, epoch: int) -> None:
-        """Draw for the whole set on its device, so that steps do not transfer data or wait."""
+        """Draw for the whole set on its device, so that steps need no transfers or waits."""
         draws = uniform_for_all(self._seed, epoch, self._versions, 3, self._crops.device)
         self._top, self._left = ((draws[:, i] * self._shifts).long() for i in (0, 1))
         self._mirrored = (draws[:, 2] < 0.5).view(-1, 1, 1, 1)
@@ -56,7 +56,7 @@ class CropAndFlip:
 
 
 class RandAugment:
-    """torchvision's RandAugment or TrivialAugment; (seed, epoch, sample) determines the choices."""
+    """torchvision's RandAugment or TrivialAugment. Choices depend on (seed, epoch, sample)."""
 
     def __init__(self, operations: int, magnitude: int) -> None:
         """Use TrivialAugment if `operations` is 0."""
@@ -98,8 +98,9 @@ class RandAugment:
 
 
 class RandomErasing:
-    """torchvision's RandomErasing for normalized images; (seed, epoch, sample) determines
-    choices.
+    """torchvision's RandomErasing for normalized images.
+
+    The choices depend on (seed, epoch, sample).
     """
 
     _SCALE, _RATIO = (0.02, 0.33), (0.3, 3.3)
@@ -112,7 +113,7 @@ class RandomErasing:
     def __call__(self, images: torch.Tensor, numbers: list[int], epoch: int) -> torch.Tensor:
         """Set a rectangle of some images to 0, the mean colour, in place.
 
-        `images` are those of the samples `numbers`, (n, channels, height, width).
+        `images` (n, channels, height, width) belong to the samples `numbers`.
         """
         chosen = uniform(derive(self._seed, _ERASING), epoch, np.array(numbers, dtype=np.int64), 1)[:, 0]
         with torch.random.fork_rng(devices=[]):
@@ -138,7 +139,7 @@ class Cutout:
     def __call__(self, images: torch.Tensor, numbers: list[int], epoch: int) -> torch.Tensor:
         """Set a square of the images to 0, in place.
 
-        `images` are those of the samples `numbers`, (n, channels, height, width).
+        `images` (n, channels, height, width) belong to the samples `numbers`.
         """
         draws = torch.from_numpy(uniform(derive(self._seed, _CUTOUT), epoch, np.array(numbers, dtype=np.int64), 2))
         inside = []

@@ -13,7 +13,7 @@ from ddpjob_trainer.errors import ConfigError, DataError
 
 
 def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet:
-    """Return the data set that `config` names, with batches on `device` (default: the CPU).
+    """Return the data set named by `config`, with batches on `device` (default: the CPU).
 
     Raises a DataError that names the path and the remedy, and ConfigError for invalid values.
     """

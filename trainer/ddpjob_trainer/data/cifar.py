@@ -122,7 +122,7 @@ def _augmentation(config: DataConfig, images: torch.Tensor) -> Augment:
 
 
 def _find(root: Path | None, layout: _Layout) -> tuple[Path, bool] | None:
-    """Return (folder, whether it is the binary one) of the first folder with a training file."""
+    """Return (the first folder with a training file, whether it has the binary version)."""
     if root is None:
         return None
     for folder in (root / layout.python_folder, root / layout.binary_folder, root):
@@ -181,7 +181,8 @@ def _read_pickles(folder: Path, names: tuple[str, ...], layout: _Layout) -> Part
 def _content(path: Path) -> bytes:
     """Return the bytes of an archive's file.
 
-    Raises DataError if the file is larger than any valid one, because it would fill the memory.
+    Raises DataError if the file is larger than any valid one, because such a file would fill the
+    memory.
     """
     size = path.stat().st_size
     if size > MOST_BYTES:

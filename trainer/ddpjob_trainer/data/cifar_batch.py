@@ -15,8 +15,8 @@ writes become descriptions of an array:
     REDUCE  _codecs.encode(text, "latin1")                -> bytes, as Python 3 writes them in protocol 2
 
 Contents are converted or copied only at the end, and only in the two fields that are read, because
-a memory bomb would repeat such a call. The memory used is bounded by the file's size and its number
-of opcodes.
+a memory bomb would repeat such a call. Memory use is bounded by the file's size and its number of
+opcodes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_BYTES = 320 << 20
 3 wrote it in protocol 2.
 """
 MOST_OPCODES = 2_000_000
-"""Maximum number of opcodes in a batch; that batch has about 300,000."""
+"""Maximum number of opcodes in a batch; the largest batch has about 300,000."""
 
 _DTYPES = {"u1": "|", "i8": "<"}
 """numpy's name for an element's type, and its byte order."""
@@ -61,7 +61,10 @@ class _Dtype:
 
 @dataclass
 class _Array:
-    """An array; BUILD fills in its layout. `content` has one character or byte per byte."""
+    """An array; BUILD fills in its layout.
+
+    `content` has one character or byte per byte of the array.
+    """
 
     shape: tuple[int, ...] | None = None
     dtype: _Dtype = _Dtype("u1")

@@ -1,4 +1,4 @@
-"""Names the first undecodable images, counts all, and ends the run if there are too many."""
+"""Reports the first undecodable images, counts all, and ends the run if there are too many."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NAMED = 5
 
 
 class Warnings:
-    """Names a process's first few unreadable images; later ones are only counted."""
+    """Reports a process's first few unreadable images by name; later ones are only counted."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -56,12 +56,12 @@ class CorruptCount:
         return self._possible
 
     def take(self) -> int:
-        """Return how many unreadable images this rank found in this step, and reset that count."""
+        """Return how many unreadable images this rank found in this step, and reset the count."""
         met, self._met = self._met, 0
         return met
 
     def add(self, step: int) -> int:
-        """Count `step` unreadable images of a step over all ranks, and return their number.
+        """Add a step's number of unreadable images on all ranks, `step`, and return it.
 
         Raises DataError if their share of the training set exceeds data.corrupt_limit.
         """
@@ -78,8 +78,7 @@ class CorruptCount:
 def check_test_images(unreadable: int, size: int, config: DataConfig) -> None:
     """Raise DataError if all test images, or more than data.corrupt_limit allows, were unreadable.
 
-    A result on the remaining images would belong to a different test set, but could count as the
-    best.
+    A result on the remaining images would be for a different test set, but could count as the best.
     """
     if unreadable > config.corrupt_limit * size or unreadable == size:
         raise DataError(

@@ -1,8 +1,8 @@
 """data.decoder=dali: NVIDIA DALI decodes training images, on a GPU if there is one.
 
-The crops are the same as the workers' crops. Workers always decode test images, and also every
-batch that DALI cannot decode, because they report which image is broken. decoders.image_slice
-decodes only the crop: https://docs.nvidia.com/deeplearning/dali.
+The crops are the same as in the workers. Workers always decode test images, and every batch that
+DALI cannot decode, because they report which image is broken. decoders.image_slice decodes only the
+crop: https://docs.nvidia.com/deeplearning/dali.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Crop = tuple[tuple[int, int], tuple[int, int], int]
 
 
 class DaliDecoder:
-    """Decodes two batches ahead in this process's threads while a third one is trained on."""
+    """Decodes two batches ahead, in this process's threads, while training uses a third one."""
 
     def __init__(
         self,

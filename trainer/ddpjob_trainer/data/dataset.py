@@ -52,7 +52,7 @@ class Batch:
 
 
 class MicroBatches(Protocol):
-    """This rank's micro-batches in one step, whose data are loaded on demand."""
+    """This rank's micro-batches in one step. Their data are loaded on demand."""
 
     def __len__(self) -> int:
         """Return the number of micro-batches."""
@@ -106,7 +106,7 @@ class DataSet(Protocol):
         """
 
     def train_batches(self, parts: Iterable[list[int]], epoch: int) -> Iterator[Batch]:
-        """Yield the same batches for a single epoch."""
+        """Yield the batches of `train_stream` for a single epoch."""
         return self.train_stream((epoch, part) for part in parts)
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
@@ -115,7 +115,7 @@ class DataSet(Protocol):
     def fingerprint(self) -> int:
         """Return a hash of the data.
 
-        Two data sets have the same hash if each sample number means the same image and label.
+        Two data sets have the same hash if each sample number stands for the same image and label.
         """
 
 
@@ -132,7 +132,7 @@ def fingerprint(*parts: bytes | np.ndarray[tuple[int, ...], np.dtype[np.generic]
 def existing_folder(config: DataConfig, remedy: str) -> Path:
     """Return `data.dir`, which must be a folder that is not empty.
 
-    Raises DataError with the remedy.
+    Raises DataError, with the remedy, if it is not.
     """
     if config.dir is None:
         raise DataError(f"data.name={config.name} needs data.dir (or DDPJOB_DATA_DIR): {remedy}")

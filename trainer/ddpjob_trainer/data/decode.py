@@ -18,8 +18,8 @@ import torch
 
 _JPEG = b"\xff\xd8\xff"
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""The content selects the decoder, not the file name. Pillow supports many more formats, but its
-EPS decoder runs Ghostscript."""
+"""The decoder is selected by the content, not the file name. Pillow supports many more formats, but
+its EPS decoder runs Ghostscript."""
 MOST_PIXELS = 178_956_970
 """Pillow's own limit. The file declares the size, and decoding takes up to 18 bytes per pixel."""
 MOST_BYTES = 6 * MOST_PIXELS
@@ -106,7 +106,7 @@ def _resize(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
 def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None) -> tuple[torch.Tensor, Box]:
     """Return pixels (3, height, width), and the chosen box in them.
 
-    The pixels may be at reduced size if only a crop of `size` is needed.
+    The pixels may be at a reduced size if only a crop of `size` is needed.
     """
     if content[:3] == _JPEG:
         import simplejpeg
@@ -120,7 +120,7 @@ def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None)
                 scale = _scale(box, size)
                 pixels = simplejpeg.decode_jpeg(content, min_height=-(-height // scale), min_width=-(-width // scale))
                 return _planes(pixels), _scale_box(box, pixels.shape[0] / height, pixels.shape[1] / width)
-        except ValueError:  # libjpeg's warnings raise too. Pillow distinguishes them from broken files.
+        except ValueError:  # libjpeg's warnings raise it too. Pillow distinguishes them from broken files.
             pass
     pixels = _decode_with_pillow(content)
     return _planes(pixels), choose(*pixels.shape[:2])
@@ -143,8 +143,8 @@ def _scale_box(box: Box, down: float, across: float) -> Box:
 
 def _decode_with_pillow(content: bytes) -> npt.NDArray[np.uint8]:
     with _open_image(content) as image:
-        sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")  # Scaled to 65535.
-        # Pillow's conversion would clip these values at 255, making the image white.
+        sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")  # Maximum: 65535.
+        # Pillow's conversion would clip such values at 255, making the image white.
         if sixteen:
             grey = (np.asarray(image) >> 8).astype(np.uint8)
             return np.broadcast_to(grey[..., None], (*grey.shape, 3)).copy()

@@ -28,7 +28,7 @@ class Folder:
     """The images in all class folders, in the order of the folders' names. Raises DataError."""
 
     def __init__(self, root: Path, kept_in: Path | None = None) -> None:
-        """`kept_in` is explained in `listing`."""
+        """List the folder; see `listing` for `kept_in`."""
         if not root.is_dir():
             raise DataError(f"data folder {root} does not exist (data.dir): {_REMEDY}")
         found = listing(root, kept_in)
@@ -47,7 +47,7 @@ class Folder:
         return os.fsdecode(self._paths[number])
 
     def identity(self) -> npt.NDArray[np.uint8]:
-        """Return the paths below the root, each padded to the longest."""
+        """Return the paths below the root, each padded to the length of the longest."""
         return self._paths.view(np.uint8).reshape(len(self._paths), -1)[:, len(self._root) + 1 :]
 
     def read(self, numbers: list[int]) -> list[bytes | OSError]:

@@ -45,7 +45,7 @@ class Encoded(Protocol):
         """Return the images' bytes, or an OSError in place of each image that cannot be read."""
 
     def identity(self) -> npt.NDArray[np.uint8]:
-        """Return which image has which number, independent of where the files are."""
+        """Return an array that shows which image has which number, wherever the files are."""
 
 
 class ImageData(DataSet):
@@ -53,7 +53,7 @@ class ImageData(DataSet):
 
     Training images get a random resized crop, a flip and, if configured, RandAugment. Test images
     are cropped to their center. An image that cannot be decoded is replaced with a copy of another
-    image in its batch, and gets the label UNREADABLE, and thus weight zero.
+    image in its batch. It gets the label UNREADABLE, and thus weight zero.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ def _samples(source: Encoded, numbers: list[int]) -> list[int]:
 def _refuse_machine(error: OSError, name: str) -> None:
     """Raise DataError for an error of the machine.
 
-    Skipping the images that fail during such an error would mean training on different data.
+    If images that fail during such an error were skipped, training would use different data.
     """
     if error.errno in _FILES:
         raise DataError(

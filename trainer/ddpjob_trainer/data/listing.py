@@ -27,8 +27,8 @@ _ENCRYPTED = 1
 """Flag bit of an encrypted zip member; zipfile would ask for its password."""
 _MOST_ARRAYS = 16
 _SETTLED_NS = 2_000_000_000
-"""Nanoseconds. If a folder changed less than this before it was listed, it may change again without
-a new modification time."""
+"""If a folder changed less than this many nanoseconds before it was listed, it may change again
+without a new modification time."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Listing:
     """Folders and their images, in the order of classes and paths relative to the root.
 
     The first of `folders` is the root itself. `changed` has their modification and change times in
-    ns, (n, 2); both are needed because tar resets the former. `owner` is each folder's class, -1
-    for the root. `counts` is how many of `names` are in each folder.
+    ns, (n, 2); both are needed because tar resets the former. `owner` is each folder's class, with
+    -1 for the root. `counts` is how many of `names` are in each folder.
     """
 
     folders: npt.NDArray[np.bytes_]
@@ -72,8 +72,8 @@ def user_cache() -> Path:
 def listing(root: Path, kept_in: Path | None) -> Listing:
     """Return the images below `root`, from an earlier start's listing if no folder has changed.
 
-    The listing is kept in `kept_in` (None: the user's cache). If that is not writable, each start
-    lists again. Raises OSError.
+    The listing is kept in `kept_in` (None: the user's cache). If that folder is not writable, each
+    start lists the images again. Raises OSError.
     """
     try:
         kept_in = kept_in or user_cache()
@@ -86,7 +86,7 @@ def listing(root: Path, kept_in: Path | None) -> Listing:
         if (kept := _read_kept(path, root)) is not None:
             return kept
         try:
-            # A node's ranks arrive together, and one of them creates the listing.
+            # A node's ranks arrive at the same time, and one of them creates the listing.
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
             return _walk(root)
@@ -104,7 +104,7 @@ def listing(root: Path, kept_in: Path | None) -> Listing:
 def _walk(root: Path) -> Listing:
     """List the folder.
 
-    Each folder's times are read before its names, so that the next start notices a change in
+    A folder's times are read before its names, so that the next start notices a change made in
     between.
     """
     rows: list[tuple[int, str, tuple[int, int], list[bytes]]] = [(-1, "", _times_of(root), [])]
@@ -157,9 +157,9 @@ def _read_kept(path: Path, root: Path) -> Listing | None:
 def read_arrays(file: IO[bytes]) -> dict[str, npt.NDArray[Any]]:
     """Return copies of the number and text arrays in a numpy.savez file.
 
-    numpy.load is not safe here: it would unpack a thousand times the file's size, or allocate what
-    an array's header claims before looking for the content. Raises ValueError, KeyError, EOFError,
-    NotImplementedError, zipfile.BadZipFile.
+    numpy.load is not safe here. It would unpack a thousand times the file's size, or allocate the
+    size that an array's header claims before looking for the content. Raises ValueError, KeyError,
+    EOFError, NotImplementedError, zipfile.BadZipFile.
     """
     with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()
@@ -188,4 +188,4 @@ def _keep(path: Path, found: Listing) -> None:
         with replacing(path) as file:
             np.savez(file, **{name: getattr(found, name) for name in Listing.__dataclass_fields__})
     except OSError:
-        pass  # The next start lists again.
+        pass  # The next start lists the images again.

@@ -1,9 +1,9 @@
 """Mixup and CutMix, which mix images of a micro-batch in pairs, together with their labels.
 
 The micro-batch's key determines lambda, the rectangle and the choice between the two methods, and
-the position in the micro-batch determines the partner, so all are the same on any number of ranks.
-As in torchvision.transforms.v2.MixUp and CutMix, an image's partner is the previous image, and the
-first image's partner is the last.
+the position in the micro-batch determines the partner, so all of these are the same on any number
+of ranks. As in torchvision.transforms.v2.MixUp and CutMix, an image's partner is the previous
+image, and the first image's partner is the last.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def mix_micro(config: DataConfig, batch: Batch, micro: Micro, classes: int) -> B
 
 
 def mix(config: DataConfig, batch: Batch, key: int, classes: int) -> Batch:
-    """Return the batch with mixed images and labels (n, classes), unchanged if mixing is off.
+    """Return the batch with mixed images and labels (n, classes); unchanged if mixing is off.
 
     The labels are shares of classes. An unreadable image is not mixed: its shares are 0, and its
     partner stays unmixed too.

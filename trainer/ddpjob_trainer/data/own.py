@@ -25,8 +25,8 @@ from ddpjob_trainer.errors import ConfigError, DataError
 from ddpjob_trainer.own_functions import load_function
 
 _LOOKED_AT = 32
-"""Number of samples per set whose content is in a Dataset's fingerprint. For tensors, it covers a
-thousand samples and all targets."""
+"""Number of samples per set whose content is in a Dataset's fingerprint. For tensors, the
+fingerprint covers a thousand samples and all targets."""
 _TENSORS_LOOKED_AT = 1024
 _TEST = 0x74657374
 _SETS = ("train", "test")
@@ -50,7 +50,10 @@ class OwnData(DataSet):
     """
 
     def __init__(self, config: DataConfig, device: torch.device) -> None:
-        """Raises a ConfigError or DataError with what the function returned, and the remedy."""
+        """Call the function.
+
+        Raises ConfigError or DataError, with the returned value and the remedy.
+        """
         if config.workers < 0:
             raise ConfigError(f"data.workers={config.workers}: must be at least 0")
         if config.randaugment_ops or config.trivialaugment:
@@ -168,8 +171,8 @@ class OwnData(DataSet):
     def _run_apart(self, each: Any, look: Callable[[], T]) -> T:
         """Return the result of `look`, called in a separate process if workers will be forked.
 
-        Otherwise all workers would share any file that a Dataset opens at its first sample,
-        including the position in it.
+        Otherwise, all workers would share any file that a Dataset opens at its first sample,
+        including the position in the file.
         """
         workers = 0 if type(each) is TensorDataset else min(1, self._config.workers)
         pool: Pool[T] = Pool(lambda _: look(), workers, pinned=False)  # The process ends with the pool.
@@ -201,7 +204,7 @@ class OwnData(DataSet):
                 )
 
     def _read(self, request: Request) -> Samples:
-        """Read a request, in a worker."""
+        """Read a request in a worker."""
         name = _SETS[request.test]
         pairs = [self._read_one(name, number, request.epoch or 0) for number in request.numbers]
         for number, pair in zip(request.numbers, pairs, strict=True):
@@ -270,7 +273,7 @@ class OwnData(DataSet):
             # It may be ragged, or not in memory that numpy can read.
             with suppress(TypeError, ValueError, RuntimeError):
                 table = np.asarray(listed)
-                # If it has objects, the bytes would be addresses in this process.
+                # If the array holds objects, its bytes would be addresses in this process.
                 if not table.dtype.hasobject:
                     parts.append(table)
         return parts

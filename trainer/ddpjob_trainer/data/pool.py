@@ -43,7 +43,7 @@ C = TypeVar("C")
 class Pool(Generic[C]):
     """Runs `read` on requests in worker processes, in order and ahead of the consumer.
 
-    With 0 workers it runs in this process.
+    With 0 workers, `read` runs in this process.
     """
 
     def __init__(self, read: Callable[[Request], C], workers: int, pinned: bool) -> None:
@@ -65,7 +65,7 @@ class Pool(Generic[C]):
         if self._loader is None:
             self._loader = self._open(len(first.numbers))
         with _without_signals():
-            chunks = iter(self._loader)  # The first one forks the workers.
+            chunks = iter(self._loader)  # The first request forks the workers.
         while (chunk := _next(chunks)) is not None:
             yield [chunk, *(part for _ in range(counts.pop(0) - 1) if (part := _next(chunks)) is not None)]
 
@@ -95,7 +95,7 @@ class Pool(Generic[C]):
             worker_init_fn=_stay_with_the_rank,
             # Only forking shares the list of images without copying or pickling.
             multiprocessing_context="fork" if workers and "fork" in multiprocessing.get_all_start_methods() else None,
-            # Without it, each epoch would draw from dropout's generator.
+            # Without its own generator, each epoch would draw from dropout's generator.
             generator=torch.Generator(),
         )
 
@@ -122,9 +122,9 @@ class _Reader(Dataset[C]):
 def _without_signals() -> Iterator[None]:
     """Block the group's signals in processes forked here, until `_stay_with_the_rank` has run.
 
-    The mask applies only to this thread. A Ctrl-C received by another thread must not be raised
-    here before the end, because in a fork hook, Python would only print it, and training would
-    continue.
+    The mask applies only to this thread, so another thread may receive Ctrl-C. If the exception
+    were raised in a fork hook here, Python would only print it, and training would continue. It is
+    therefore raised only at the end.
     """
     handler, interrupts = signal.getsignal(signal.SIGINT), list[Any]()
     held = handler if callable(handler) and threading.current_thread() is threading.main_thread() else None
@@ -144,9 +144,9 @@ def _without_signals() -> Iterator[None]:
 def _stay_with_the_rank(_: int) -> None:
     """Make sure that only the rank ends its workers.
 
-    torchrun's SIGTERM and Ctrl-C go to the rank's process group. A worker that ended then would
-    abort the rank before it has saved. On Linux, the kernel kills the worker once the rank is gone;
-    elsewhere, the loader checks every few seconds.
+    torchrun's SIGTERM and Ctrl-C go to the rank's process group. If a worker ended at that point,
+    it would abort the rank before the rank has saved. On Linux, the kernel kills the worker once
+    the rank is gone; elsewhere, the loader checks every few seconds.
     """
     os.setpgid(0, 0)
     for signum in signal.sigpending() & _GROUP_SIGNALS:
@@ -156,7 +156,7 @@ def _stay_with_the_rank(_: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and not fast_exit.end_with(parent.pid, signal.SIGKILL):
-        os._exit(1)  # The rank ended before the kernel was asked to watch it.
+        os._exit(1)  # The rank ended before the kernel was asked to watch for that.
 
 
 def _identity(chunk: Any) -> Any:

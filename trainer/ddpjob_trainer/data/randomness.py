@@ -82,7 +82,7 @@ def _signed(number: int) -> int:
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
-    """Seed the torch generators that dropout draws from: the CPU's and the device's.
+    """Seed the torch generators that dropout draws from, which are the CPU's and the device's.
 
     It does not use torch.manual_seed, which records a stack trace per device if CUDA is not
     initialized, taking 0.1 ms in every step.
@@ -100,7 +100,7 @@ def seed_torch(seed: int, device: torch.device) -> None:
 def seed_draws(key: int) -> Iterator[None]:
     """Make draws from Python's, numpy's and torch's global generators depend only on `key`.
 
-    At the end of the `with` the generators continue as before.
+    After the `with`, the generators continue where they were before.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(key)

@@ -1,9 +1,8 @@
 """Decides which samples a step takes, and on which rank, for any number of ranks, even a changing
 one.
 
-A training that loses a node and continues with fewer ranks should compute the same numbers. A
-step's result must therefore not depend on the number of ranks, and ranks must not keep their own
-counts.
+Training that loses a node and continues with fewer ranks should compute the same numbers. A step's
+result must therefore not depend on the number of ranks, and ranks must not keep their own counts.
 
 - The state is `{epoch, consumed, seed}`. An epoch is one permutation, a function of seed and epoch.
   A step takes its next `batch` samples; the last step takes the rest.
@@ -18,8 +17,8 @@ Example, with 10 samples, batch=6, micro_batches=3, and the permutation a b c d 
     step 1, 2 ranks   micro-batches ab cd ef   rank 0: ab cd   rank 1: ef            consumed=6
     step 2, 3 ranks   micro-batches gh i j     rank 0: gh      rank 1: i   rank 2: j consumed=10
 
-In step 1, rank 1 waits for rank 0 half of the time. If whole micro-batches would make the busiest
-rank more than 10 % busier than an even share (_WORTH_DIVIDING), and the model permits it
+In step 1, rank 1 waits for rank 0 half of the time. If whole micro-batches would give the busiest
+rank more than 110 % of an even share (_WORTH_DIVIDING), and the model permits it
 (`Dividing.EXACT`), ranks share micro-batches. Step 1 then has two passes. In the first, rank 0
 computes ab and rank 1 cd. In the second, rank 0 computes e and rank 1 f, and they exchange the
 statistics of ef (`model/shared_parts.py`).
@@ -176,12 +175,12 @@ def steps_per_epoch(size: int, batch: int) -> int:
 
 
 _WORTH_DIVIDING = 1.1
-"""Divide micro-batches if the busiest rank would otherwise have more than this many times an even
-share."""
+"""Micro-batches are divided if the busiest rank would otherwise have more than this many times an
+even share."""
 
 
 class Dividing(enum.Enum):
-    """How to divide if whole micro-batches would leave ranks idle."""
+    """How micro-batches are divided if whole ones would leave ranks idle."""
 
     NO = 0
     """Distribute whole micro-batches anyway."""
@@ -194,11 +193,12 @@ class Dividing(enum.Enum):
 
 @dataclass(frozen=True)
 class Dealing:
-    """How a global batch is divided into micro-batches, and these among ranks.
+    """How a global batch is divided into micro-batches, and how these are distributed among ranks.
 
-    With micro_batches > 0, the number of micro-batches is fixed, whatever the number of ranks. What
-    happens within a micro-batch (normalization statistics, dropout, mixed images) is then the same
-    on any number of ranks. If they cannot be distributed evenly, `dividing` decides what happens.
+    With micro_batches > 0, the number of micro-batches is fixed, whatever the number of ranks.
+    Everything within a micro-batch (normalization statistics, dropout, mixed images) is then the
+    same on any number of ranks. If micro-batches cannot be distributed evenly, `dividing` decides
+    what happens.
 
     With micro_batches 0, each rank takes one contiguous share of the samples, in `accumulate`
     portions that all ranks process together. This suits models that treat each sample separately,
@@ -267,7 +267,7 @@ class Dealing:
 
     @property
     def busiest(self) -> float:
-        """The busiest rank's number of whole micro-batches, as a multiple of an even share."""
+        """The busiest rank's share in whole micro-batches, as a multiple of an even share."""
         return -(-self.micro_batches // self.world) * self.world / self.micro_batches if self.micro_batches else 1.0
 
     def _deal_divided(self, number: int, passes: int, samples: list[int], state: SamplerState) -> Micro:
@@ -320,8 +320,8 @@ class ElasticSampler:
 
     With repeats > 1, an epoch takes each version of the first size / repeats samples (rounded up)
     of the permutation once. Of the last of these samples, it takes only as many versions as needed
-    for a total of `size`. That equals torchvision's RASampler and timm's RepeatAugSampler with any
-    number of ranks, except that these drop up to 255 samples of an epoch.
+    for a total of `size`. This is equivalent to torchvision's RASampler and timm's RepeatAugSampler
+    with any number of ranks, except that these drop up to 255 samples of an epoch.
     """
 
     size: int
@@ -331,7 +331,7 @@ class ElasticSampler:
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values with which an epoch would have no steps."""
+        """Raise ConfigError for values with which an epoch would not have any steps."""
         for key in ("size", "batch", "repeats"):
             if (value := getattr(self, key)) < 1:
                 raise ConfigError(f"ElasticSampler: {key}={value}: must be an integer of at least 1")

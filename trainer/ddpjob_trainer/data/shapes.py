@@ -1,4 +1,4 @@
-"""Ten classes of generated shapes, hard enough to show what each part of a recipe contributes.
+"""Ten classes of generated shapes, hard enough to show the contribution of each part of a recipe.
 
 They do not need a download. Image n depends only on its number, with identical bits on any machine
 and version of numpy. It uses integers, and only floating-point operations that IEEE 754 rounds in
@@ -138,7 +138,8 @@ def _draw(numbers: npt.NDArray[np.int64]) -> Bytes:
     for label, shape in enumerate(CLASSES.values()):
         own = numbers % len(CLASSES) == label
         inside[own] = shape(u[own], v[own])
-    # Differ from the ground by 0.3 to 0.7 on the circle 0..1, so that the shape is visible.
+    # The colour differs from the ground by 0.3 to 0.7 on the circle 0..1, so that the shape is
+    # visible.
     canvas = np.where(inside[:, None], (ground + 0.3 + 0.4 * colour()) % 1.0, canvas)
     u, v = plane(between(0.0, SIDE), between(0.0, SIDE), between(1.0, 1.8))
     canvas = np.where(_box(u, v, 8.0, 0.6)[:, None], colour(), canvas)  # A bar covers part of the shape.

@@ -101,7 +101,7 @@ def translate_errors(url: str) -> Iterator[None]:
 
 
 def cached_index(url: str, folder: Path | None, remedy: str) -> Index:
-    """Return the index of the shards at `url`, and build it if there is no valid one.
+    """Return the index of the shards at `url`, which is built if there is no valid one.
 
     The index is kept next to the shards, in `folder`, or in the user's cache. Raises DataError.
     """
@@ -114,7 +114,7 @@ def cached_index(url: str, folder: Path | None, remedy: str) -> Index:
     if files.exists(beside) and _is_of(index := _load(files.open(beside, "rb"), url), found, copied="://" in url):
         return index
     path = _cache_path(url, folder)
-    with ExitStack() as held:  # A node's ranks arrive together, and one builds the index.
+    with ExitStack() as held:  # A node's ranks arrive at the same time, and one of them builds the index.
         with _keeping(path):
             held.enter_context(alone(path.with_name(f".{path.name}.lock")))
         if path.is_file() and _is_of(index := _load(path.open("rb"), url), found):
@@ -229,7 +229,7 @@ def _is_of(index: Index, found: _Found, *, copied: bool = False) -> bool:
     """Return whether the index was built from these shards.
 
     With `copied`, the index may have been copied to a store together with the shards, so its stamps
-    may be missing, or those of the place where it was built.
+    may be missing, or may be from the location where it was built.
     """
     names = [[name.rsplit("/", 1)[-1] for name in each.shards] for each in (index, found)]
     if names[0] != names[1] or not np.array_equal(index.lengths, found.lengths):
@@ -239,7 +239,7 @@ def _is_of(index: Index, found: _Found, *, copied: bool = False) -> bool:
 
 
 def _cache_path(url: str, folder: Path | None) -> Path:
-    """Return where to keep an index that is not stored next to the shards."""
+    """Return the path of an index that is not stored next to the shards."""
     if folder is None and "://" not in url and os.access(url, os.W_OK):
         return Path(url) / FILE
     path = (folder or user_cache()) / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{FILE}"
@@ -276,7 +276,7 @@ def _scan(url: str, found: _Found, remedy: str) -> Index:
 
 
 class _Member(tarfile.TarInfo):
-    """A tar header. Refuses large extended headers, which tarfile would read into memory."""
+    """A tar header. It refuses large extended headers, which tarfile would read into memory."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> Any:
         if self.type in _EXTENDED and self.size > _MOST_HEADER:

@@ -28,7 +28,7 @@ from ddpjob_trainer.errors import DataError
 CLASSES = "classes.txt"
 _REMEDY = "`python -m ddpjob_trainer shards FOLDER OUT` makes OUT/train and OUT/val from folders of images"
 _MOST_NAMES = 64 << 20
-"""Maximum size of classes.txt in bytes: a million names of 64 bytes."""
+"""Maximum size of classes.txt in bytes, for a million names of 64 bytes."""
 _TRIES, _PAUSE = 3, 0.2
 
 
@@ -54,7 +54,7 @@ class ShardedImages:
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
         """Return the images' bytes.
 
-        Raises DataError if a store does not respond, because that is not an image's fault.
+        Raises DataError if a store does not respond, because then the image is not at fault.
         """
         if self._index.is_local:
             return [self._local(number) for number in numbers]
@@ -124,7 +124,7 @@ def open_shards(config: DataConfig, device: torch.device) -> ImageData:
 
 
 def _allow_open_files() -> None:
-    """Raise the soft limit on open files, often 1024, because each worker keeps each shard open."""
+    """Raise the soft limit on open files (often 1024). Each worker keeps all shards open."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS has a different, lower limit.
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -133,7 +133,7 @@ def _allow_open_files() -> None:
 def _class_names(root: str, train: Index) -> list[str] | None:
     """Return the lines of classes.txt, or None if that file does not exist.
 
-    In the latter case, the labels determine the number of classes.
+    Without the file, the labels determine the number of classes.
     """
     files, path = train.files(), f"{root}/{CLASSES}"
     if not files.exists(path):
@@ -160,7 +160,7 @@ def class_names(content: bytes, where: str) -> list[str]:
 def classes_file(names: list[str]) -> bytes:
     """Return the content of classes.txt for the names.
 
-    Raises DataError if a name is not one line.
+    Raises DataError if a name is not a single line.
     """
     if odd := next((name for name in names if "\n" in name or name.endswith("\r")), None):
         raise DataError(f"class folder {odd!r}: {CLASSES} has one name per line; rename the folder")

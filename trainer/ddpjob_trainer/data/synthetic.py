@@ -42,7 +42,7 @@ class SyntheticData(DataSet):
         self._noise = torch.randn(_NOISE_IMAGES, *self.shape, generator=generator).to(device)
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
-        """Yield one batch per (epoch, sample numbers), the same in every epoch."""
+        """Yield one batch per (epoch, sample numbers). The batches are the same in every epoch."""
         return (self._batch(part, 0) for _, part in parts)
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:

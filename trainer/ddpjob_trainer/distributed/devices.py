@@ -1,4 +1,4 @@
-"""Chooses the device and the process-group backend, for all of the trainer."""
+"""Chooses the device and the process-group backend for the whole trainer."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def devices_per_rank(config: Config) -> int:
 
 
 def choose_for(config: Config, local_rank: int) -> RankPlacement:
-    """Return the device on which a rank trains; the first one if it has several."""
+    """Return the device on which a rank trains, or the first one if it has several."""
     return choose(config.train.backend, local_rank * devices_per_rank(config))
 
 
@@ -101,7 +101,7 @@ def _gpus_of_job() -> str:
     """Return the GPUs that a job's pod was given and that this torch could use; empty if none.
 
     If the driver fails, torch does not see any of them, even after a restart in the same pod. The
-    other nodes, whose GPUs work, would then wait for this node in NCCL.
+    other nodes' ranks, whose GPUs work, would then wait for this node in NCCL.
     """
     number, _, resource = JobEnvironment.read().gpus.partition(" ")
     # `ddpjob run` hides GPUs on a machine that has too few.

@@ -33,7 +33,7 @@ INIT_METHOD = "DDPJOB_TRAINER_INIT"
 class Meeting:
     """The place named by an init method: a file, or the address and port of a TCP store.
 
-    With `agents`, a launcher instead of rank 0 serves the store.
+    With `agents`, a launcher serves the store instead of rank 0.
     """
 
     file: str = ""
@@ -58,7 +58,7 @@ def read_method(method: str) -> Meeting:
             if url.hostname and url.port:
                 return Meeting(address=url.hostname, port=url.port)
         except ValueError:
-            pass  # The port is not a number; the message below shows the syntax.
+            pass  # The port is not a number, so the message below shows the syntax.
     elif method == "env://":
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         if not address or not port.isdigit() or not 0 < int(port) < 2**16:
@@ -99,7 +99,7 @@ def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float
     timeout = datetime.timedelta(seconds=timeout_seconds)
     serves = group.rank == 0 and not where.agents
     if where.file and not Path(where.file).parent.is_dir():
-        # torch would wait for it for five minutes while holding the GIL.
+        # torch would wait for the folder for five minutes while holding the GIL.
         raise RendezvousError(
             f"rank {group.rank} cannot open {where}: its folder does not exist. {_remedy(where, serves)}"
         )
@@ -156,7 +156,7 @@ def _loopback_listener(where: Meeting, group: Group) -> dict[str, Any]:
 def address_towards(host: str) -> str:
     """Return this machine's address on the route to `host`, where `host` can reach it.
 
-    Sends nothing. Raises OSError.
+    This does not send anything. Raises OSError.
     """
     family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -196,7 +196,7 @@ def join_group(
     """Join a process group for the duration of a `with`.
 
     With `one_device`, this rank sends only from `placement.device`. NCCL then connects now, not in
-    the first collective, where it would connect separately for each group. The group is not
+    the first collective, when it would connect separately for each group. The group is not
     destroyed while an exception propagates, because peers may be gone.
     """
     if group.world == 1:

@@ -19,7 +19,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether only the machine itself can reach an address.
+    """Return whether an address can be reached only from the machine itself.
 
     A zone (`fe80::1%eth0`) is ignored.
     """

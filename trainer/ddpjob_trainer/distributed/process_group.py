@@ -35,7 +35,7 @@ class Group:
 
     @classmethod
     def from_env(cls) -> Group:
-        """Return the group described by torchrun's variables; without torchrun, a group of one."""
+        """Return the group that torchrun's variables describe; without them, a group of one."""
         numbers = (
             int(os.environ.get(name, default))
             for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
@@ -61,7 +61,7 @@ class Group:
     def all_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor, in rank order, on the tensor's device.
 
-        All must have the same shape.
+        All tensors must have the same shape.
         """
         if self.world == 1:
             return [values]
@@ -107,16 +107,16 @@ class Group:
         return work
 
     def receive(self, values: torch.Tensor, source: int) -> torch.Tensor:
-        """Receive into `values` what rank `source` in this group sends."""
+        """Receive a tensor from rank `source` in this group into `values`."""
         dist.recv(values, group=self.process_group, group_src=source)
         return values
 
     def swap(self, own: list[tuple[torch.Tensor, range]]) -> list[list[torch.Tensor]]:
         """Exchange tensors with the ranks that share them.
 
-        `own` has (tensor, ranks) pairs, whose ranks include this rank. For each pair, the result
-        has the tensors of all these ranks. Two ranks share at most one pair. Only ranks that share
-        a pair exchange data, on the tensors' own device.
+        `own` has pairs (tensor, ranks), in which the ranks include this rank. For each pair, the
+        result has the tensors of all these ranks. Two ranks share at most one pair. Only ranks that
+        share a pair exchange data, on the tensors' own device.
         """
         found, transfers = [], []
         for values, ranks in own:
@@ -165,7 +165,7 @@ class Reduction:
 
 
 def in_thread(name: str, function: Callable[[], _T]) -> Future[_T]:
-    """Run `function()` in a daemon thread, so that this rank can meanwhile respond to others."""
+    """Run `function()` in a daemon thread, so that this rank can respond to others meanwhile."""
     answer: Future[_T] = Future()
 
     def work() -> None:
@@ -183,8 +183,8 @@ def done_in_thread(
 ) -> Future[_T]:
     """Return the outcome of `function()`, which may take longer than a collective is allowed to.
 
-    Twice a second, the ranks agree whether any is still busy, and call `alive`. All ranks must call
-    this together.
+    Twice a second, the ranks agree on whether any rank is still busy, and call `alive`. All ranks
+    must call this together.
     """
     work, waiting = in_thread(name, function), True
     while waiting:
@@ -194,7 +194,7 @@ def done_in_thread(
 
 
 def wanted_world() -> int:
-    """Return the number of ranks that the job requests, from its environment; 0 if unknown.
+    """Return the number of ranks that the job requests, from the environment; 0 if unknown.
 
     There may be fewer ranks at first.
     """

@@ -8,15 +8,15 @@ ready. The clock's callback therefore runs between a rank's own last gradient an
 
 All other waiting, even in the middle of a pass, goes through a single method, `wait` of torch's
 Work. The trainer calls it, as do torch's FSDP, pipelines and blocking collectives. On the CPU, it
-blocks until the others have sent, so the time in it counts as exchange, in whatever phase it is
-spent.
+blocks until the other ranks have sent, so the time spent in it counts as exchange, whatever the
+phase.
 
 On a GPU, marks are events in its stream. They are read when the numbers are reported, because the
 host has then waited for the device anyway. The time between two events includes the device's work
-and its waiting for a slow host. `wait` returns at once and a stream waits instead or, in newer
-versions of torch, a blocking collective itself runs in the stream. The time between events before
-and after either of them therefore counts as exchange. If a version waits elsewhere, the ranks show
-equal times, and no rank is named. This has not run on several GPUs yet.
+and its waiting for a slow host. `wait` returns at once, and a stream waits instead. In newer
+versions of torch, a blocking collective itself may run in the stream. The time between events
+before and after either of them therefore counts as exchange. If a version waits elsewhere, the
+ranks show equal times, and no rank is named. This has not been tested on several GPUs yet.
 """
 
 from __future__ import annotations

@@ -152,9 +152,9 @@ class Accumulator:
     def __init__(
         self, classes: int, config: EvalConfig | None = None, each: Each | None = None, *, apart: bool = False
     ) -> None:
-        """`each` maps scores (n, classes) float32 and classes (n,) to losses (n,).
+        """Sum up losses; `each` maps scores (n, classes) float32 and classes (n,) to losses (n,).
 
-        Its default is cross entropy. With `apart`, each score separately gives its class's
+        Its default is cross entropy. With `apart`, each score by itself determines its class's
         probability, as in binary cross entropy.
         """
         config = config or EvalConfig()
@@ -208,7 +208,7 @@ class Accumulator:
         """Return the result over all ranks. All ranks must call this together.
 
         `counted` and `unreadable` are this rank's numbers of added and of unreadable samples.
-        Raises TrainingError if a different number of samples was added.
+        Raises TrainingError if a different number of samples has been added.
         """
         if counted != self._added:
             raise TrainingError(

@@ -19,7 +19,7 @@ _POINTS_OF_ALL_CLASSES, _POINTS_POOLED = 20_000, 1_000
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve in the form returned by sklearn.metrics.precision_recall_curve.
+    """A curve as returned by sklearn.metrics.precision_recall_curve.
 
     Thresholds (t,) are ascending; precision and recall (t + 1,) end in (1, 0).
     """
@@ -37,7 +37,7 @@ class Curve:
         return float(-(self.recall.diff() * self.precision[:-1]).sum())
 
     def thin(self, limit: int) -> Curve:
-        """Return approximately at most `limit` points, evenly spaced over recall, with both ends.
+        """Return about `limit` points or fewer, evenly spaced over recall, including both ends.
 
         If points have equal recall, the most precise one is kept.
         """

@@ -39,9 +39,9 @@ def evaluate(
     are ignored. `adding` computes the result; the default handles classes, according to `config`.
     `alive` is called every round.
 
-    Every rank runs the same number of rounds and computes images in each, because a forward pass
-    may be a collective. A rank that has used up its samples computes the test set's first sample
-    without counting it.
+    Every rank runs the same number of rounds and computes images in each round, because a forward
+    pass may be a collective. A rank that has used up its samples computes the test set's first
+    sample without counting it.
     """
     mine = list(share(range(data.test_size), own.part, own.parts))
     rounds = -(-data.test_size // (batch * own.parts))

@@ -2,7 +2,7 @@
 
 Run it as `python -m ddpjob_trainer.evaluation.plots RUN/eval/epoch-NNN.json`. The plots are
 readable for ten classes (each class separately) and for a thousand (the distribution, with the
-worst classes named). Does not import torch.
+worst classes named). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Matrix = npt.NDArray[np.int64]
 
 
 def draw(path: Path) -> list[Path]:
-    """Draw every plot for which `path` has numbers, next to it, and return the files."""
+    """Draw the plots for which `path` has numbers into files next to it, and return these files."""
     use_style()
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     written = []

@@ -26,7 +26,8 @@ class EvaluationFiles:
     """Writes the evaluations of one run, on rank 0.
 
     Another process draws the plots while training continues. It draws at most one evaluation per
-    minute, because drawing takes a second or two of a core, but always draws the last one.
+    minute, because drawing keeps a core busy for a second or two. The last evaluation is always
+    drawn.
     """
 
     def __init__(self, folder: Path, config: EvalConfig, names: Sequence[str] | None = None) -> None:
@@ -117,7 +118,7 @@ def _from_confusion(matrix: torch.Tensor) -> list[dict[str, float]]:
 def _points(curve: Curve) -> dict[str, list[float]]:
     """Return the points in the form of scikit-learn's arrays.
 
-    Seven digits are more than a plot shows.
+    Seven digits are kept, which is more than a plot can show.
     """
     parts = {"precision": curve.precision, "recall": curve.recall, "thresholds": curve.thresholds}
     return {name: [float(f"{value:.7g}") for value in part.tolist()] for name, part in parts.items()}

@@ -1,8 +1,7 @@
 """Ends a rank without unloading torch's modules one by one.
 
 Unloading takes half a second, or several seconds on a busy machine, while peers and agents wait for
-the rank to end before they form the next group. Everything that must be kept is flushed when
-written.
+the rank to end before they form the next group. Data that must be kept is flushed when written.
 """
 
 from __future__ import annotations

@@ -47,16 +47,17 @@ def round_from_env() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Claim:
-    """One incarnation of the job.
+    """The claim of one incarnation of the job.
 
-    It has the group's generation and round (the highest among its ranks) and a random number.
+    It consists of the group's generation and round (the highest among its ranks) and a random
+    number.
     """
 
     generation: int
     round: int
     incarnation: int
     job: str = JobEnvironment.read().uid
-    """The job's uid. A job that is recreated or rerun counts from zero, so only incarnations of the
+    """The job's uid. A job that is recreated or rerun starts at zero, so only incarnations of the
     same job are compared."""
     host: str = socket.gethostname()
     time: float = 0.0
@@ -74,8 +75,8 @@ class Claim:
     def check(self, folder: Path) -> None:
         """Check that this incarnation still holds the claim.
 
-        Raises FencedError if another incarnation has claimed the folder since, and CheckpointError
-        if the claim is gone or damaged.
+        Raises FencedError if another incarnation has claimed the folder since then, and
+        CheckpointError if the claim is gone or damaged.
         """
         found = _read(folder)
         if found is None:
@@ -107,8 +108,8 @@ class Claim:
 def agree_on_incarnation(group: Group) -> Claim:
     """Return a common identity for this incarnation.
 
-    It has the highest generation and round among the ranks, and a random number drawn by rank 0.
-    All ranks must call this together.
+    It consists of the highest generation and round among the ranks, and a random number drawn by
+    rank 0. All ranks must call this together.
     """
     generation, round_ = round_from_env()
     generations, rounds = group.gather(generation), group.gather(round_)
@@ -148,7 +149,7 @@ class Owner:
             return None
 
     def is_rival_of(self, other: Owner) -> bool:
-        """Return whether the two must not use the folder together.
+        """Return whether the two must not use the folder at the same time.
 
         A job that is recreated under the same name continues in its folder.
         """
@@ -181,8 +182,8 @@ class Ownership:
         """Take over the folder from a job that has ended or is no longer running.
 
         If the former owner has not reported its end, its file is first watched for WATCH_SECONDS,
-        while this yields twice a second. Raises FolderTakenError if the other job still uses the
-        folder.
+        while this yields twice a second. Raises FolderTakenError if the other job is still using
+        the folder.
         """
         found = Owner.read(self._path)
         if found is not None and not found.ended and found.is_rival_of(self._owner):
@@ -222,11 +223,11 @@ class Ownership:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
-            found = Owner.read(self._path)  # Also None if a network file system fails briefly.
+            found = Owner.read(self._path)  # This is also None if a network file system fails briefly.
             if found is not None and found.job != self._owner.job:
                 return
             with contextlib.suppress(OSError):
-                os.utime(self._path)  # Uses the file server's clock.
+                os.utime(self._path)  # This uses the file server's clock.
 
     def _mark(self) -> tuple[int, int] | None:
         try:

@@ -1,6 +1,6 @@
 """Turns SIGTERM into a flag on which the ranks agree at the end of a step.
 
-In the same reduction, they agree on whether to save, and on whether each rank still can.
+In the same reduction, they agree on whether to save, and on whether every rank still can.
 `ddpjob_pod.sigterm` holds the flag.
 """
 
@@ -115,7 +115,7 @@ class StopRequest:
         return Agreement(self._group.sum_begin(flags), self)
 
     def _leave_in_time(self) -> None:
-        """End this process, which has been asked to end, if the ranks do not agree in time."""
+        """End this process if the ranks do not agree in time."""
         asked = time.monotonic()
         self._requested.set()
         what = "has finished, writes its last output" if self._agreed.is_set() else "saves after this step"
@@ -139,7 +139,7 @@ class StopRequest:
         return self._patience() + (asked if self._grace is not None else max(asked, self._last_answer))
 
     def _patience(self) -> float:
-        """Return the number of seconds that the ranks have to agree.
+        """Return how many seconds the ranks have for agreeing.
 
         The launcher's share of the grace period and one second for a message are reserved. If the
         grace period is unknown, the time covers a step, or a save in progress that other ranks may
@@ -161,7 +161,7 @@ class StopRequest:
 
 
 class Agreement:
-    """The ranks' agreement at the end of a step."""
+    """The agreement of the ranks at the end of a step."""
 
     def __init__(self, flags: Reduction, request: StopRequest) -> None:
         self._flags, self._request = flags, request
@@ -169,7 +169,7 @@ class Agreement:
     def wait(self) -> tuple[bool, bool]:
         """Return (stop, save), the same on every rank.
 
-        Raises CheckpointError on every rank if one can no longer save.
+        Raises CheckpointError on every rank if a rank can no longer save.
         """
         stop, due, busy, failed, fenced, _ = self._flags.wait().tolist()
         if failed:
@@ -184,7 +184,7 @@ class Agreement:
 
 
 def grace_from_env() -> float | None:
-    """Return the seconds between SIGTERM and the pod's end; None outside of a job.
+    """Return the seconds between SIGTERM and the pod's end; None outside a job.
 
     Raises ConfigError.
     """

@@ -25,7 +25,7 @@ _SHARE_OF_TIMEOUT = 0.9
 
 
 class StackDumps:
-    """Stack dumps of this process.
+    """Dumps of this process's stacks.
 
     If no step begins for nearly `timeout_seconds`, stacks are written before the waiting collective
     fails.
@@ -58,7 +58,7 @@ class StackDumps:
         """Stop watching, and remove the file if it is empty.
 
         From now on, the signal is ignored, because it must not end a rank that is about to exit.
-        Under a launcher, it still writes the stack.
+        Under a launcher, the signal still writes the stack.
         """
         self._closing.set()
         self._thread.join()

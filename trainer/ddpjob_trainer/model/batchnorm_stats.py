@@ -92,7 +92,7 @@ class BatchStatistics:
                 total += part
         else:
             total = self._group.sum(torch.zeros_like(before) if self._total is None else self._total)
-        # A step skipped because its loss or a gradient is not finite must not affect the
+        # A step that is skipped because its loss or a gradient is not finite must not affect the
         # statistics.
         total = torch.where(total.isfinite(), total, before)
         for value, piece in zip(
@@ -112,8 +112,8 @@ def _flattened(buffers: list[torch.Tensor]) -> list[torch.Tensor]:
         flats.append(torch.cat([buffer.detach().flatten() for buffer in alike]))
         for buffer, piece in zip(alike, torch.split(flats[-1], [buffer.numel() for buffer in alike]), strict=True):
             # Assign .data, so that the buffer remains the same tensor and autograd does not count a
-            # copy into it as a change. autograd keeps the buffers for the backward pass, which does
-            # not read them in training. In a pipeline, that pass follows the next micro-batch's
+            # copy into it as a change. autograd keeps the buffers for the backward pass, but that
+            # pass does not read them in training. In a pipeline, it follows the next micro-batch's
             # forward pass.
             buffer.data = piece.view_as(buffer)
     return flats

@@ -47,7 +47,7 @@ def depths(model: nn.Module) -> dict[str, int]:
 def describe_shares(depths: Mapping[str, int], decay: float) -> str:
     """Describe the parameter groups for the log.
 
-    The text has the number of groups, and the share of optim.lr that the first and last one use.
+    The text has the number of groups, and the shares of optim.lr that the first and last group use.
     """
     deepest = max(depths.values())
     ends = [[name for name, depth in depths.items() if depth == end] for end in (0, deepest)]
@@ -88,7 +88,10 @@ def _by_block(names: list[str], blocks: list[str]) -> dict[str, int]:
 
 
 def _blocks(module: nn.Module, name: str, *, inside: bool) -> Iterator[str]:
-    """Yield the names of a module's blocks. `inside`: whether the module belongs to a sequence."""
+    """Yield the names of a module's blocks.
+
+    `inside` is whether the module belongs to a sequence.
+    """
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         if not any(True for _ in child.children()):

@@ -228,7 +228,7 @@ def needs_two_samples(config: ModelConfig, shape: tuple[int, ...], classes: int)
             model = _network(config, shape, classes).train()
             if any(isinstance(module, _BatchNorm) for module in model.modules()):
                 model(torch.empty(1, *shape))
-        except Exception as error:  # The model may need values, which meta tensors lack.
+        except Exception as error:  # The model may need values, which meta tensors do not have.
             return "more than 1 value per channel" in str(error)
     return False
 
@@ -236,7 +236,7 @@ def needs_two_samples(config: ModelConfig, shape: tuple[int, ...], classes: int)
 def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> None:
     """Raise ConfigError if a model from torchvision or timm fails on images of `shape`.
 
-    `key` names the setting of the image size; empty without such a setting.
+    `key` is the key of the setting for the image size, or empty if there is no such setting.
     """
     if is_own(config) or ":" not in config.name:
         return
@@ -245,7 +245,7 @@ def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, 
             _network(config, shape, classes).eval()(torch.empty(1, *shape))
         return
     except Exception:
-        # Some models need values, which meta tensors lack.
+        # Some models need values, which meta tensors do not have.
         model = _network(config, shape, classes).eval()
     try:
         with torch.no_grad():
@@ -260,7 +260,7 @@ def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, 
 
 @contextmanager
 def explain_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> Iterator[None]:
-    """Run a first forward pass inside this `with`; if it fails, call `check_image_size`.
+    """Run a first forward pass inside this `with`. If the pass fails, call `check_image_size`.
 
     That check takes time, so it does not run beforehand.
     """
@@ -328,7 +328,7 @@ def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
             " model(torch.zeros(2, *shape))"
         )
     setattr(model, _OWN, True)
-    # A pretrained model is often in evaluation mode. An evaluation also ends in training mode.
+    # A pretrained model is often in evaluation mode, but evaluations end in training mode.
     return model.train()
 
 
@@ -339,7 +339,7 @@ def _convolution(inputs: int, outputs: int, norm: NormName) -> list[nn.Module]:
 
 
 class SmallCnn(nn.Module):
-    """3x3 convolutions that halve the image until its shorter side is 4, and a linear layer."""
+    """3x3 convolutions that halve the image until its shorter side is 4, then a linear layer."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, config: ModelConfig) -> None:
         super().__init__()

@@ -17,8 +17,8 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.models import ResNet18Cifar, SmallCnn
 
 _FLOPS_PER_ELEMENT = 20
-"""Cost of writing a value, in addition to the arithmetic, because normalization and activation are
-memory-bound."""
+"""Cost of writing a value, in addition to arithmetic, because normalization and activation layers
+are memory-bound."""
 
 
 @dataclass(frozen=True)

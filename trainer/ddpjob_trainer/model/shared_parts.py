@@ -1,8 +1,8 @@
 """Shares micro-batches between ranks: joint batch normalization and common random numbers.
 
-`data/sampler.py` divides a micro-batch between ranks if whole ones would leave ranks idle. The
-result must be what a single rank would have computed. Most layers treat every sample separately and
-need nothing for this. Two kinds of layers do not:
+`data/sampler.py` divides a micro-batch between ranks if whole micro-batches would leave ranks idle.
+The result must be the same as on a single rank. Most layers treat every sample separately and need
+nothing for this. Two kinds of layers do not:
 
 - Batch normalization needs the mean and variance over the whole micro-batch. Each rank adds up its
   part's moments, exchanges them with the micro-batch's other holders (`Group.swap`), and adds all
@@ -17,11 +17,11 @@ f. Dropout draws a mask with two rows on both ranks; rank 0 applies the first ro
 second.
 
 In a pass, a rank may have parts of several micro-batches. A layer processes all of them at once.
-The cost is an even share of the work, one exchange in each direction, and as many kernels for three
-parts as for one.
+Each rank does an even share of the work. The overhead is one exchange in each direction; three
+parts need no more kernels than one.
 
 Without parts, the model's own layers are used. A layer that ties samples together in any other way
-cannot be shared (`can_be_shared`); then whole micro-batches are distributed.
+cannot be shared (`can_be_shared`); in that case, whole micro-batches are distributed.
 
 Why: docs/decisions/0006.
 """
@@ -48,8 +48,8 @@ from ddpjob_trainer.private_torch import check_dimensions
 Forward = Callable[[torch.Tensor], torch.Tensor]
 _MASKS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-"""Layers with torch's own forward pass. timm's subclass, for example, has an activation in its
-forward."""
+"""Layers with torch's own forward pass. timm's subclass, for example, adds an activation to its
+forward pass."""
 
 
 def can_be_shared(model: nn.Module) -> bool:
@@ -75,7 +75,7 @@ class SharedParts:
         self._random: list[Any] = []
         self._device = next((value.device for value in model.parameters()), torch.device("cpu"))
         for module in model.modules():
-            # A layer with probability 0 changes nothing.
+            # A layer with probability 0 has no effect.
             masks = _is_random(module) and ties_samples(module)
             layer: Any = self._normalize if isinstance(module, _BatchNorm) else self._mask if masks else None
             if layer is not None:
@@ -127,7 +127,7 @@ class SharedParts:
         )
         if module.track_running_stats:
             # Take the mean of the micro-batches' moments, weighted by this rank's samples. Averaged
-            # over all ranks, weighted by samples, that is the mean over the micro-batches.
+            # over all ranks, weighted by samples, this gives the mean over the micro-batches.
             move_running(module, *moments)
         return outputs
 
@@ -148,8 +148,8 @@ class SharedParts:
     def _sizes_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each part's micro-batch size (parts, 1) and share of this rank (parts,).
 
-        Both are cached, because they are the same in most steps, and sending them to the device in
-        each layer would wait for the device.
+        Both are cached, because they are the same in most steps, and sending them to the device for
+        each layer would mean waiting for the device.
         """
         key = tuple((part.size, part.count) for part in self._parts)
         if key not in self._sizes:

@@ -68,7 +68,7 @@ class CpuSyncBatchNorm(_BatchNorm):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize over all ranks (collective) in training, else with the running statistics."""
+        """Normalize over all ranks (collective) in training, or with the running statistics."""
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             normalized: torch.Tensor = super().forward(input)
             return normalized
@@ -83,8 +83,9 @@ class CpuSyncBatchNorm(_BatchNorm):
 class _Normalize(torch.autograd.Function):
     """Maps (input, weight, bias, eps) to (output, mean, biased variance, count).
 
-    It takes one all-gather forward and one all-reduce backward. Forward: Chan, Golub and LeVeque,
-    Updating formulae for sample variances, 1979. Backward: Ioffe and Szegedy, 2015.
+    It takes one all-gather in the forward pass and one all-reduce in the backward pass. Forward:
+    Chan, Golub and LeVeque, Updating formulae for sample variances, 1979. Backward: Ioffe and
+    Szegedy, 2015.
     """
 
     @staticmethod

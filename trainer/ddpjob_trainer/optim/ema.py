@@ -14,7 +14,7 @@ from ddpjob_trainer.errors import ConfigError
 class MovingAverage:
     """Averages, by name, of the tensors changed by training: weights and running statistics.
 
-    After each step, average = decay * average + (1 - decay) * weights. It starts as the weights
+    After each step, average = decay * average + (1 - decay) * weights. It starts with the weights
     after the first step, as in torch's AveragedModel. Averages are float32 and exist on each rank,
     because the weights are the same on all ranks. `others` maps additional names of tensors that
     the model has under several names. A checkpoint includes averages under these names too, because

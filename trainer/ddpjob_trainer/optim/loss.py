@@ -1,6 +1,6 @@
 """The training loss of a micro-batch: a sum over its samples.
 
-The strategy knows that sum's weight in the global batch.
+The strategy determines the sum's weight in the global batch.
 """
 
 from __future__ import annotations

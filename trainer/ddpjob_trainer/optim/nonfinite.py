@@ -20,11 +20,11 @@ from ddpjob_trainer.optim.precision import Update
 
 _SCALE_STEPS = 40
 """Number of steps in which a dynamic loss scale falls from 65536 to a uselessly small value. Until
-then, it adapts by skipping steps."""
+then, the scale adapts by skipping steps."""
 _NUMBERS_SHOWN = 16
 
 Notify = Callable[[int, str, dict[int, list[int]]], None]
-"""Takes (step, text, {rank: its samples}) for the ranks on which the loss was not finite."""
+"""Called with (step, text, {rank: its samples}) for the ranks on which the loss was not finite."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class NonFiniteGuard:
         dynamic_scale: bool = False,
         left_out: Callable[[int], None] | None = None,
     ) -> None:
-        """Training ends after `limit` consecutive skipped steps; `left_out` gets their numbers.
+        """End training after `limit` consecutive skipped steps; `left_out` gets their numbers.
 
         With `dynamic_scale`, overflows do not count while the loss scale still adapts. Raises
         ConfigError.
@@ -69,12 +69,12 @@ class NonFiniteGuard:
     def record(
         self, step: int, samples: Sequence[int], losses: torch.Tensor, count: int, update: Update
     ) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Record that step `step` was taken or skipped.
+        """Record that step `step` was taken or skipped, and return its losses and count.
 
-        `losses` is this rank's sum over `samples`, its share of a global batch of `count`. Returns
-        losses and count, or zeros for both if the step was skipped; they are tensors on the device
-        if checking would wait for it. Raises TrainingError on all ranks if too many consecutive
-        steps were skipped; if checking would wait, `check` raises it later.
+        `losses` is this rank's sum over `samples`, its share of a global batch of `count`. Both
+        results are zero if the step was skipped. They are tensors on the device if checking would
+        wait for it. Raises TrainingError on all ranks if too many consecutive steps were skipped;
+        if checking would wait, `check` raises it later.
         """
         self._pending.append(_Taken(step, samples, losses, update.skipped))
         if isinstance(update.skipped, torch.Tensor):

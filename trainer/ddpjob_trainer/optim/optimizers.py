@@ -32,8 +32,8 @@ def build_optimizer(
     if depths is not None and config.layer_decay != 1:
         groups = _by_depth(config.layer_decay, groups, named, depths)
     # On the CPU, fused kernels take half the time for SGD and a fifth for AdamW (11 million
-    # weights, one core). torch does not support fused SGD for DTensors (fsdp), and by default
-    # updates these one by one.
+    # weights, one core). torch does not support fused SGD for DTensors (fsdp), which it updates one
+    # by one by default.
     parts = any(is_sharded(weight) for weight in weights)
     kernels: dict[str, Any] = (
         {"foreach": True} if parts else {"fused": all(weight.device.type in ("cpu", "cuda") for weight in weights)}
@@ -83,8 +83,7 @@ def _groups(config: OptimConfig, named: list[tuple[str, torch.nn.Parameter]]) ->
 
 
 _SCALE = "lr_scale"
-"""A parameter group's key for its share of the schedule's learning rate, with the same name as in
-timm."""
+"""A parameter group's key for its share of the schedule's learning rate. timm uses the same key."""
 
 
 def _by_depth(
@@ -206,6 +205,6 @@ def _cosine(start: float, end: float, done: float) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set every parameter group's learning rate; groups by depth get their share of the rate."""
+    """Set every parameter group's learning rate; groups by depth get their shares of the rate."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get(_SCALE, 1.0)

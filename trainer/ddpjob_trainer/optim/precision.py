@@ -26,9 +26,9 @@ from ddpjob_trainer.private_torch import find_overflow
 class Update:
     """The outcome of an optimizer step.
 
-    It has the gradient's norm before clipping, and whether the step was skipped because the norm is
-    not finite. On an accelerator, both may be tensors. `float(norm)` and `bool(skipped)` then wait
-    for the device, so convert them only to show them.
+    It consists of the gradient's norm before clipping, and whether the step was skipped because the
+    norm is not finite. On an accelerator, both may be tensors. `float(norm)` and `bool(skipped)`
+    then wait for the device, so convert them only for display.
     """
 
     norm: float | torch.Tensor
@@ -103,7 +103,7 @@ class Precision:
     def parameters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """Return the optimizer's parameters by the model's names.
 
-        At O2, they are the float32 copies, otherwise the model's own parameters.
+        At O2, these are the float32 copies; otherwise, they are the model's own parameters.
         """
         own = dict(model.named_parameters())
         for name, original in self._originals.items():
@@ -234,8 +234,9 @@ class Precision:
         return {"scaler": self._scaler.state_dict()} if self._scaler is not None and self.scale_is_dynamic else {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint. Without a dynamic scale in it, the scale starts at its
-        initial value.
+        """Continue from a checkpoint.
+
+        If the checkpoint does not have a dynamic scale, the scale starts at its initial value.
         """
         if self._scaler is not None and self.scale_is_dynamic and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
@@ -300,8 +301,8 @@ def choose_amp(config: AmpConfig, device: torch.device) -> AmpConfig:
 def agree_on_amp(config: AmpConfig, device: torch.device, group: Group) -> tuple[AmpConfig, list[int]]:
     """Return the result of `choose_amp`, the same on every rank, and the ranks without bfloat16.
 
-    Ranks that compute in different formats would add up gradients of different precision. All ranks
-    must call this together.
+    Otherwise, ranks that compute in different formats would add up gradients of different
+    precision. All ranks must call this together.
     """
     own = choose_amp(config, device)
     if config.level is not AmpLevel.AUTO:

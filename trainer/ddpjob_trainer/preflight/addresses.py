@@ -35,8 +35,9 @@ class NodeAddress:
 def own_address(group: Group) -> NodeAddress:
     """Return this node's address.
 
-    It is the address of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME if set, otherwise gloo's choice,
-    otherwise the address towards rank 0. Raises OSError if the named interface does not exist.
+    This is the address of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, if set. Otherwise it is gloo's
+    choice or, failing that, the address towards rank 0. Raises OSError if the named interface does
+    not exist.
     """
     named, nccl = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], os.environ.get("NCCL_SOCKET_IFNAME", "")
     address = gloo = _address_of(named) if named else _host_address()
@@ -81,7 +82,7 @@ def _nccl_interface(wanted: str) -> str:
 def _host_address() -> str:
     """Return the host's address as found by torch's gloo.
 
-    It is the first of the host name's addresses that this machine has, or else the loopback.
+    This is the first of the host name's addresses that this machine has, or else the loopback.
     """
     with contextlib.suppress(OSError):
         for family, kind, _, _, where in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):

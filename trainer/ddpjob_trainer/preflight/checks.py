@@ -15,7 +15,7 @@ from ddpjob_trainer.preflight.results import Layout, RankFinding, Result, Status
 _OK, _SKIPPED, _WARN, _FAIL = Status.OK, Status.SKIPPED, Status.WARN, Status.FAIL
 _KERBEROS_SECONDS = 300.0
 """Clock difference that Kerberos, and therefore many mounts, allow by default (RFC 4120). S3
-refuses requests that are 15 minutes off.
+refuses requests whose clock is 15 minutes off.
 """
 
 
@@ -35,7 +35,7 @@ def joined(world: int, stages: dict[int, Any], here: Iterable[int]) -> Result:
 
 
 def merge(check: Check, findings: dict[int, RankFinding], layout: Layout) -> Result:
-    """Return the worst of the single ranks' findings and of the differences between them."""
+    """Return the worst result among single ranks' findings and differences between them."""
     names = layout.nodes if check.per_node else layout.ranks
     if not findings:
         return Result(check.name, _SKIPPED, "no rank with LOCAL_RANK 0 has joined")
@@ -58,7 +58,7 @@ def merge(check: Check, findings: dict[int, RankFinding], layout: Layout) -> Res
 def differing(values: dict[int, str]) -> tuple[str, list[int]]:
     """Return the most common value, and the ranks with a different one.
 
-    If two values are equally common, the lowest rank's counts.
+    If two values are equally common, the lowest rank's value counts.
     """
     frequent = list(values.values())
     norm = max((values[rank] for rank in sorted(values)), key=frequent.count, default="")
@@ -87,10 +87,10 @@ def own_address(addresses: dict[int, NodeAddress], problems: dict[int, str], lay
 def culprits(failing: Iterable[tuple[int, int]]) -> dict[int, str]:
     """Return the fewest nodes that all failing pairs (source, target) have in common.
 
-    Each comes with its failing directions. The node in most failing pairs comes first. If only one
-    direction between two nodes fails, the target is blamed, because firewalls mostly filter
-    incoming traffic. If both directions fail, nothing shows which node is at fault, so both are
-    named.
+    The result maps each node to its failing directions. The node in most failing pairs comes first.
+    If only one direction between two nodes fails, the target is blamed, because firewalls mostly
+    filter incoming traffic. If both directions fail, nothing shows which node is at fault, so both
+    are named.
     """
     pairs = set(failing)
     remaining, found = set(pairs), set[int]()
@@ -155,8 +155,8 @@ def reachability(contacts: dict[int, dict[int, Contact]], listeners: dict[int, N
 def clocks(contacts: dict[int, dict[int, Contact]], layout: Layout, limit: float) -> Result:
     """Return WARN if a clock is certainly off by more than `limit` seconds.
 
-    From five minutes on, the result is FAIL. A clock is compared with rank 0's through a contact in
-    either direction.
+    If it is off by five minutes or more, the result is FAIL. A clock is compared with rank 0's
+    through a contact in either direction.
     """
     if len(layout.leaders) == 1:
         return Result("clocks", _OK, "one node")
@@ -186,8 +186,8 @@ def clocks(contacts: dict[int, dict[int, Contact]], layout: Layout, limit: float
 def shared_folder(sees: dict[int, bool], path: str, shared: bool, layout: Layout) -> Result:
     """Return FAIL if checkpoint.shared contradicts the folders.
 
-    `sees` is, for each other node's leader, whether it sees rank 0's file. `path` is empty if rank
-    0 could not write there.
+    `sees` shows, for the leader of each other node, whether it sees rank 0's file. `path` is empty
+    if rank 0 could not write there.
     """
     name = "shared folder"
     if not sees:

@@ -18,11 +18,7 @@ _LINGER_SECONDS = 10.0
 
 
 def main(arguments: list[str]) -> int:
-    """Run the checks; rank 0 prints the table. Returns 0.
-
-    Raises PreflightError on every rank if a check failed, so that a job's status shows the reason,
-    and ConfigError for an invalid command line.
-    """
+    """Run the checks, and return 0; rank 0 prints the table."""
     if wants_help(arguments):
         print(__doc__)
         return 0

@@ -31,24 +31,24 @@ from ddpjob_trainer.preflight.results import Layout, PreflightReport, RankFindin
 _NEEDED_FOR_A_GROUP = {"ranks", "versions", "devices", "own address", "reachability"}
 _CONNECT_SECONDS, _BYE_SECONDS, _LEAVE_SECONDS, _GRACE_SECONDS = 3.0, 3.0, 5.0, 15.0
 _NFS_SECONDS = 3.0
-"""Seconds for rank 0's file to appear on another node. NFS asks its server for a name that it has
-not seen."""
+"""How long rank 0's file may take to appear on another node, in seconds. NFS asks its server for a
+name that it has not seen."""
 
 
 def conduct(config: Config, group: Group, publish: Callable[[PreflightReport], None]) -> str:
-    """Check all ranks together. Returns the worst failure in one sentence; empty if no check
-    failed.
+    """Check all ranks together, and return the worst failure in one sentence.
 
-    The result is the same on every rank. The check ends within seconds, whatever happens. Rank 0
-    calls `publish` before any rank knows the outcome, because a launcher ends all ranks when the
-    first one exits. Raises PreflightError or RendezvousError if the other ranks cannot be reached.
+    The result is empty if no check failed, and the same on every rank. The check ends within
+    seconds, whatever happens. Rank 0 calls `publish` before any rank knows the outcome, because a
+    launcher ends all ranks when the first one exits. Raises PreflightError or RendezvousError if
+    the other ranks cannot be reached.
     """
     for key in ("join_seconds", "step_seconds"):
         if (seconds := getattr(config.preflight, key)) <= 0:
             raise ConfigError(f"preflight.{key}: {seconds} is not above 0")
-    # Every wait has a deadline, but torch's FileStore holds Python's lock while it waits for a
-    # missing folder. This timer does not need the lock; it writes all threads' stacks and ends the
-    # process with 1.
+    # Every wait has a deadline, but torch's FileStore holds the GIL while it waits for a missing
+    # folder. This timer does not need the GIL; it writes all threads' stacks and ends the process
+    # with exit code 1.
     longest = config.preflight.join_seconds + 8 * config.preflight.step_seconds + _GRACE_SECONDS
     faulthandler.dump_traceback_later(longest, exit=True, file=2)
     preflight = _Preflight(config, group)
@@ -151,7 +151,7 @@ class _Preflight:
         self._exchange.stage("connecting to the other nodes")
         contacts = peers.connect_all(self._group.rank, addresses, _CONNECT_SECONDS)
         self._exchange.stage(searching := "searching for rank 0's file in the checkpoint folder")
-        # The folder's own check has already reported what is wrong.
+        # The folder's own check has already reported the problem.
         sees, _ = attempt(self._step, searching, self._sees_mark)
         return {"contacts": contacts, "sees": bool(sees)}
 
@@ -171,9 +171,9 @@ class _Preflight:
     # ------------------------------------------------------------ on rank 0, between the steps
 
     def _judge_facts(self) -> dict[str, Any]:
-        """Judge what each rank found by itself.
+        """Judge each rank's own findings.
 
-        Return which ranks have joined, and where the nodes can be reached.
+        Return the ranks that have joined, and the addresses of the nodes.
         """
         came = self._exchange.gather("stage", range(self._group.world), self._join)
         self._by_rank = facts = self._exchange.gather("facts", came, self._step + 2)
@@ -181,8 +181,8 @@ class _Preflight:
         self._results += [checks.joined(self._group.world, self._exchange.gather("stage", came, 0), facts)]
         for check in CHECKS:
             notes = {r: fact["findings"][check.name] for r, fact in facts.items() if check.name in fact["findings"]}
-            # By name, because a different trainer version, which this check reports, may send more
-            # fields.
+            # Fields are read by name, because a different version of the trainer may send more of
+            # them. This check reports such versions.
             findings = {r: RankFinding(n["value"], n["status"], n["remedy"], n["same"]) for r, n in notes.items()}
             self._results.append(checks.merge(check, findings, self._layout))
         self._addresses = {r: NodeAddress(**fact["address"]) for r, fact in facts.items() if fact.get("address")}

@@ -1,6 +1,6 @@
 """Notes that ranks leave for each other before they form a group.
 
-Notes are JSON in the store, and each is awaited with a deadline.
+Notes are JSON in the store, and waiting for a note has a deadline.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _NOTICE_SECONDS, _POLL_SECONDS, _DIAGNOSIS_SECONDS = 5.0, 0.01, 3.0
 
 
 def within(seconds: float, doing: str, function: Callable[[], T]) -> T:
-    """Return `function()`, run in a thread that is abandoned after a timeout.
+    """Return the result of `function()`, run in a thread that is abandoned after a timeout.
 
-    A dead network file system never responds. Raises PreflightError after a timeout, and what the
-    function raises.
+    A dead network file system never responds. Raises PreflightError after a timeout, and any error
+    that the function raises.
     """
     answer = in_thread(f"preflight: {doing}", function)
     if not wait([answer], seconds).done:
@@ -40,7 +40,7 @@ def within(seconds: float, doing: str, function: Callable[[], T]) -> T:
 
 
 def attempt(seconds: float, doing: str, function: Callable[[], T]) -> tuple[T | None, str]:
-    """Return the function's value, or the reason it failed.
+    """Return (the function's value, ""), or (None, the reason why it failed).
 
     Any error from a driver or file system counts as a finding.
     """
@@ -55,7 +55,7 @@ def attempt(seconds: float, doing: str, function: Callable[[], T]) -> tuple[T | 
 
 
 def node_name() -> str:
-    """Return the pod's name in a job, otherwise the host's."""
+    """Return the pod's name in a job, otherwise the host's name."""
     return JobEnvironment.read().host
 
 
@@ -66,16 +66,17 @@ class Exchange:
     """
 
     def __init__(self, group: Group, join_seconds: float) -> None:
-        """Raises PreflightError or RendezvousError if the store cannot be reached.
+        """Open the store.
 
-        The message says how far this rank got.
+        Raises PreflightError or RendezvousError if the store cannot be reached. The message says
+        how far this rank got.
         """
         self._rank, self._hello = group.rank, {"host": node_name(), "leader": group.rank - group.local_rank}
         if group.world == 1:
             self.store: Any = dist.HashStore()  # type: ignore[attr-defined]
             return
         where = meeting()
-        # FileStore opens the file while holding Python's lock, so detect a dead mount first.
+        # FileStore opens the file while holding the GIL, so detect a dead mount first.
         if where.file:
             within(join_seconds, f"opening {where}", lambda: _try_to_open(where.file))
         try:
@@ -88,7 +89,7 @@ class Exchange:
         self.store = dist.PrefixStore("preflight", store)  # type: ignore[attr-defined]
 
     def stage(self, text: str) -> None:
-        """Report to the ranks waiting for this one that it has joined and what it is doing."""
+        """Report to the ranks waiting for this rank that it has joined, and what it is doing."""
         self.post("stage", {**self._hello, "at": text})
 
     def post(self, key: str, value: Any) -> None:

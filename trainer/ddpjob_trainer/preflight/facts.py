@@ -1,4 +1,4 @@
-"""Collects what a rank finds by itself: software, device, folders, memory, threads and limits.
+"""Collects a rank's own findings: software, device, folders, memory, threads and limits.
 
 CHECKS is the table of these checks.
 """
@@ -57,7 +57,8 @@ class Context:
 def versions(_: Context) -> RankFinding:
     """Report this process's software.
 
-    Different versions of torch or NCCL cannot form a group, or compute different results.
+    Ranks with different versions of torch or NCCL cannot form a group, or compute different
+    results.
     """
     nccl = "none"
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
@@ -66,7 +67,7 @@ def versions(_: Context) -> RankFinding:
     try:
         trainer = importlib.metadata.version("ddpjob")
     except importlib.metadata.PackageNotFoundError:
-        trainer = "none"  # The trainer runs from a checkout without being installed.
+        trainer = "none"  # The trainer is running from a checkout, without being installed.
     same = {"torch": str(torch.__version__), "CUDA": torch.version.cuda or "none", "NCCL": nccl, "trainer": trainer}
     same["Python"] = platform.python_version()
     shown = ("torch", "Python") if nccl == "none" else ("torch", "NCCL", "Python")
@@ -74,7 +75,7 @@ def versions(_: Context) -> RankFinding:
 
 
 def _implementation() -> str:
-    """Return which of torch's two backends "nccl" means. From torch 2.15 on, it is nccl2.
+    """Return which of torch's two backends "nccl" means (nccl2 since torch 2.15).
 
     All ranks need the same backend.
     """
@@ -130,7 +131,7 @@ def master_address(context: Context) -> RankFinding:
 def checkpoint_folder(context: Context) -> RankFinding:
     """Write, sync and read back a small file where training would write.
 
-    Rank 0's file stays until the end.
+    Rank 0's file is kept until the end.
     """
     folder, rank = context.config.checkpoint_dir, context.group.rank
     own = folder / (f"{context.mark}-{rank}" if rank else context.mark)
@@ -159,8 +160,9 @@ def _size(path: Path) -> int:
 
 
 def data_folder(context: Context) -> RankFinding:
-    """List the folder, read a byte from one file, and count files for at most half a step's
-    time.
+    """List the folder, read a byte from one file, and count files.
+
+    Counting takes at most half a step's time.
     """
     data = context.config.data
     url = data.url if data.name == DataName.SHARDS else None
@@ -184,7 +186,7 @@ def data_folder(context: Context) -> RankFinding:
 def count(root: Path, seconds: float) -> dict[str, str]:
     """Count the entries in the first two levels and the files in all levels, level by level.
 
-    If the time is too short, only finished counts are returned. Hidden entries, the shard index and
+    If time runs out, only finished counts are returned. Hidden entries, the shard index and
     lost+found are not data. Raises PreflightError if there is no file.
     """
     deadline = time.monotonic() + seconds
@@ -211,14 +213,14 @@ def count(root: Path, seconds: float) -> dict[str, str]:
 
 
 def shared_memory(context: Context) -> RankFinding:
-    """Compare the size of /dev/shm with what loader processes keep there.
+    """Compare the size of /dev/shm with the memory that loader processes need there.
 
-    For each rank, they keep some batches ahead, as uint8.
+    They keep a few batches ahead for each rank, as uint8.
     """
     group, data, needed = context.group, context.config.data, 0
     if data.size_key and data.workers:
         pixels = math.ceil(data.batch / group.world) * data.image_size**2
-        # The test set has its own pool.
+        # The test set has a pool of its own.
         pixels += context.config.train.eval_batch * (data.size_tested or data.image_size) ** 2
         per_rank = _BATCHES_AHEAD * 3 * pixels
         needed = group.local_world * per_rank
@@ -232,7 +234,7 @@ def shared_memory(context: Context) -> RankFinding:
     )
     value = f"{gigabytes(usage.free)} free of {gigabytes(usage.total)}; {need}"
     remedy = "set storage.sharedMemory of the DDPJob to {} (docker: --shm-size{})"
-    if usage.free < needed:  # Otherwise loader processes would die from a bus error.
+    if usage.free < needed:  # Otherwise, loader processes would die from a bus error.
         remedy = remedy.format(gigabytes(2 * needed).replace(" ", "").removesuffix("B"), "")
         return RankFinding(value, Status.FAIL, f"{remedy}, or lower data.workers or data.batch")
     # Docker's default is 64 MiB.
@@ -257,7 +259,7 @@ def cpu_threads(context: Context) -> RankFinding:
 def limits(context: Context) -> RankFinding:
     """Return WARN for few open files, and for InfiniBand without locked memory.
 
-    Connections to ranks and pipes to loaders require open files.
+    Connections to ranks and pipes to loaders count as open files.
     """
     files, locked = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     needed = 256 + 8 * context.group.world + 64 * context.config.data.workers
@@ -275,8 +277,8 @@ class Check:
     """A check that each rank, or each node's first rank, runs by itself.
 
     If `find` raises an error, the result is a FAIL with this `remedy`. `same` names the findings'
-    values that must not differ, with the status and remedy if they do; {norm} stands for the most
-    common value.
+    values that must not differ, with the status and remedy if they do. In these, {norm} stands for
+    the most common value.
     """
 
     name: str

@@ -24,8 +24,8 @@ from ddpjob_trainer.distributed.process_group import Group, destroy
 from ddpjob_trainer.preflight.addresses import NodeAddress
 
 _PAYLOAD = 64 * 1024
-"""Bytes sent in each direction. A path that drops full packets (wrong MTU) passes the small packets
-that open a connection."""
+"""Bytes sent in each direction. A path that drops full packets (wrong MTU) still lets through the
+small packets that open a connection."""
 _AT_A_TIME, _ROUND_TRIPS = 64, 5
 _SMALL, _LARGE = 2**18, 2**22  # Numbers of float32 elements: 1 MiB and 16 MiB.
 _PATIENT_SECONDS, _WATCHDOG_SECONDS = 0.1, 300.0
@@ -66,7 +66,7 @@ class Listener(socketserver.ThreadingTCPServer):
     def handle_error(self, *_: object) -> None:
         """Ignore peers that end a connection or are not ranks.
 
-        The connecting side reports what went wrong.
+        The connecting side reports the problem.
         """
 
     def close(self) -> None:
@@ -131,7 +131,10 @@ def connect(where: NodeAddress, seconds: float) -> Contact:
 
 
 def connect_all(me: int, listeners: dict[int, NodeAddress], seconds: float) -> dict[int, Contact]:
-    """Try all other nodes, many concurrently. Each node begins with a different one."""
+    """Try to connect to all other nodes, many concurrently.
+
+    Each node begins with a different one.
+    """
     others = sorted(listeners, key=lambda target: (target < me, target))
     others = [target for target in others if target != me]
     with ThreadPoolExecutor(max_workers=_AT_A_TIME) as pool:
@@ -159,7 +162,7 @@ def all_reduce(config: Config, group: Group, store: Any, seconds: float) -> Sum:
     """
     placement = devices.choose_for(config, group.local_rank)
     # NCCL's watchdog ends the process at the group's timeout, but the caller has its own deadline,
-    # and a table to show.
+    # and still has to show a table.
     patience = seconds if placement.device.type == "cpu" else 10 * seconds + _WATCHDOG_SECONDS
     timeout = datetime.timedelta(seconds=patience)
     dist.init_process_group(placement.backend, timeout=timeout, store=store, rank=group.rank, world_size=group.world)

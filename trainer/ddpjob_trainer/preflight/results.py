@@ -27,7 +27,7 @@ _COLOURS = {Status.FAIL: "1;31", Status.WARN: "33", Status.SKIPPED: "2", Status.
 
 @dataclass(frozen=True)
 class RankFinding:
-    """One rank's finding. `same` has named values that must not differ between ranks."""
+    """One rank's finding. `same` has values, by name, that must not differ between ranks."""
 
     value: str
     status: Status = Status.OK
@@ -37,7 +37,7 @@ class RankFinding:
 
 @dataclass(frozen=True)
 class Result:
-    """One row in the table. `culprit` has names of nodes or ranks."""
+    """One row in the table. `culprit` has the names of nodes or ranks."""
 
     check: str
     status: Status
@@ -70,7 +70,7 @@ class Layout:
         return sorted(rank for rank, leader in self.leader.items() if rank == leader)
 
     def nodes(self, ranks: Iterable[int]) -> tuple[str, ...]:
-        """Return the names of the ranks' nodes, each once."""
+        """Return the names of the ranks' nodes, without duplicates."""
         return tuple(dict.fromkeys(self.name[rank] for rank in sorted(ranks)))
 
     def ranks(self, ranks: Iterable[int]) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ class PreflightReport:
 
 
 def listed(words: Iterable[str], more: str = ", ...", most: int = 4, by: str = ", ") -> str:
-    """Join the first few words, and append `more`, which may give the number of others."""
+    """Join the first few words, and append `more`, which may include the number of other words."""
     words = list(words)
     return by.join(words[:most]) + (more.format(len(words) - most) if len(words) > most else "")
 

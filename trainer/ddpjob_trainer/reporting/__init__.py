@@ -1,1 +1,1 @@
-"""A run's reports: terminal, metrics.jsonl, the coordinator, the ledger, profiles and sinks."""
+"""A run's reports: terminal, metrics.jsonl, coordinator, ledger, profiles and sinks."""

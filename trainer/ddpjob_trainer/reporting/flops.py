@@ -1,4 +1,4 @@
-"""The share of a device's peak performance that a training uses.
+"""The share of a device's peak performance that training uses.
 
 It is called MFU, model FLOPs utilization (Chowdhery et al., PaLM, 2022).
 """
@@ -55,8 +55,8 @@ def flops_of_run(config: Config, shape: tuple[int, ...], classes: int, *, whole_
     """Return `flops_per_sample`, kept in RUN/flops.json.
 
     Counting takes most of a second, and every restart would wait for it. The count for a user's own
-    model is not kept, because its code may have changed by then. Runs on rank 0, which does the
-    reporting.
+    model is not kept, because its code may have changed by the next start. This runs on rank 0,
+    which does the reporting.
     """
     count = partial(flops_per_sample, config, shape, classes, whole_numbers=whole_numbers)
     if is_own(config.model):
@@ -79,7 +79,7 @@ def flops_per_sample(config: Config, shape: tuple[int, ...], classes: int, *, wh
     A multiplication and an addition count as two. Nothing is computed, because the model is created
     without values. If a user's own model needs values, the result is 0. This must run before the
     ranks have joined, so that a model that communicates with its peers gets an error instead of
-    waiting for ranks that do not count.
+    waiting for ranks that do not run this.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -14,7 +14,7 @@ from ddpjob_pod.metrics_log import METRICS
 from ddpjob_trainer.errors import TrainerError
 
 _OF_EVERY_JOB = ("run", "checkpoints", "")
-"""Names of folders that every job has, so they do not tell runs apart."""
+"""Names of folders that every job has, so they do not distinguish runs."""
 
 
 @dataclass
@@ -38,12 +38,15 @@ class History:
 
     @property
     def restarts(self) -> int:
-        """Number of restarts, without the starts of later jobs that continued in the folder."""
+        """Number of restarts, not counting starts of later jobs that continued in the folder."""
         return sum(map(_is_restart, self.incarnations, self.incarnations[1:]))
 
     @property
     def gaps(self) -> list[tuple[float, float, bool]]:
-        """(time of the last step, time of the next step, whether it is a restart) around starts."""
+        """The times of the last step before and the first step after each later start.
+
+        Each entry is (time before, time after, whether the start is a restart).
+        """
         found = []
         parts = list(zip(self.incarnations, self.steps, strict=True))
         for (first, before), (second, after) in pairwise(parts):
@@ -115,7 +118,7 @@ def _sort_in(history: History, row: dict[str, Any]) -> None:
 
 
 def _place_epochs(history: History) -> None:
-    """Give each line its position in epochs: a step in the middle of the second is at 1.5.
+    """Give each line its position in epochs: a step in the middle of the second epoch is at 1.5.
 
     A line without an epoch gets the position of the last step before it. Fractions, which Hugging
     Face's Trainer reports, are used as they are.
@@ -135,7 +138,7 @@ def _place_epochs(history: History) -> None:
 def _spread(steps: list[int], epochs: dict[int, float]) -> dict[int, float]:
     """Return positions that spread the steps of an epoch evenly, from the steps that ended epochs.
 
-    The last epoch may be unfinished, so it is at least as long as the one before.
+    The last epoch may be unfinished, so it is assumed to be at least as long as the one before.
     """
     ends: dict[float, int] = {}
     for step in steps:

@@ -1,7 +1,7 @@
 """The ledger, in which each rank records the samples of each step as one JSON line.
 
-The line is flushed before gradients are exchanged. So a step executed on any rank is recorded on
-all ranks, even if a rank is killed in the middle of the step.
+The line is flushed before gradients are exchanged. So a step that was executed on any rank is
+recorded on all ranks, even if a rank is killed in the middle of the step.
 """
 
 from __future__ import annotations
@@ -93,7 +93,10 @@ class Ledger:
 
 @contextmanager
 def _writing(path: Path | str) -> Iterator[None]:
-    """Raise LedgerError if a line cannot be written, because a ledger with a gap proves nothing."""
+    """Raise LedgerError if a line cannot be written.
+
+    A ledger with a gap would not prove anything.
+    """
     try:
         yield
     except OSError as error:

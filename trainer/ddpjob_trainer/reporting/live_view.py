@@ -1,4 +1,4 @@
-"""The live view of a training in a terminal.
+"""The live view of training in a terminal.
 
 It shows a progress bar, the job's state, and curves of loss, accuracy and speed.
 """

@@ -1,4 +1,4 @@
-"""Runs torch.profiler for some steps of a training.
+"""Runs torch.profiler for a few steps of training.
 
 It produces a trace for each rank, and a table of the operators that take the most time.
 """
@@ -47,7 +47,7 @@ class Profile:
         self._profiler.start()
 
     def close(self) -> None:
-        """Write the profile so far if training ends during the steps to profile."""
+        """Write the profile so far, if training ends during the profiled steps."""
         if self._profiler is not None:
             profiler, self._profiler, self._count = self._profiler, None, 0
             profiler.stop()

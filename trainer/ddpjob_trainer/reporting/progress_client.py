@@ -1,7 +1,7 @@
 """Posts the newest progress to the job's coordinator in the background.
 
 Scripts post all their figures together. The trainer posts each kind separately, because the
-coordinator takes posted figures as a sign that a step was taken.
+coordinator interprets posted figures as a sign that a step was taken.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ProgressClient(Outbox):
         self._newest: dict[str, Any] | None = None
         self._copies: dict[str, float] | None = None
         self._activity: str | None = None
-        self._said: str | None = None  # The activity that the coordinator knows.
+        self._said: str | None = None  # The activity that the coordinator knows of.
         # None if stragglers have not been posted yet.
         self._stragglers: list[dict[str, float]] | None = None
         self._said_stragglers: Any = None  # The last stragglers posted, and their coordinator.
@@ -62,10 +62,10 @@ class ProgressClient(Outbox):
             self._stragglers = stragglers
 
     def post_activity(self, activity: str | None, *, again: bool = False) -> None:
-        """Send what this process is doing besides steps (None: steps).
+        """Send this process's activity other than steps (None: steps).
 
-        An activity that ends within a second is not sent. `again` repeats an activity as a sign of
-        life.
+        An activity that ends within a second is not sent. With `again`, an activity is repeated as
+        a sign of life.
         """
         with self._changed:
             self._activity = activity

@@ -47,11 +47,11 @@ class Plan:
 class Machines:
     """Figures of the ranks' machines since the last report, by rank.
 
-    `own` is the time in seconds that a rank works per step (0 if it cannot be measured); `even` is
-    the same for an even share of the batch. `data` is the share of time spent waiting for data, and
-    `memory` is the peak number of bytes so far. `phases` has this rank's seconds per step. `flops`
-    is per sample, and `peak` is per second for all devices together; 0 means unknown. `stages` is
-    the same as in `Strategy`.
+    `own` is how many seconds a rank itself works per step (0 if that cannot be measured); `even` is
+    the value for an even share of the batch. `data` is the share of time spent waiting for data,
+    and `memory` is the peak number of bytes so far. `phases` has this rank's seconds per step.
+    `flops` is per sample, and `peak` is per second for all devices together; 0 means unknown.
+    `stages` has the meaning it has in `Strategy`.
     """
 
     own: Sequence[float]
@@ -68,7 +68,7 @@ class Machines:
         return samples_per_second * self.flops / self.peak if self.flops and self.peak else None
 
     def logged(self) -> dict[str, Any]:
-        """Return each rank's figures for metrics.jsonl; if many, only the first ranks'."""
+        """Return each rank's figures for metrics.jsonl (of the first ranks, if many)."""
         columns = {"ownSeconds": self.own, "dataWaits": self.data, "memoryBytes": self.memory}
         ranks = {name: [float(f"{value:.4g}") for value in values[:_RANKS]] for name, values in columns.items()}
         return {"ranks": ranks, "phases": {name: float(f"{value:.4g}") for name, value in self.phases.items()}}
@@ -119,7 +119,7 @@ class Reporter:
         self._files = EvaluationFiles(config.run_dir / FOLDER, config.eval, class_names) if group.rank == 0 else None
         self._window_began = time.perf_counter()
         self._waited = 0.0
-        self._samples, self._seconds = 0, 0.0  # trained here, without evaluations and checkpoints
+        self._samples, self._seconds = 0, 0.0  # trained in this process, without evaluations and checkpoints
         self._pace = Pace(least=1)
         self._pace.add(0, 0.0)
         self._last: TrainingStatus | None = None
@@ -139,10 +139,9 @@ class Reporter:
     ) -> None:
         """Report that an incarnation begins after `step` steps, with `left` steps remaining.
 
-        `warning` states what slows it down, `precision` is the format in which it computes, and
-        `notes` has anything else worth knowing. The training's number of steps is `step + left`,
-        because it may change with the batch at a restart. A checkpoint may have more epochs than
-        configured.
+        `warning` states any reason why it is slow, `precision` is the format in which it computes,
+        and `notes` has other useful facts. The total number of steps is `step + left`, because it
+        may change with the batch at a restart. A checkpoint may have more epochs than configured.
         """
         wanted, trained = self._plan.epochs, epoch - 1
         self._plan = replace(self._plan, steps=step + left, epochs=max(wanted, trained))
@@ -331,7 +330,7 @@ class Reporter:
             self._post(self._last)
 
     def post_copies(self, copies: Mapping[str, float]) -> None:
-        """Post what has reached checkpoint.url, independently of steps.
+        """Post the state of the copies in checkpoint.url, independently of steps.
 
         May be called from any thread.
         """
@@ -339,8 +338,9 @@ class Reporter:
             self._link.post_copies(dict(copies))
 
     def post_memory(self, figures: dict[str, Any]) -> None:
-        """Post the states in the nodes' memory and the step at which training continued, if
-        changed.
+        """Post the states in the nodes' memory and the step at which training continued.
+
+        Only changes are posted.
         """
         if self._link is not None and figures:
             self._link.add(figures)
@@ -348,7 +348,7 @@ class Reporter:
     def skipped(self, step: int, text: str, samples: dict[int, list[int]]) -> None:
         """Report that step `step` was skipped on all ranks.
 
-        `samples` are by rank, for the ranks whose loss was not finite.
+        `samples` has the samples by rank, for the ranks whose loss was not finite.
         """
         self._write("skipped", step=step, samples=samples)
         self._display.note(f"warning: {text}")
@@ -407,7 +407,7 @@ class Reporter:
 def _found(evaluation: Evaluation) -> str:
     """Return a result's first numbers in words, ending in a comma.
 
-    They are the accuracy, or a regression's errors.
+    These are the accuracy, or a regression's errors.
     """
     if evaluation.accuracy is not None:
         return f"test accuracy {evaluation.accuracy:.2%}, "
@@ -445,7 +445,7 @@ def _values(status: TrainingStatus) -> dict[str, float | None]:
 
 
 def _values_of(machines: Machines | None) -> dict[str, float | None]:
-    """Return each rank's own seconds per step for the sinks; if many, only the first ranks'."""
+    """Return each rank's own seconds per step for the sinks (of the first ranks, if many)."""
     own = machines.own[:_RANKS] if machines is not None and any(machines.own) else []
     return {f"train/rank_step_seconds/{rank}": seconds for rank, seconds in enumerate(own)}
 
@@ -455,7 +455,7 @@ def _as_numbers(stragglers: Sequence[Straggler]) -> list[dict[str, float]]:
 
 
 def open_display(first_rank: bool, interval: float, title: str) -> Display:
-    """Return the live view on a TTY, else plain lines; on ranks other than 0, a silent display."""
+    """Return the live view on a TTY, otherwise plain lines; on other ranks, a silent display."""
     if not first_rank:
         return Silent()
     if not sys.stdout.isatty():

@@ -47,7 +47,7 @@ class TrainingStatus:
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds per phase of rank 0's step."""
     checkpoint_time: float | None = None
-    """time.time() when the newest checkpoint of this incarnation was on disk."""
+    """The time.time() at which this incarnation's newest checkpoint was completely on disk."""
 
     def line(self) -> str:
         """Return one plain line."""
@@ -108,7 +108,7 @@ class ProgressLines:
 
 
 class Silent:
-    """The display for ranks that print nothing."""
+    """The display for ranks that do not print anything."""
 
     def show(self, status: TrainingStatus) -> None:
         """Ignore the status."""

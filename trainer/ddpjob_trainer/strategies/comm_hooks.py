@@ -1,4 +1,4 @@
-"""PyTorch's communication hooks: what DDP sends instead of float32 gradients."""
+"""PyTorch's communication hooks, which determine what DDP sends instead of float32 gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpjob_trainer.errors import ConfigError
 
 
 def check(config: DdpConfig) -> None:
-    """Raise ConfigError if options are mutually exclusive."""
+    """Raise ConfigError if mutually exclusive options are set."""
     if config.comm_hook is CommHook.NONE:
         return
     if config.ordered:
@@ -32,8 +32,8 @@ def check(config: DdpConfig) -> None:
 def register(network: DistributedDataParallel, config: DdpConfig) -> Callable[[], None] | None:
     """Send the network's gradients through the hook named by `config.comm_hook`.
 
-    Returns a function that clears the hook's state, or None if the hook is stateless. After a step
-    whose gradients were not finite, the state is not finite either, and would spoil the gradients
+    Return a function that clears the hook's state, or None if the hook is stateless. After a step
+    whose gradients were not finite, the state is not finite either, and would corrupt the gradients
     of all later steps. All ranks must call the function in the same steps.
     """
     match config.comm_hook:

@@ -31,7 +31,7 @@ _BUFFERS = (
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
-"""The option's name depends on the version of torch."""
+"""The name of the option depends on the version of torch."""
 
 
 class Ddp(Strategy):
@@ -51,13 +51,12 @@ class Ddp(Strategy):
     def waits_apart(self) -> bool:
         """Whether a rank's own work can be distinguished from its waiting.
 
-        If ranks exchange batch statistics in each layer, that requires the clock to see these
-        waits.
+        If ranks exchange batch statistics in each layer, the clock must be able to see these waits.
         """
         return self.clock.sees_waits or not (self.config.model.sync_batchnorm or self.parts)
 
     def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
-        """Raises ConfigError if ddp options are mutually exclusive."""
+        """Prepare the model. Raises ConfigError if settings are mutually exclusive."""
         comm_hooks.check(self.config.ddp)
         if self.config.ddp.ordered and self.config.amp.level in (AmpLevel.O2, AmpLevel.O3):
             raise ConfigError("ddp.ordered: needs bit-exact float32 sums; set amp.level=O0 or O1, or ddp.ordered=false")
@@ -149,7 +148,7 @@ class Ddp(Strategy):
 
     @contextmanager
     def _watching_gradients(self) -> Iterator[None]:
-        """Record which weights get a gradient in this rank's last micro-batch, which DDP sends."""
+        """Record which weights get a gradient in the last micro-batch, after which DDP sends."""
         handles = [
             weight.register_post_accumulate_grad_hook(self._arrived.add)  # type: ignore[no-untyped-call]
             for weight in self.model.parameters()
@@ -164,8 +163,8 @@ class Ddp(Strategy):
     def _check_gradients(self) -> None:
         """Raise ConfigError if a weight got no gradient in the first step.
 
-        In that case, DDP has not exchanged the gradients in that weight's bucket, and would report
-        this only in the next step, by parameter number.
+        In that case, DDP has not exchanged the gradients in the weight's bucket. DDP itself would
+        report this only in the next step, by parameter number.
         """
         self._checked = True
         named = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]

@@ -66,8 +66,8 @@ class Fsdp(Strategy):
         # A weight shared by several modules can belong to only one unit, so it stays in the rest of
         # the model.
         apart = [block for block in blocks(model) if all(places[weight] == 1 for weight in block.parameters())]
-        # The model itself, which holds the rest, comes last, because its backward pass follows at
-        # once.
+        # The model itself, which holds the remaining weights, comes last, because its backward pass
+        # follows at once.
         for block in [*apart, model]:
             reshard = self.config.fsdp.reshard and block is not model
             norms: list[nn.Module] = [
@@ -116,7 +116,7 @@ class Fsdp(Strategy):
 
     @cached_property
     def _weights(self) -> dict[str | int, nn.Parameter]:
-        """The parameters by their names in the model's state; a shared weight has several."""
+        """The parameters by their names in the model's state; a shared weight has several names."""
         return dict(self.model.named_parameters(remove_duplicate=False))
 
     def load(self, state: State) -> None:

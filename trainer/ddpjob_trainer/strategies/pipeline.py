@@ -138,7 +138,7 @@ class Pipeline(Strategy):
     def _run(self, together: list[tuple[Micro, Batch]], count: int) -> torch.Tensor:
         """Run `together` through the pipeline, forward and backward.
 
-        Returns the sum of losses, which is 0 except on the last stage.
+        Return the sum of losses, which is 0 except on the last stage.
         """
         images = [batch.images for _, batch in together]
         losses = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -27,10 +27,9 @@ _CLASSES = {
 
 
 def enter(config: Config) -> None:
-    """Translate the environment of a strategy with its own launcher, before ranks read their
-    variables.
+    """Translate the environment of a strategy that has its own launcher.
 
-    Raises ConfigError.
+    This must run before ranks read their variables. Raises ConfigError.
     """
     if config.strategy is StrategyName.HOROVOD:
         from ddpjob_trainer.strategies.contrib import horovod
@@ -39,7 +38,7 @@ def enter(config: Config) -> None:
 
 
 def computes_on(config: Config, device: torch.device) -> int:
-    """Return how many devices a process computes on, if its first one is `device`.
+    """Return the number of devices that a process computes on if its first one is `device`.
 
     On the CPU, the result is 1, because the CPU is a single device.
     """

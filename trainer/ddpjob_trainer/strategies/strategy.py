@@ -69,7 +69,7 @@ class Strategy:
     shape: tuple[int, ...]
     """The shape of an image: (channels, height, width)."""
     equal = False
-    """Whether all ranks need the same number of micro-batches, because a forward pass is a
+    """Whether all ranks need the same number of micro-batches because a forward pass is a
     collective."""
     divides = False
     """Whether ranks may share micro-batches (see `sampler.Part`)."""
@@ -80,8 +80,9 @@ class Strategy:
     """Depths of all the model's parameters, if optim.layer_decay needs them."""
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
-        """Raises ConfigError if the configuration or the number of ranks does not suit the
-        strategy.
+        """Check the settings.
+
+        Raises ConfigError if they or the number of ranks do not suit the strategy.
         """
         self.config, self.group, self.device = config, group, device
         self.precision = Precision(config.amp, config.optim.clip_norm, device)
@@ -147,12 +148,12 @@ class Strategy:
         return model
 
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
-        """Compute the gradients of the global batch's mean loss on every rank.
+        """Compute the gradients of the global batch's mean loss, and return the sum of losses.
 
         The mean is over the global batch's `count` samples. All of `micro_batches`, this rank's
-        micro-batches in the step, must be processed. Returns this rank's sum of losses (a float64
-        scalar on the device), excluding micro-batches that do not count. All ranks must call this
-        together.
+        micro-batches in the step, must be processed. The result is this rank's sum of losses (a
+        float64 scalar on the device), excluding micro-batches that do not count. All ranks must
+        call this together.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, (micro, batch) in enumerate(micro_batches, 1):
@@ -167,7 +168,7 @@ class Strategy:
         shared = self.parts.of_micro(micro) if self.parts else nullcontext()
         with self.statistics.of_micro(micro, count), shared, self.precision.autocast():
             # If statistics cover all ranks' samples, a micro-batch that does not count must not
-            # contribute.
+            # contribute to them.
             images = batch.images if micro.counts or not self.config.model.sync_batchnorm else batch.images[:0]
             loss = self.loss(self.network(images), batch, micro)
         weighted = loss * self.weight(count)
@@ -206,8 +207,7 @@ class Strategy:
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients by `factor`.
 
-        This is used in steps with unreadable samples, because the mean is then over the other
-        samples.
+        This is used in steps with unreadable samples, in which the mean is over the other samples.
         """
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -239,7 +239,7 @@ class Strategy:
     def train_mode(self, training: bool) -> None:
         """Switch between training and evaluation, as nn.Module.train does.
 
-        In evaluation, the weights' moving average, if there is one, replaces them.
+        In evaluation, the weights are replaced by their moving average, if there is one.
         """
         self.network.train(training)
         if self.average is not None:
@@ -285,7 +285,7 @@ class Strategy:
         self.precision.load(state["precision"])
 
     def close(self) -> None:
-        """Leave all groups that were joined. Called at an orderly end.
+        """Leave all groups that were joined, at an orderly end.
 
         All ranks must call this together.
         """
@@ -360,7 +360,7 @@ def set_gradients(weights: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
     gradient of zero, the optimizer would decay the weight.
     """
     flat, found_by = flat[: -len(weights)], flat[-len(weights) :]
-    # If all weights have a gradient, nothing waits for the device.
+    # If all weights have a gradient, there is no need to wait for the device.
     idle = any(weight.grad is None for weight in weights)
     numbers = found_by.tolist() if idle else [1] * len(weights)
     for weight, gradient, found in zip(weights, pieces_like(weights, flat), numbers, strict=True):

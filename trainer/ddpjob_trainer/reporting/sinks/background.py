@@ -1,4 +1,4 @@
-"""Keeps sinks from disturbing training. Each sink has its own thread, and its errors end only the
+"""Keeps sinks from disturbing training. Each sink has its own thread, and an error ends only that
 sink.
 """
 
@@ -79,16 +79,16 @@ class Sinks:
         self._parts = parts
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Pass on numbers after `step` steps, by names such as train/loss. Returns at once.
+        """Pass numbers after `step` steps to the sinks, by names such as train/loss.
 
-        None values are omitted.
+        This does not wait for the sinks. None values are omitted.
         """
         known = {name: float(value) for name, value in values.items() if value is not None}
         for part in self._parts:
             part.write(step, known)
 
     def close(self, complete: bool) -> None:
-        """Let the sinks finish within 60 s, or within 5 s if the training was stopped."""
+        """Let the sinks finish within 60 s, or within 5 s if training was stopped."""
         deadline = time.monotonic() + (_CLOSING_SECONDS if complete else _STOPPING_SECONDS)
         for part in self._parts:
             part.begin_close(complete)
@@ -160,8 +160,8 @@ def _check_limits(config: ReportConfig) -> None:
 def open_sinks(config: ReportConfig, run: Run) -> Sinks:
     """Return the configured sinks, which open in the background.
 
-    Raises ConfigError as `check_report` does, or if the port is in use at the first start. A
-    restart continues without that sink.
+    Raises ConfigError as `check_report` does, or if the port is in use at the first start. In a
+    restart, training continues without that sink.
     """
     check_report(config)
     parts = []

@@ -14,7 +14,7 @@ _FILE = "mlflow.id"
 
 
 class MLflow:
-    """Uses the client, which does not keep process-wide state."""
+    """Uses MLflow's client, which does not keep process-wide state."""
 
     def __init__(self, config: ReportConfig, run: Run) -> None:
         # Report an unreachable server after one minute instead of ten. MLflow reads the environment
@@ -29,7 +29,7 @@ class MLflow:
         self._client.update_run(self._id, status="RUNNING")
         already = self._client.get_run(self._id).data.params
         new = [Param(key, str(value)[:500]) for key, value in run.config.items() if key not in already]
-        for start in range(0, len(new), 100):  # The server's limit per request.
+        for start in range(0, len(new), 100):  # 100 is the server's limit per request.
             self._client.log_batch(self._id, params=new[start : start + 100])
 
     def _create(self, experiment: str, name: str) -> str:

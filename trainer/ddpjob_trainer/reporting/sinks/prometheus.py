@@ -106,8 +106,8 @@ _BY_LABEL = {
 def _address() -> str:
     """Return the address to listen on.
 
-    In a pod, this is all addresses, because the network and `kubectl port-forward` use different
-    ones. Under `ddpjob run`, it is the loopback.
+    In a pod, it stands for all addresses, because the network and `kubectl port-forward` use
+    different ones. Under `ddpjob run`, it is the loopback.
     """
     pod = os.environ.get("POD_IP", "")
     return pod if pod.startswith("127.") else "0.0.0.0"

@@ -37,7 +37,7 @@ class Sink(Protocol):
 def kept(path: Path, make: Callable[[], str]) -> str:
     """Return the service's id for a run, kept in `path` so that a restart continues the same run.
 
-    At the first start, it is the result of `make`. Raises OSError.
+    At the first start, the id is the result of `make`. Raises OSError.
     """
     if path.exists() and (identity := path.read_text().strip()):
         return identity

@@ -13,8 +13,9 @@ _FILE = "wandb.id"
 
 
 class WeightsAndBiases:
-    """Logs the step as a metric, because W&B's own step count must not decrease, as ours does after
-    a restart.
+    """Logs the step as a metric.
+
+    W&B's own step count must not decrease, but ours does after a restart.
     """
 
     def __init__(self, config: ReportConfig, run: Run) -> None:

@@ -46,7 +46,7 @@ _DECIDED = {
 
 
 class DeepSpeed(Strategy):
-    """DeepSpeed steps our own optimizer.
+    """Lets DeepSpeed step our own optimizer.
 
     Micro-batches, loss weights and the end of an accumulation are decided here.
     """
@@ -62,7 +62,7 @@ class DeepSpeed(Strategy):
                 " not scale losses; set amp.dtype=bfloat16 and leave out amp.loss_scale, or set strategy=ddp"
                 " or fsdp"
             )
-        # Each backward pass sends gradients to the ranks that own them.
+        # Each backward pass sends gradients to the ranks that own them, so all need equally many.
         self.equal = self._stage >= 2
         self._deepspeed = _import_deepspeed(device)
         self._alone = group.world == 1 and not dist.is_initialized()
@@ -75,7 +75,7 @@ class DeepSpeed(Strategy):
         """Wrap the model and the optimizer in DeepSpeed's engine."""
         refuse_scalars(model, "deepspeed")
         super().prepare(model, shape)
-        network = Autocasting(self.model, self.precision)  # The engine leaves autocast before calling its model.
+        network = Autocasting(self.model, self.precision)  # The engine leaves autocast before it calls its model.
         engine, *_ = self._deepspeed.initialize(
             model=network, optimizer=self.optimizer, config=self._settings, dist_init_required=False
         )
@@ -99,7 +99,7 @@ class DeepSpeed(Strategy):
         self._engine.set_gradient_accumulation_boundary(True)
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients by `factor`; with ZeRO, this rank's part of them."""
+        """Multiply the gradients by `factor`; with ZeRO, only this rank's part of them."""
         if self._stage == 0:
             super().scale_gradients(factor)
             return
@@ -111,7 +111,7 @@ class DeepSpeed(Strategy):
 
         With ZeRO, DeepSpeed clips the gradients and skips the step if they are not finite.
         """
-        if self._stage == 0:  # DeepSpeed would accept any gradient here.
+        if self._stage == 0:  # Here, DeepSpeed would accept any gradient.
             return super().update(rate)
         set_learning_rate(self.optimizer, rate)
         self._engine.step()
@@ -129,7 +129,7 @@ class DeepSpeed(Strategy):
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> State:
-        """Return the whole state. Meanwhile, every rank holds all of it."""
+        """Return the whole state. While gathering, every rank holds all of it."""
         if self._stage == 0:
             return super().state()
         with self._gathered():

@@ -14,8 +14,8 @@ class Dp(Single):
     """nn.DataParallel, which passes the batch through unless there are several GPUs.
 
     With several GPUs, batch normalization uses the statistics of each device's part of a
-    micro-batch and keeps the first device's, and dropout draws on each device. This is therefore
-    the only strategy whose results depend on the number of devices.
+    micro-batch, and keeps the first device's statistics. Dropout draws random numbers on each
+    device. This is therefore the only strategy whose results depend on the number of devices.
     """
 
     def seed(self, key: int) -> None:
@@ -27,6 +27,6 @@ class Dp(Single):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Put the model on every visible device, in threads that do not inherit autocast."""
         casting = Autocasting(model, self.precision)
-        # DataParallel would use the machine's GPUs even if it is meant to train on its CPU
+        # DataParallel would use the machine's GPUs even if training is meant to run on the CPU
         # (train.backend=gloo).
         return casting if self.device.type == "cpu" else nn.DataParallel(casting)

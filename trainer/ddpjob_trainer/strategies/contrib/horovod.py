@@ -56,7 +56,7 @@ class Horovod(Strategy):
                 "strategy=horovod: Horovod 0.28 cannot add up bfloat16; set amp.dtype=float16, or amp.level=O1"
             )
         # Its hooks must be on the weights that receive gradients, but the optimizer may work on
-        # float32 copies of these.
+        # float32 copies of these weights.
         self._exchange: Any = self._hvd.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters()),
             named_parameters=self.model.named_parameters(),
@@ -95,7 +95,7 @@ class Horovod(Strategy):
 
 
 def enter() -> None:
-    """Set torch.distributed's environment from Horovod's under horovodrun.
+    """Set torch.distributed's environment from Horovod's, if horovodrun started this process.
 
     Must run before ranks read RANK. Raises ConfigError if Horovod is missing, or runs in its own
     elastic mode.

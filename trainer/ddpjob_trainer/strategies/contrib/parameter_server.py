@@ -2,8 +2,8 @@
 
 Ranks communicate through torch.distributed.rpc, in rounds. Each worker pushes its gradients, the
 server adds them up in rank order and takes a step, and the workers pull the new weights. Li et al.,
-Scaling Distributed Machine Learning with the Parameter Server, 2014; this is its synchronous form,
-which computes the same as a single process.
+Scaling Distributed Machine Learning with the Parameter Server, 2014; this is its synchronous
+variant, which computes the same result as a single process.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ParameterServer(Strategy):
             _call(_push, self.group.rank, flat_gradients(list(self.model.parameters())).float().cpu())
             self.group.barrier()
             return losses
-        for micro, _ in micro_batches:  # A rank always has a micro-batch, but here it does not count.
+        for micro, _ in micro_batches:  # Every rank has a micro-batch, but the server's does not count.
             with self.statistics.of_micro(replace(micro, counts=False), count):
                 pass
         self.statistics.exchange()
@@ -90,7 +90,7 @@ class ParameterServer(Strategy):
         """Take a step on the server, and copy the result to the workers."""
         if self._serves:
             update = super().update(rate)
-            # Convert them, because they may be tensors on the server's device.
+            # Convert both, because they may be tensors on the server's device.
             update = Update(float(update.norm), bool(update.skipped))
             _buffer.put(_flat(self._weights()).cpu(), self.precision.state(), update)
             self.group.barrier()
@@ -126,7 +126,7 @@ class ParameterServer(Strategy):
     def load(self, state: State) -> None:
         """Load a state. Only the server keeps its optimizer part."""
         super().load(state)
-        if not self._serves:  # Loaded only so that all ranks fail together if it does not fit.
+        if not self._serves:  # It is loaded only so that all ranks fail together if it does not fit.
             self.optimizer.state.clear()
 
     def close(self) -> None:
@@ -137,7 +137,10 @@ class ParameterServer(Strategy):
 
 
 class _ServerBuffer:
-    """Thread-safe buffer on the server between two RPCs: workers' gradients, then the weights."""
+    """Thread-safe buffer on the server between two RPCs.
+
+    It holds the workers' gradients, then the weights.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
