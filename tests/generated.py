@@ -54,7 +54,7 @@ WRONG = (None, "", "x", 0, -1, 1.5, 1e300, 2**70, True, [], {}, [None], [[]], {"
 
 
 class Maker:
-    """Generates one object of a kind after another."""
+    """Generates objects of one kind after another."""
 
     def __init__(self, number: int) -> None:
         self.random = random.Random(number)

@@ -1,5 +1,5 @@
 """Libraries that are not in the environment of the tests: a real Horovod, built once per machine
-and torch.
+and version of torch.
 """
 
 from __future__ import annotations

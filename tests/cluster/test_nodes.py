@@ -167,8 +167,8 @@ def test_draining_a_node_moves_a_job_without_loss_one_pod_at_a_time(stage: Stage
         output, _ = draining.communicate(timeout=limit + 30)
     assert draining.returncode == 0, output
     noticed, lost = stage.watch.first("moved", lambda s: bool(restarts(s)))
-    # On a very busy machine, the pod may end before the operator sees the eviction. It then only
-    # knows that the pod is gone.
+    # On a very busy machine, the pod may end before the operator sees the eviction. The operator
+    # then only knows that the pod is gone.
     assert restarts(lost)[0]["reason"] in (("Evicted",) if slowness() < 2 else ("Evicted", "Deleted"))
     again = stage.trains_again("moved", lost)
     print(f"moved: reported {noticed - began:.2f} s after the drain began, trains again {again - began:.2f} s after it")

@@ -3,7 +3,7 @@ train at the same time.
 
 One job goes through all partitions. Each pod has a network namespace of its own, in which packets
 are dropped. Two partitions take a minute and need DDPJOB_TEST_PARTITIONS=1: a coordinator cut off
-from its members, and a dead kubelet whose containers still run.
+from its members, and a dead kubelet whose containers keep running.
 """
 
 from __future__ import annotations
@@ -198,8 +198,8 @@ def half_of_the_members(stage: Partitioned) -> None:
 
 
 def a_kubelet(stage: Partitioned) -> None:
-    """Stop the kubelet of the host with a node and the coordinator. Their containers still run and
-    reach everybody.
+    """Stop the kubelet of the host with a node and the coordinator. Their containers keep running
+    and reach everybody.
     """
     number, nodes = stage.trains_on(), [stage.pod("node", index) for index in (0, 1)]
     (left,) = [pod["metadata"] for pod in nodes if pod["spec"]["nodeName"] == "n2"]

@@ -64,8 +64,8 @@ def test_a_spare_takes_over_and_a_new_coordinator_disturbs_nothing(jobs: Jobs) -
 
 
 def test_a_script_that_saves_nothing_continues_after_its_last_step(jobs: Jobs) -> None:
-    """It continues from the memory of the other pod. The weights equal those of an undisturbed
-    job.
+    """The script continues from the memory of the other pod. The weights equal those of an
+    undisturbed job.
     """
     for name in ("memory", "undisturbed"):
         script, args = str(EXAMPLES / "snapshots.py"), ["--steps=400"]

@@ -419,7 +419,7 @@ def _discover(path: str) -> Json | None:
 
 
 def _selector(text: str) -> Callable[[Json], bool]:
-    """Evaluate a label selector with `a=b` and `a in (b,c)`."""
+    """Return a predicate for a label selector with `a=b` and `a in (b,c)`."""
     wanted: dict[str, set[str]] = {}
     for part in re.findall(r"[^,(]+(?:\([^)]*\))?", text):
         name, _, value = part.strip(", ").partition("=")

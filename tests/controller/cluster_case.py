@@ -108,7 +108,7 @@ class Case:
         return sorted(str(p["metadata"]["name"]) for p in self.server.store.all("Pod"))
 
     def keepers(self) -> set[str]:
-        """The jobs that keep the namespace's runtime."""
+        """Return the jobs that keep the namespace's runtime."""
         return {o["name"] for o in self.server.store.get("ConfigMap", JOBS)["metadata"]["ownerReferences"]}
 
     def asked(self, part: str) -> int:

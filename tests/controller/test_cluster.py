@@ -398,7 +398,7 @@ async def test_a_claim_is_created_once_and_recognized_by_its_label_without_an_ow
     claim = c.server.store.get("PersistentVolumeClaim", "job-checkpoints")
     assert c.pods(), "in the same reconcile"
     job = DDPJob.read(c.server.store.get("DDPJob", "job"))
-    await c.cluster.create(job, build_claim(job))  # as after a lost answer
+    await c.cluster.create(job, build_claim(job))  # as after a lost response
     with pytest.raises(NameTaken, match="a different name"):
         await c.cluster.create(replace(job, uid="later"), build_claim(job))
     assert [claim] == list(c.server.store.all("PersistentVolumeClaim"))

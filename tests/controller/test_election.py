@@ -25,8 +25,8 @@ from .world import ReplicaTasks, api_server, connected, on_server
 
 
 class Candidates(ReplicaTasks):
-    """Replicas of the operator that only take part in the election. `acting` holds those that act
-    now.
+    """Replicas of the operator that only take part in the election. `acting` contains the acting
+    ones.
     """
 
     def __init__(self, server: ApiServer) -> None:

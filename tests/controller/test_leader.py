@@ -63,7 +63,7 @@ def add(
 
 
 class Watched:
-    """An operator under test; `reconciled` are its jobs, in order."""
+    """An operator under test. `reconciled` lists the jobs that it has reconciled, in order."""
 
     def __init__(self, server: ApiServer, operator: Operator) -> None:
         self.server, self.operator = server, operator

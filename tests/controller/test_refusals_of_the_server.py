@@ -384,7 +384,7 @@ async def test_groups_that_are_served_no_more_are_a_refusal_and_no_loop(c: Case)
 
 @in_case(serves_gangs=True, serves_queues=True)
 async def test_a_refused_deletion_of_a_queued_jobs_group_is_tried_again(c: Case) -> None:
-    """It is retried before the next event, which may be hours away."""
+    """The deletion is retried before the next event, which may be hours away."""
     c.server.store.create("ResourceFlavor", {"metadata": {"name": "spot"}, "spec": SPOT}, "")
     put_into_queue(c)
     await seen()

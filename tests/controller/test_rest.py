@@ -206,8 +206,8 @@ def test_the_server_s_audit_names_the_operator(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_environment_is_read_once_and_not_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """aiohttp reads it in a thread for each request, together with the user's ~/.netrc, whose
-    passwords are not meant for this.
+    """aiohttp reads the environment in a thread for each request. It also reads the user's
+    ~/.netrc, whose passwords are not meant for the API server.
     """
     reads: list[str] = []
     monkeypatch.setattr("aiohttp.client.get_env_proxy_for_url", lambda url: reads.append("proxy"))

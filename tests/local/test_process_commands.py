@@ -106,7 +106,7 @@ def test_the_python_client_works_on_local_jobs(machine: Machine, monkeypatch: py
 
 
 def test_an_ended_job_starts_again_in_one_command(machine: Machine) -> None:
-    """Its program fails until a file exists. Submitting it again reports what happens to its
+    """The job's program fails until a file exists. A second submission reports what happens to the
     checkpoints.
     """
     script = (

@@ -23,7 +23,9 @@ from process_harness import ENDLESS, SCRIPTS, Machine, Run, manifest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HELD = str(SCRIPTS / "held_script.py")
 TOLERANCE = 1e-4
-"""Tolerance of every weight for float32 sums in a different order, of which 1e-5 was seen."""
+"""Tolerance of every weight, for float32 sums in a different order. The largest difference seen was
+1e-5.
+"""
 
 
 @pytest.fixture

@@ -180,8 +180,8 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(machine: Machine) -> None:
 def test_a_closed_output_saves_and_leaves_nothing_behind(
     machine: Machine, output: str, sent: signal.Signals | None, code: int
 ) -> None:
-    """Otherwise writing to the output would keep the signal from the job, which would train on or
-    die without saving.
+    """Otherwise writing to the output would keep the signal from the job, which would keep training
+    or die without saving.
     """
     reader, writer = os.openpty() if output == "terminal" else os.pipe()
     fcntl.fcntl(reader, fcntl.F_SETFL, os.O_NONBLOCK)
@@ -293,8 +293,8 @@ def test_a_second_ctrl_c_ends_at_once(machine: Machine) -> None:
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_the_record_of_a_stopped_run_shows_no_pod_that_is_ending(machine: Machine, signals: int) -> None:
-    """Nothing corrects the record later. Regression: it said that a pod was still terminating, or
-    that the job was running.
+    """Nothing corrects the record later. Regression: the record said that a pod was still
+    terminating, or that the job was running.
     """
     run = machine.start(manifest(command=["sleep", "600"], nodes=1))
     run.until(lambda r: r.status.get("phase") == "Running")

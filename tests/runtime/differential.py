@@ -248,8 +248,8 @@ def table(found: Mapping[str, Mapping[str, Outcome]]) -> str:
 
 
 def unexpected(found: Mapping[str, Mapping[str, Outcome]]) -> str:
-    """Return the diffs that no row of the table explains, and the rows that no longer hold. Empty
-    means all as documented.
+    """Return the diffs that no row of the table explains, and the rows that no longer hold. The
+    result is empty if all is as documented.
     """
     differ = differences(found)
     texts = [f"=== {n}, {side}\n{text}" for (n, side), text in differ.items() if side not in PROGRAMS[n].differs]

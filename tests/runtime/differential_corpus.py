@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Program:
-    """A program. `run`: worker.py's mode, the target and its arguments. `files`: other files of the
-    folder.
+    """A program.
 
-    `environment` is the worker's, and `container` that of the launcher as well. `differs`: {mode:
-    the row of the table in
-    docs/protocol.md that explains the difference from torchrun}. `oldest`: the first Python that
-    can run it.
+    `run` is worker.py's mode, the target and its arguments, and `files` are other files in the
+    folder. `environment` is set for the worker, and `container` for the launcher as well. `differs`
+    maps a mode to the row of the table in docs/protocol.md that explains the difference from
+    torchrun. `oldest` is the first Python that can run the program.
     """
 
     text: str

@@ -137,8 +137,8 @@ time.sleep(60)
 
 @pytest.mark.parametrize("kind", ["handles", "ignorant"])
 def test_a_worker_that_handles_sigterm_gets_it_without_its_children(kind: str, tmp_path: Path) -> None:
-    """The loaders' processes serve the step after which it saves. torchrun's SIGTERM to all of them
-    would break that step.
+    """The worker saves after a step that still needs the loaders' processes. A SIGTERM from
+    torchrun to all of them would break that step.
     """
     (tmp_path / "parent.py").write_text(PARENT)
     with subprocess.Popen(

@@ -213,8 +213,8 @@ def test_a_reconnection_does_not_hurry_a_planned_restart() -> None:
 
 @pytest.mark.parametrize("later", [0, 5])
 def test_a_member_that_has_saved_and_reconnects_leaves_others_time_to_save(later: float) -> None:
-    """Its `ready` was lost with the connection. If that counted as a loss, the others would be
-    killed while they save.
+    """The member's `ready` was lost with the connection. If that counted as a loss, the others
+    would be killed while they save.
     """
     world, members = growing(grace=30.0)
     world.pass_time(later)
@@ -241,7 +241,9 @@ def test_a_rank_that_saves_before_its_launcher_is_asked_leaves_others_time_to_sa
 @pytest.mark.parametrize("error", ["Interrupted: SIGTERM", RESET])
 @pytest.mark.parametrize("later", [0.2, 5.0])
 def test_a_script_that_fails_when_asked_to_end_leaves_others_time_to_save(error: str, later: float) -> None:
-    """Such a script ends with a handler of SIGTERM that raises, and with its peers' errors."""
+    """Such a script fails because its SIGTERM handler raises an exception, or because its peers
+    fail.
+    """
     world, members = growing(grace=100.0)
     world.pass_time(later)
     world.fail(members[1], error)
@@ -253,8 +255,8 @@ def test_a_script_that_fails_when_asked_to_end_leaves_others_time_to_save(error:
 
 
 def test_a_loss_during_a_planned_restart_takes_the_time_to_save() -> None:
-    """This includes a member that cannot end its workers. Regression: the others waited for its
-    grace period.
+    """This includes a member that cannot end its workers. Regression: the others waited for that
+    member's grace period.
     """
     world, members = growing(grace=600.0)
     world.lose(members[1])
@@ -265,8 +267,8 @@ def test_a_loss_during_a_planned_restart_takes_the_time_to_save() -> None:
 
 @pytest.mark.parametrize("later", [0, 5])
 def test_a_loss_during_a_planned_restart_is_reported_at_once(later: float) -> None:
-    """This holds even if its cause has been decided already, because the saving members may be
-    waiting for the lost one.
+    """This holds even if the loss's cause has been decided already, because the saving members may
+    be waiting for the lost one.
     """
     world, members = growing(grace=30.0)
     world.pass_time(later)
@@ -452,8 +454,8 @@ def test_the_operator_knows_of_a_lost_pod_before_its_connection_ends() -> None:
 
 
 def test_a_deleted_pod_that_does_not_train_is_sent_away() -> None:
-    """Its launcher has not been notified of the deletion. A training member has, and may be
-    saving.
+    """The pod's launcher has not been notified of the deletion. The launcher of a training pod has,
+    and may be saving.
     """
     world, *members = formed(2)
     spare = world.hello(2)

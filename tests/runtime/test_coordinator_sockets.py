@@ -215,7 +215,7 @@ def test_a_members_bad_lines_are_answered_and_change_nothing(job: Job) -> None:
 def test_a_defect_triggered_by_a_line_ends_the_connection_with_one_log_line(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It leaves no member behind whose connection has ended."""
+    """No member may remain whose connection has ended."""
     logged: list[str] = []
     monkeypatch.setattr("ddpjob_runtime.coordinator.server.log", logged.append)
 
@@ -795,7 +795,7 @@ def test_a_coordinator_that_was_stopped_restarts_nobody(tmp_path: Path) -> None:
 
 
 def test_a_coordinator_that_was_stopped_reports_no_hang(tmp_path: Path) -> None:
-    """Its timer for the next step fires as soon as it continues."""
+    """The coordinator's timer for the next step fires as soon as it continues."""
     with contextlib.closing(started_job(tmp_path, 2, "--hang-after", "6")) as job:
         members = clients(job, 2)
         stand_still(job, 7)

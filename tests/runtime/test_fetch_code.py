@@ -156,7 +156,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def serve(server: Server, content: bytes, status: int = 200) -> Callable[[bytes], None]:
-    """Serve one object; the function that is returned replaces it."""
+    """Serve one object, and return a function that replaces it."""
     current = [content]
 
     def answer(path: str, query: object) -> Answer:

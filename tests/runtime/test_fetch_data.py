@@ -601,7 +601,7 @@ def test_a_temporary_failure_to_get_keys_is_retried(
 
 
 def test_keys_that_a_server_calls_expired_are_renewed_early(server: Server, tmp_path: Path) -> None:
-    """This node's clock is slow, so it considered the keys valid for another hour."""
+    """This node's clock is slow, so the node considered the keys valid for another hour."""
     server.content = {"a": b"1"}
     asked, expired = list[str](), [1]
 

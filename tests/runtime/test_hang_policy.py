@@ -32,7 +32,7 @@ SPINS = {"gpu": True, "cpu": 5.0}
 
 
 class Group:
-    """A running round of `ranks` nodes. `plays` answers their looks."""
+    """A running round of `ranks` nodes. `plays` gives the results of looks at them."""
 
     def __init__(self, *plays: Played | dict[str, Any], hangs: Hangs = Hangs.END, steps: int = 40, gap: float = 0.5):
         self.world = World(len(plays), hangs=hangs)
@@ -75,7 +75,9 @@ class Group:
         return RankLook(rank=rank, digest=digest, seconds=0.0 if last is None else now - last, **fields)
 
     def ended_after(self, limit: float = 400.0) -> float | None:
-        """Seconds from the last step until the round ended; None if it still runs at the limit."""
+        """Return the seconds from the last step to the end of the round, or None if it is still
+        running at the limit.
+        """
         while self.world.now - self.since < limit:
             self.pass_time(0.5)
             if self.world.report()["state"] == "Restarting":

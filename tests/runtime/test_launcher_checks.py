@@ -398,8 +398,8 @@ def client_of(address: str, seconds: float, ends: list[tuple[int, str, str]]) ->
 
 @pytest.mark.parametrize("first", [STRANGER, OLDER], ids=["of another job", "of an earlier generation"])
 def test_a_coordinator_that_is_not_this_pods_is_retried(first: dict[str, object]) -> None:
-    """A stale name-server entry, or an address that another pod has now, may lead to it for a
-    while.
+    """A stale name-server entry, or an address that now belongs to another pod, may lead to a
+    stranger for a while.
     """
     ends: list[tuple[int, str, str]] = []
     with coordinator(first, first, OURS) as address:
@@ -475,7 +475,9 @@ def test_a_stranger_learns_only_a_random_number() -> None:
 
 
 def test_a_stranger_that_never_ends_its_line_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither its silence nor its flood blocks the launcher or fills its memory."""
+    """Such a stranger may be silent or send without end. Neither may block the launcher or fill its
+    memory.
+    """
     monkeypatch.setattr(protocol, "SILENCE_SECONDS", 0.3)
     for flood in (b"", b"x" * 1_000_000):
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -599,7 +601,7 @@ WAITS = "def wait_for_ever():\n    open('up', 'w'); time.sleep(60)\n\nwait_for_e
 def test_a_look_at_a_worker_reads_only_the_frames_of_its_main_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its other threads continue to run meanwhile, in which case faulthandler would crash a healthy
+    """The worker's other threads keep running, and faulthandler would then crash a healthy
     process.
     """
     monkeypatch.setenv(stacks.ENVIRONMENT, str(tmp_path))
@@ -614,7 +616,9 @@ def test_a_look_at_a_worker_reads_only_the_frames_of_its_main_thread(
 def test_a_look_skips_a_worker_that_has_become_a_different_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its file still exists but its handler does not, so the signal would end it."""
+    """The worker's file still exists but its handler does not, so the signal would end the
+    process.
+    """
     monkeypatch.setenv(stacks.ENVIRONMENT, str(tmp_path))
     (tmp_path / "again.py").write_text(f"import time\n{WAITS}")
     becomes = "import os, sys\nos.execv(sys.executable, [sys.executable, 'again.py'])\n"

@@ -236,7 +236,9 @@ def test_nothing_is_watched_if_all_nodes_share_a_host() -> None:
 
 
 class Peer:
-    """A watcher as a process. `prefix`: the command that puts it into a network namespace."""
+    """A watcher as a process. `prefix` is a command that puts the process into a network
+    namespace.
+    """
 
     def __init__(self, host: str, rank: int, world: int, after: tuple[str, int], prefix: str = "") -> None:
         self.lines: list[str] = []
@@ -250,7 +252,7 @@ class Peer:
         self.port = int(found[1])
 
     def end(self) -> list[str]:
-        """Its reports: round, rank, silent, time."""
+        """End the process and return its reports: round, rank, silent, time."""
         self.process.send_signal(signal.SIGCONT)
         self.process.kill()
         return [line for line in self.process.communicate()[0].splitlines() if line.startswith("report")]

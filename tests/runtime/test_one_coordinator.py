@@ -116,7 +116,7 @@ def test_members_leave_a_replaced_coordinator_without_losing_their_round(town: T
 
 
 def test_members_partitioned_from_their_coordinator_follow_the_next_one(town: Town) -> None:
-    """It cannot be notified, because it does not read."""
+    """The partitioned coordinator cannot be notified, because it does not read."""
     old = town.start("127.0.0.1")
     town.join()
     old.send_signal(19)

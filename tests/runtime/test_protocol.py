@@ -98,7 +98,7 @@ def as_read(world: World) -> Report:
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: str(line["t"]))
 def test_no_line_of_a_member_makes_the_report_unreadable(line: dict[str, Any]) -> None:
-    """It raises only a ValueError, which the server answers."""
+    """The line raises at most a ValueError, to which the server responds."""
     for name in [name for name in line if name != "t"]:
         for value in EXTREMES:
             world = World(2)
@@ -134,10 +134,10 @@ def test_no_order_of_the_operators_port_makes_the_report_unreadable() -> None:
 @pytest.mark.parametrize("nodes", [1, 8, 1024])
 @pytest.mark.parametrize("character", ["x", "\0", "\N{GRINNING FACE}"])
 def test_the_operator_reads_the_largest_possible_report(nodes: int, character: str) -> None:
-    """It has all spares, names of the greatest length, 60 incidents, notes and metrics.
+    """The report has all spares, names of the maximum length, 60 incidents, notes and metrics.
 
-    Tracebacks and texts are like those in practice: ASCII, messages of one paragraph, and pod names
-    of 63 characters.
+    Tracebacks and texts are realistic: ASCII, messages of one paragraph, and pod names of 63
+    characters.
     """
     world, text = World(nodes), character * protocol.MAX_TRACEBACK
     coordinator, pods = world.coordinator, nodes + protocol.MAX_SPARES

@@ -104,7 +104,7 @@ def test_no_launcher_unpickles_content_of_the_store(store: Any, monkeypatch: pyt
 
 
 class Bomb:
-    """Code in a pickle."""
+    """A pickle that runs code."""
 
     exploded: ClassVar[list[int]] = []
 

@@ -191,7 +191,9 @@ def test_steps_without_an_optimizer_are_no_hang_until_every_rank_stands_still(jo
 
 
 def test_a_frozen_node_is_fenced(job: Job) -> None:
-    """Its peers continue with a different node. When the frozen node wakes up, it ends."""
+    """The frozen node's peers continue with a different node. When the frozen node wakes up, it
+    ends.
+    """
     with_a_spare(job, steps=3)
     victim = next(m["pod"] for m in job.status()["members"] if m["state"] == "Running")
     frozen = [
@@ -356,7 +358,7 @@ test.
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM])
 def test_a_fork_server_killed_for_memory_ends_its_node_with_the_reason(job: Job, number: signal.Signals | None) -> None:
-    """This holds even if the launcher is asked to end before it has noticed."""
+    """This holds even if the launcher is asked to end before it has noticed the kill."""
     job.start_coordinator()
     prefix, options = (PYTHON, "-c", COUNTED), ("--nnodes=1", "--monitor-interval=1")
     path = os.pathsep.join((str(RUNTIME.parent), os.environ.get("PYTHONPATH", "")))

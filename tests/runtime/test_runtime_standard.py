@@ -229,7 +229,9 @@ def test_a_node_asked_to_end_lets_its_workers_save_and_is_not_a_failure(job: Job
 
 
 def test_a_coordinator_that_is_stopped_for_a_while_costs_no_pod(job: Job) -> None:
-    """One node still works, and the other has finished. Both notice the silence and reconnect."""
+    """One node is still working, and the other has finished. Both notice the silence and
+    reconnect.
+    """
     job.start_coordinator()
     job.start_node(0, STEPS, "--steps", "3", "--late", "60")
     job.start_node(1, STEPS, "--steps", "3", "--late", "60")

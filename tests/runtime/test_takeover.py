@@ -157,7 +157,9 @@ def test_members_that_save_for_a_planned_restart_keep_their_time(first: str) -> 
 
 
 def test_a_late_member_leaves_others_time_to_save_for_a_planned_restart() -> None:
-    """Its name server may return the address of the earlier coordinator for half a minute."""
+    """The late member's name server may return the address of the earlier coordinator for half a
+    minute.
+    """
     world = second(3)
     members = []
     for i, seconds in ((0, 0), (1, 25), (2, 0)):
@@ -225,8 +227,8 @@ def test_a_malformed_resume_names_the_field(resume: object, why: str) -> None:
 
 
 def test_a_member_of_a_superseded_coordinator_is_notified_and_not_stopped() -> None:
-    """Its launcher looks for the later coordinator and keeps its workers. None of its lines is an
-    illegal transition.
+    """The member's launcher looks for the later coordinator and keeps its workers. None of its
+    lines is an illegal transition.
     """
     world = World(2)
     world.form(2)

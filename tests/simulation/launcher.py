@@ -97,10 +97,11 @@ class Launcher:
 
     @property
     def obeys(self) -> bool:
-        """Whether the coordinator reaches it and has not asked it to end, and it is not stuck.
+        """Whether the coordinator reaches the launcher and has not asked it to end, and the
+        launcher is not stuck.
 
-        A stuck launcher may return from a partition and train on, until the coordinator gives it
-        up.
+        A stuck launcher may return from a partition and keep training until the coordinator gives
+        it up.
         """
         reached = self._welcomed and self._connection is not None and self._connection.frozen_since is None
         return reached and not self.leaving and not self.stuck

@@ -75,7 +75,7 @@ class RealCoordinator:
 
     @property
     def state(self) -> str:
-        """The members, as its report shows them."""
+        """The state of the members in the report."""
         return str(self.coordinator.report().state)
 
     @property

@@ -86,7 +86,7 @@ class Simulation:
         return True
 
     async def until(self, reached: Callable[[], bool], limit: int = 400) -> None:
-        """Reconcile once a second until `condition` holds."""
+        """Reconcile once a second until `reached` returns true."""
         for _ in range(limit):
             await self.one_pass()
             if reached():

@@ -112,7 +112,7 @@ class Story:
         self.last_fault = -APART
         self.faults: Counter[str] = Counter()
         self.fatal = False
-        """Whether a fault was played that may fail the job at once."""
+        """Whether a fault has occurred that may fail the job at once."""
         self.reconciles = 0
         self.calm = False
 

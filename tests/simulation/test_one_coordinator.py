@@ -155,8 +155,8 @@ async def test_members_that_lose_the_coordinator_train_on_and_follow_its_success
 @pytest.mark.parametrize("with_coordinator", [True, False])
 @pytest.mark.parametrize("seconds", [10, 100])
 async def test_half_of_the_members_are_partitioned(spec: Json, with_coordinator: bool, seconds: float) -> None:
-    """They are partitioned from the other half, and from the control plane, the coordinator, or
-    both.
+    """These members are partitioned from the other half, and from the control plane, the
+    coordinator, or both.
     """
     s = await begun(spec)
     hosts = [s.pods[name].host for name in ("job-0-0", "job-1-0")]
@@ -186,8 +186,8 @@ async def test_training_continues_without_a_coordinator_until_a_round_is_needed(
 
 @pytest.mark.parametrize("reachable", [True, False])
 async def test_a_generation_that_was_given_up_ends_although_its_kubelet_is_dead(reachable: bool) -> None:
-    """All pods are replaced. The pods of the old generation on a dead host would otherwise train on
-    alone.
+    """All pods are replaced. The pods of the old generation on a dead host would otherwise keep
+    training alone.
     """
     s = await begun({"recovery": {"mode": "Fast"}, "nodes": 2, "elastic": {"minNodes": 1, "maxNodes": 2}})
     zombies = [s.pods["job-0-0"], s.coordinator_pod]

@@ -52,7 +52,9 @@ class Refusing(Simulation):
         self.cluster.pods_allowed, self.cluster.taken = pods_allowed, taken
 
     async def settle(self) -> None:
-        """Reconcile until a pass writes nothing, as the watch would cause."""
+        """Reconcile until a pass writes nothing, because each write would wake the operator through
+        the watch.
+        """
         for _ in range(10):
             before = self.cluster.writes
             await self.one_pass()
@@ -81,7 +83,7 @@ async def test_a_quota_is_reported_once_and_the_job_starts_when_it_is_raised() -
 
 
 async def test_pods_that_wait_for_refused_pods_are_reported_and_can_be_released() -> None:
-    """They are kept, because two jobs that each released and retried could keep each other from
+    """The pods are kept, because two jobs that each released and retried could keep each other from
     starting forever.
     """
     s = Refusing({"nodes": 4, "gpusPerNode": 8}, pods_allowed=3)

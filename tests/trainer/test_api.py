@@ -141,7 +141,7 @@ def test_numbers_with_which_a_rank_would_train_on_nothing_are_refused() -> None:
 
 
 def test_an_evaluation_whose_count_is_wrong_is_no_result() -> None:
-    """Three samples would give a top-5 accuracy of 133 % if four are counted."""
+    """If only 3 of 4 samples were counted, the top-5 accuracy could be 133 %."""
     accumulator = api.Accumulator(classes=3)
     accumulator.add(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
     with pytest.raises(TrainingError, match=r"counted=3 on rank 0, but 4 samples were added"):

@@ -144,8 +144,8 @@ def test_in_order_needs_no_statistics(tmp_path: Path) -> None:
 def test_micro_batches_depend_on_accumulations_and_not_on_ranks(
     tmp_path: Path,
 ) -> None:
-    """Accumulation helps when a device's memory is exhausted. Regression: it was ignored, so the
-    next attempt failed in the same way.
+    """Accumulation helps when a device's memory is exhausted. Regression: the setting was ignored,
+    so the next attempt failed in the same way.
     """
     arguments = [*TINY, "model.norm=batch", "checkpoint.keep=9", f"checkpoint.dir={tmp_path}"]
     found = []

@@ -319,7 +319,7 @@ def test_binary_numbers_are_scikit_learn_s() -> None:
 
 
 def test_an_evaluation_finds_targets_of_bce_that_are_no_probabilities() -> None:
-    """The loss itself does not check them on an accelerator."""
+    """The loss itself does not check its targets on an accelerator."""
     adding = ValueAccumulator(lambda scores, targets: scores[:, 0], decisions=True)
     adding.add(torch.randn(2, 1), torch.ones(2))
     with pytest.raises(ConfigError, match=r"optim.loss=bce: a target is 3; use probabilities"):

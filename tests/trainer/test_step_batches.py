@@ -92,7 +92,7 @@ def test_the_next_epochs_first_batch_is_asked_for_before_the_evaluation(
 
 
 def test_a_step_has_one_reduction_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of unreadable images is part of what ranks agree on at the end of a step."""
+    """The ranks also agree on the number of unreadable images at the end of a step."""
     write_image_folder(tmp_path / "images", 8)
     reductions: list[str] = []
     begin, backward = Group.sum_begin, Strategy.backward

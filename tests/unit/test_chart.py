@@ -208,7 +208,7 @@ def test_conflicting_values_are_reported(values: str, words: str) -> None:
     + ["node.kubernetes.io/unschedulable", "nodes", "node-health*", "node.kubernetes.iox/gpu", "*"],
 )  # fmt: skip
 def test_the_chart_takes_the_taints_that_the_operator_takes(key: str) -> None:
-    """Otherwise it would crash with a name that `helm upgrade` has accepted."""
+    """Otherwise the operator would crash because of a name that `helm upgrade` has accepted."""
     signals = json.loads((CHART / "values.schema.json").read_text())["properties"]["nodeHealth"]["properties"]
     schema = signals["taints"]["items"]
     is_taken = re.search(schema["pattern"], key) and not re.search(schema["not"]["pattern"], key)
@@ -382,7 +382,7 @@ def test_every_value_of_the_dashboard_arrives() -> None:
 
 
 def test_the_oldest_kubernetes_that_the_chart_names_is_the_one_that_is_tested() -> None:
-    """It is the version of DDPJOB_CLUSTER_KUBERNETES=oldest."""
+    """The version is that of DDPJOB_CLUSTER_KUBERNETES=oldest."""
     named = yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"].removeprefix(">=").split(".")[:2]
     pins = (CHART.parents[1] / "tests" / "cluster" / "oldest" / "go.mod").read_text()
     assert f"require k8s.io/kubernetes v{'.'.join(named)}." in pins

@@ -34,7 +34,7 @@ def test_images_install_by_hash_and_build_only_the_project() -> None:
 
 
 def test_the_base_image_is_named_where_dependabot_looks() -> None:
-    """It reads FROM lines and resolves no ARG in them."""
+    """Dependabot reads FROM lines and does not resolve ARG in them."""
     assert re.match(r"\S+:\S+ AS base\n", STAGES["base"]) and "ARG BASE_IMAGE=base\n" in DOCKERFILE
     assert {stage.partition(" ")[0] for name, stage in STAGES.items() if name != "base"} == {"${BASE_IMAGE}"}
 

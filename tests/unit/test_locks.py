@@ -54,7 +54,7 @@ def test_a_lock_file_satisfies_its_extras(extras: tuple[str, ...], names: tuple[
 
 @pytest.mark.parametrize("names", [("dev.txt",), ("operator.txt",), ("torch.txt", "trainer.txt")], ids=lambda n: n[0])
 def test_a_lock_file_satisfies_its_packages(names: tuple[str, ...]) -> None:
-    """This is checked if the environment has the locked versions. Images install with --no-deps."""
+    """The test runs if the environment has the locked versions. Images install with --no-deps."""
     held = {package: versions for name in names for package, versions in lock.pins(name).items()}
     lacking = []
     for package, versions in held.items():

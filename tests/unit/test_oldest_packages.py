@@ -1,5 +1,5 @@
-"""The oldest packages that pyproject.toml allows, which users may have already, and the newest that
-fit together.
+"""The oldest packages that pyproject.toml allows, which some users have installed, and the newest
+that fit together.
 """
 
 from __future__ import annotations

@@ -76,7 +76,9 @@ class Group:
             raise RuntimeError("a rank is gone")
 
     def run(self, program: Callable[[Rank], Any], budgets: dict[int, int] | None = None) -> list[Any]:
-        """Run a program on all ranks. Return what each returned, or its Died or RuntimeError."""
+        """Run a program on all ranks, and return their results. A killed rank has Died, and a
+        failed one a RuntimeError.
+        """
         results: list[Any] = [None] * self.world
 
         def run(number: int) -> None:
@@ -443,7 +445,7 @@ def test_a_replaced_node_gets_its_neighbours_part_too(nodes: Callable[[int], Pat
 def test_parts_of_unlike_sizes_reach_the_neighbour(
     nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank with many chunks has a neighbor with one, and vice versa."""
+    """A rank with many chunks has a neighbour with one, and vice versa."""
     monkeypatch.setattr(rank_snapshots, "_CHUNK_BYTES", 1 << 10)
 
     def train(rank: Rank) -> Any:
@@ -463,7 +465,7 @@ def test_parts_of_unlike_sizes_reach_the_neighbour(
 
 
 def test_no_bytes_are_neither_sent_nor_awaited() -> None:
-    """A rank without a part does not take part in its neighbors' exchange of chunks."""
+    """A rank without a part does not take part in its neighbours' exchange of chunks."""
     done: list[str] = []
 
     class Distributed:

@@ -433,8 +433,8 @@ def measured(*reports: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_more_figures_of_a_step_do_not_make_it_faster() -> None:
-    """Additional metrics arrive later. Otherwise, only the time since them would count between two
-    steps.
+    """More metrics may arrive at any time between two steps. The time before them must count too,
+    or the speed would be too high.
     """
     first, second = {"step": 10, "steps": 100}, {"step": 20, "steps": 100}
     assert measured(first, {"step": 10, "loss": 0.5}, second)["metrics"][protocol.COUNTED_SPEED] == 5.0

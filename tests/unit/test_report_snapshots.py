@@ -137,8 +137,8 @@ def ranks(
 def test_a_restart_continues_after_the_last_step_and_computes_the_same(
     world: int, local: int, accumulate: int, memory: Path
 ) -> None:
-    """This covers weights, moments, learning rate, scale, dropout, statistics, average, and each
-    rank's position in the data.
+    """The state covers weights, moments, learning rate, scale, dropout, statistics, average, and
+    each rank's position in the data.
     """
     undisturbed = memory / "undisturbed"
     undisturbed.mkdir()

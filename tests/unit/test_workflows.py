@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 MODULE = Path(__file__).parent / "actionlint"
 
-# A path of this repository: one of its top-level entries, then anything up to a space or a quote.
-# Not in a URL.
+# A path of this repository, outside of URLs: one of its top-level entries, then anything up to a
+# space or a quote.
 TOP = r"\.github|benchmarks|charts|docs|examples|locks|operator|runtime|scripts|tests|trainer"
 PATH = re.compile(
     rf"(?<![\w/.:-])(?:\./)?((?:{TOP})/[\w./*-]+|pyproject\.toml|Dockerfile|CONTRIBUTING\.md|CHANGELOG\.md)"

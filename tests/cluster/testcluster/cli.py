@@ -55,8 +55,8 @@ def _build(cluster: Cluster, arguments: argparse.Namespace) -> int:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run a command. The exit code is 0 if it is done, and 1 if the cluster is not up or an error
-    was reported.
+    """Run a command. The exit code is 0 on success, and 1 if the cluster is not up or an error was
+    reported.
     """
     parser = argparse.ArgumentParser(
         prog="testcluster", description="A real Kubernetes in network namespaces of this machine."

@@ -278,8 +278,8 @@ class Cluster:
         self.kubectl("patch", "node", node_name, "--subresource=status", "--patch", patch)
 
     def cut(self, node_name: str) -> None:
-        """Unplug the node's cable. Its pods still run but are unreachable, and the node is NotReady
-        about 9 s later.
+        """Unplug the node's cable. Its pods keep running but are unreachable, and the node is
+        NotReady about 9 s later.
         """
         network.set_link(self.settings, node_name, up=False)
 

@@ -180,7 +180,7 @@ def start_kubelet(settings: Settings, node: str, programs: Path) -> None:
 
 
 def restart_kubelet(settings: Settings, node: str, programs: Path) -> None:
-    """Stop the kubelet and start it again. The node's pods still run."""
+    """Stop the kubelet and start it again. The node's pods keep running."""
     (running,) = [process for process in recorded(settings) if process.name == f"{node}-kubelet"]
     kill(running.pid)
     wait_for(f"the end of {running.name}", lambda: not running.alive(), timeout=20)
@@ -202,8 +202,8 @@ def _start_kubelet(settings: Settings, node: str, programs: Path) -> None:
     ]
     kubelet += ["--hostname-override", node, "--node-ip", settings.addresses.node(node_number(node))]
     kubelet += ["--root-dir", home / "kubelet", "--cert-dir", home / "certificates"]
-    # A kubelet removes the socket and binds it again. If another one does so in between, it ends
-    # with "address already in use", so they take turns.
+    # A kubelet removes the socket and binds it again. If another kubelet does so in between, the
+    # first one ends with "address already in use", so they take turns.
     with Path("/run/ddpjob-cluster-kubelet.lock").open("a") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         started = spawn(settings, f"{node}-kubelet", settings.node_netns(node), kubelet, _path(programs))

@@ -52,8 +52,8 @@ def _trial() -> str | None:
 
 
 def reasons(settings: Settings, images: bool = False) -> list[str]:
-    """Return the reasons why this machine cannot run the cluster, each with its remedy. `images`
-    includes the building of images.
+    """Return the reasons why this machine cannot run the cluster, each with its remedy. If `images`
+    is true, they include requirements for building images.
     """
     if sys.platform != "linux":
         return [f"the system is {sys.platform}: the cluster needs Linux"]

@@ -48,7 +48,7 @@ class Addresses:
 
     @property
     def door_host(self) -> str:
-        """The host's end of the veth pair between the host and the control plane."""
+        """Address of the host's end of the veth pair between the host and the control plane."""
         return f"198.18.{128 + self.slot}.2"
 
     @property

@@ -151,7 +151,9 @@ def test_scores_of_a_different_metric_do_not_choose_the_best(tmp_path: Path) -> 
 def test_the_time_limit_for_the_last_copy_begins_before_the_file_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit is the pod's grace period. Regression: it was counted from the end of the write."""
+    """The limit is the pod's grace period. Regression: the time was counted from the end of the
+    write.
+    """
     checkpoints, held, write = opened(tmp_path), threading.Event(), module.torch_file.write
     monkeypatch.setattr(module.torch_file, "write", lambda *a: (time.sleep(2.0), write(*a))[1])
     monkeypatch.setattr(Bucket, "publish", lambda *a: held.wait(30))

@@ -43,8 +43,8 @@ def snapshot(step: int, value: float = 1.0) -> dict[str, Any]:
 
 
 def two_nodes(place: Path, step: int, value: float = 1.0) -> tuple[Path, Path]:
-    """A checkpoint whose tensors are on a different node's disk than the rest. Both nodes have its
-    manifest.
+    """Create a checkpoint whose tensors are on one node's disk, and the rest on another's. Both
+    nodes have its manifest.
     """
     first, second = (place / node / f"step-{step:09d}.dcp" for node in ("first", "second"))
     for path in (first, second):
@@ -252,7 +252,9 @@ def test_files_that_no_trainer_has_written_are_skipped(
 
 @pytest.mark.parametrize("name", [*sorted(ALLOWED), "os mkdir"])
 def test_torchs_own_index_is_never_read(name: str, url: str, tmp_path: Path) -> None:
-    """It is a pickle, which could replace methods of every class that a reader returns."""
+    """torch's index is a pickle, which could replace methods of every class that a reader
+    returns.
+    """
     made = tmp_path / "made"
 
     def change(path: Path) -> None:

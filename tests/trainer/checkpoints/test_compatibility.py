@@ -98,8 +98,8 @@ def test_every_rank_ends_with_the_message(trained: Path) -> None:
 
 @pytest.mark.parametrize("source", ["file", "best", "folder", "plain", "wrapped", "compiled"])
 def test_training_starts_from_the_weights_of_a_file(source: str, trained: Path, tmp_path: Path) -> None:
-    """This shows in the weights after one step at a learning rate of zero, on 2 ranks. Momentum and
-    step start over.
+    """The result shows in the weights after one step at a learning rate of zero, on 2 ranks.
+    Momentum and step start over.
     """
     known = weights(trained / "best.pt")
     path = {"file": trained / "step-000000008.pt", "best": trained / "best.pt", "folder": trained}.get(

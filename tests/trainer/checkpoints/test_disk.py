@@ -162,8 +162,8 @@ def test_on_a_full_disk_the_metrics_log_loses_lines_and_training_continues(
 
 
 def test_metrics_that_cannot_be_appended_to_are_reported(tmp_path: Path) -> None:
-    """They may belong to a different user. Root may write to any file, so a folder takes their
-    place here.
+    """The metrics may belong to a different user. Root may write to any file, so a folder takes
+    their place here.
     """
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(TrainingError, match=r"metrics.jsonl cannot be continued \(Is a directory\); .* train.run_dir"):

@@ -76,7 +76,7 @@ def test_one_number_is_a_list_of_one() -> None:
 
 
 def test_a_folder_may_be_named_by_a_date(tmp_path: Path) -> None:
-    """YAML reads the name as a date. Regression: it was rejected because it is not a path."""
+    """YAML reads the name as a date. Regression: the name was rejected because it is not a path."""
     (tmp_path / "c.yaml").write_text("checkpoint: {dir: 2026-1-5}\n")
     assert config.load(str(tmp_path / "c.yaml"), []).checkpoint.dir == Path("2026-1-5")
     assert config.load(None, ["checkpoint.dir=2026-11-26"]).checkpoint.dir == Path("2026-11-26")

@@ -1,5 +1,5 @@
-"""Only the newest incarnation of a job may publish a checkpoint. An older one that still runs ends
-with an exit code of its own.
+"""Only the newest incarnation of a job may publish a checkpoint. An older one that is still running
+ends with an exit code of its own.
 """
 
 from __future__ import annotations

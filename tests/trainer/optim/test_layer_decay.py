@@ -60,8 +60,8 @@ def test_a_model_of_timm_has_timms_groups(name: str, freeze: tuple[str, ...]) ->
 
 
 def beit(name: str) -> int:
-    """The function get_layer_id_for_vit of BEiT and MAE, for torchvision's names and four
-    blocks.
+    """Return the layer as get_layer_id_for_vit of BEiT and MAE does, for torchvision's names and
+    four blocks.
     """
     if name in ("class_token", "encoder.pos_embedding") or name.startswith("conv_proj"):
         return 0

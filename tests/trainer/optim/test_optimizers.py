@@ -109,11 +109,11 @@ SCHEDULES = [
 def test_the_rate_follows_the_samples_whatever_the_batches_were(
     config: OptimConfig, batches: list[int], changes: list[int]
 ) -> None:
-    """The batch may change at any sample. Each step's rate is one that a run with the smallest
-    steps has within this step.
+    """The batch size may change at any sample. Each step's rate lies within the rates that the
+    smallest steps would have in the same range of samples.
 
-    After each change, the rate is that of a run whose batch was always the new one. The last step
-    has the last rate.
+    After each change, the rate is that of a run whose batch size was always the new one. The last
+    step has the last rate.
     """
     size, consumed, walk = (
         STEPS * BATCH,

@@ -239,7 +239,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(
     amp: list[str], optimizer: str, when: int, waits: bool
 ) -> None:
     """This also holds for the first step, where torch's fused SGD would leave its momentum
-    uninitialized, and if nothing waits for the result.
+    uninitialized. It does not depend on waiting for the result.
     """
     arguments = [
         *amp,

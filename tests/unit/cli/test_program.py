@@ -53,7 +53,7 @@ def test_a_missing_package_that_is_imported_late_is_reported_too(
 
 
 def test_ctrl_c_during_the_start_is_quiet(program: EntryPoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its imports take half a second, and on a busy machine two."""
+    """The program's imports take half a second, or two seconds on a busy machine."""
 
     class Interrupted:
         @staticmethod

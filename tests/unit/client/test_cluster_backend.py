@@ -412,7 +412,7 @@ def test_metrics_are_looked_for_in_a_few_pods(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_pod_that_cannot_be_prepared_shows_the_kubelets_last_warning() -> None:
-    """Its status says only ContainerCreating, without the missing Secret."""
+    """The pod's status says only ContainerCreating, without the missing Secret."""
 
     class Waiting:
         namespace, context = "ml", "test"

@@ -465,7 +465,7 @@ def test_a_command_that_is_not_a_list_is_refused() -> None:
 
 
 def test_a_line_of_torchx_is_converted() -> None:
-    """Its role has no name, and its rendezvous is a variable of Volcano."""
+    """The line's role has no name, and its rendezvous is a variable of Volcano."""
     line = (
         "torchrun --rdzv_backend c10d --rdzv_endpoint $${VC_TRAIN_0_HOSTS:=localhost}:29500 --rdzv_id 'x' --nnodes 2 "
         "--nproc_per_node 4 --tee 3 --role '' a.py --lr 1"
@@ -605,7 +605,7 @@ def test_a_queue_and_a_priority_of_a_group_are_reported() -> None:
 
 
 def test_settings_that_a_train_job_leaves_to_its_runtime_are_reported() -> None:
-    """Regression: it silently became one node without GPUs."""
+    """Regression: the job silently became one node without GPUs."""
     spec = {"runtimeRef": {"name": "r"}, "trainer": {"image": "a", "command": ["torchrun", "a.py"]}}
     notes = convert({"kind": "TrainJob", "metadata": {"name": "a"}, "spec": spec}).notes
     for name in ("numNodes", "resourcesPerNode"):

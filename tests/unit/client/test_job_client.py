@@ -241,7 +241,7 @@ def test_a_wait_decides_by_the_last_look(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_job_in_a_notebook_is_one_line() -> None:
-    """Its spec, status and body would be thousands of characters."""
+    """The job's spec, status and body would be thousands of characters."""
     assert repr(Job.read(job())) == "Job(name='j', namespace='', phase='Running')"
 
 

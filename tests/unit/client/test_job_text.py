@@ -340,8 +340,8 @@ def test_a_remedy_names_a_page_as_a_terminal_shows_it() -> None:
 
 
 def test_a_job_of_a_newer_release_is_one_line() -> None:
-    """Regression: it was a pydantic traceback, even for Client.list() with one such job among
-    many.
+    """Regression: the error was a pydantic traceback, even for Client.list() with one such job
+    among many.
     """
     body = {"metadata": {"name": "j", "uid": "1"},
             "spec": {"image": "a", "script": "s", "recovery": {"mode": "Turbo"}, "runPolicy": {"cleanPodPolicy": "x"}},

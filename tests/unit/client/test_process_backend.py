@@ -65,7 +65,7 @@ def test_a_job_that_ends_while_it_is_read_was_not_interrupted(tmp_path: Path, mo
 
 
 def test_a_killed_run_leaves_no_job_that_looks_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its record is the last one that the run wrote."""
+    """The job's record is the last one that the run wrote."""
     pods = [{"name": "j-0-0", "state": "Running"}, {"name": "j-1-0", "state": "Error (1)"}]
     folder = recorded(tmp_path, monkeypatch, run="first", pods=pods)
     nodes = {"wanted": 2, "active": 1, "ready": 1, "spare": 0, "display": "1/2"}
@@ -337,8 +337,8 @@ def test_a_job_whose_empty_checkpoint_folder_is_a_link_is_deleted(
 
 
 def test_a_pod_belongs_to_the_job_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Given the jobs j and j-1, the pod j-1-0 is node 1 of j. Regression: it was mistaken for a pod
-    of j-1.
+    """If there are jobs j and j-1, the pod j-1-0 is node 1 of j. Regression: the pod was mistaken
+    for one of j-1.
     """
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
     for name in ("j", "j-1", "j-1-coordinator"):

@@ -121,7 +121,7 @@ EXITED_WELL = ContainerView(started=NOW, exit_code=0, reason="Completed", finish
 
 
 def test_a_deleted_pod_of_a_command_has_not_finished() -> None:
-    """It may save and end with 0 when it gets SIGTERM."""
+    """Such a pod may save and exit with 0 on SIGTERM."""
     job = running(a_job(nodes=1, command=["train"]), a_pod(0))
     deleted = a_pod(0, EXITED_WELL, deleted_at=NOW + timedelta(seconds=30), phase="Succeeded")
     decision = after(job, deleted)
@@ -218,7 +218,7 @@ def test_pods_that_a_host_rejects_neither_count_nor_end_the_job() -> None:
 
 
 def test_a_pod_placed_repeatedly_on_a_host_that_is_down_backs_off() -> None:
-    """It tolerates every taint and finds no room elsewhere, so it is lost as soon as it is
+    """The pod tolerates every taint and finds no room elsewhere, so it is lost as soon as it is
     placed.
     """
     job = running(a_job(), a_pod(0), a_pod(1))
@@ -547,8 +547,8 @@ def test_the_name_of_a_pod_that_vanished_unseen_is_not_reused() -> None:
 
 @pytest.mark.parametrize("job", [a_job(), a_job(command=["train"])], ids=["script", "command"])
 def test_a_pod_whose_init_container_failed_is_kept_with_its_log(job: DDPJob) -> None:
-    """Its main container waits forever. The kubelet has ended the whole pod, so nothing is left to
-    end.
+    """The pod's main container waits forever. The kubelet has ended the whole pod, so nothing is
+    left to end.
     """
     waiting = ContainerView(waiting_reason="PodInitializing")
     fetch = ContainerView(started=NOW, exit_code=4, reason="Error", message="no such bucket")
@@ -599,7 +599,7 @@ def test_a_sidecar_that_outlives_the_program_is_ended_with_its_pod() -> None:
 
 
 def test_a_sidecar_of_an_ended_program_does_not_outlive_a_suspension() -> None:
-    """It would hold the pod's GPUs in a job that reports no running pods."""
+    """The sidecar would hold the pod's GPUs in a job that reports no running pods."""
     job = running(a_job(command=["train"]), a_pod(0), a_pod(1))
     job = replace(job, spec=replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True)))
     ended = a_pod(0, EXITED_WELL)

@@ -54,7 +54,7 @@ def test_the_example_of_the_module_is_right() -> None:
         (8, {"phase": "Pending"}),  # pulls its image
         (8, {"phase": "Running", "deleted_at": later(30)}),  # ends, and still occupies them
         (8, {"phase": "Running", "role": Role.SPARE}),
-        (8, {"phase": "Running", "container": ContainerView(exit_code=0)}),  # a sidecar still runs
+        (8, {"phase": "Running", "container": ContainerView(exit_code=0)}),  # a sidecar is still running
         (0, {"phase": "Succeeded"}),
         (0, {"phase": "Failed"}),
         (0, {"phase": "Pending", "host": ""}),

@@ -231,7 +231,7 @@ def test_a_job_that_has_finished_is_not_starting() -> None:
 
 
 def test_the_end_of_a_short_job_is_not_a_warning() -> None:
-    """It finished before the operator saw it run."""
+    """The job finished before the operator saw it run."""
     pods = (pod(0), pod(1), COORDINATOR)
     job, _ = seen(job_of(2), 1, pods, report(CoordinatorState.FORMING, MemberState.READY, MemberState.READY))
     job, decision = seen(job, 2, pods, replace(report(CoordinatorState.SUCCEEDED), world=2))

@@ -81,7 +81,7 @@ def some_places(chance: random.Random) -> dict[int, Place]:
 
 
 def check(order: list[int], places: Mapping[int, Place]) -> None:
-    """Check that each topology domain of each level is one sequence, so that as few neighbors as
+    """Check that each topology domain of each level is one sequence, so that as few neighbours as
     possible are in two domains.
     """
     assert sorted(order) == sorted(places)

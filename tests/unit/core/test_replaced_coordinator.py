@@ -90,8 +90,8 @@ def test_nothing_is_sent_while_the_coordinator_stays() -> None:
 def test_the_next_coordinator_learns_which_pods_were_lost_in_this_incarnation(
     at: float, of_it: dict[str, Any], named: list[str]
 ) -> None:
-    """It then waits 5 s instead of 45 s for a member, which is too short if only the coordinator
-    was lost.
+    """The coordinator then waits 5 s instead of 45 s for a member, which is too short if only the
+    coordinator was lost.
     """
     job, pods = running(2, recovery={"mode": "Fast"})
     loss = Restart(time=later(at), pod="job-1-0", reason="NodeLost", message="", counted=False, index=1)

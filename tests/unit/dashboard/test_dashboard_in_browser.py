@@ -110,8 +110,8 @@ async def test_the_pages_work_in_a_browser(page: tuple[Page, str, Path]) -> None
     (place.checkpoints / "run").mkdir(parents=True)
     (place.checkpoints / "run" / "metrics.jsonl").write_text(METRICS)
 
-    # The list shows all jobs counted, a hundred on a page, and is filtered by keyboard without
-    # loading another page.
+    # The list shows the number of all jobs and a hundred per page, and is filtered by keyboard
+    # without loading another page.
     assert await tab.js("document.querySelector('.figures dd').textContent") == "1\u202f000"
     assert await tab.js("document.querySelectorAll('tbody tr').length") == 100
     await tab.until("document.getElementById('live').textContent === 'live'")

@@ -41,7 +41,7 @@ Handler = Callable[[web.Request], Any]
 
 @asynccontextmanager
 async def listening(handle: Handler, host: str = "127.0.0.1") -> AsyncIterator[str]:
-    """Start a server that answers every request by this function. Yields host:port."""
+    """Start a server that answers every request with this function, and yield host:port."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handle)
     runner = web.AppRunner(app)

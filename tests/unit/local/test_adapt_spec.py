@@ -194,7 +194,7 @@ def test_settings_that_need_a_cluster_are_reported_by_their_field(tmp_path: Path
 def test_a_variable_from_a_file_of_a_volume_is_taken_from_this_shell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This is fileKeyRef, which Kubernetes has since 1.34."""
+    """The field is fileKeyRef, which Kubernetes has since 1.34."""
     monkeypatch.delenv("TOKEN", raising=False)
     source = {"fileKeyRef": {"volumeName": "keys", "path": "keys.env", "key": "TOKEN"}}
     template = {"spec": {"containers": [{"name": "trainer", "env": [{"name": "TOKEN", "valueFrom": source}]}]}}

@@ -15,8 +15,8 @@ environment.
 
 
 def test_a_process_that_is_executing_another_program_is_found() -> None:
-    """Otherwise it would outlive its container, because only processes found by one look are
-    killed.
+    """Otherwise the process would outlive its container, because only processes that are found in
+    one pass are killed.
     """
     mark = {"DDPJOB_UID": f"changing-{os.getpid()}"}
     started = [subprocess.Popen(["sh", "-c", CHANGING, CHANGING], env={**os.environ, **mark}) for _ in range(4)]

@@ -15,8 +15,8 @@ from ddpjob.local.runner import prepare
 
 
 def test_the_process_of_a_starting_run_is_known_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a second run would name no process, or a killed one, while the first run still
-    looks for pods.
+    """Otherwise a second run would report no process, or a killed one, while the first run is still
+    checking for pods.
     """
     folder = JobFolder(tmp_path)
     folder.lock.write_text("4711")

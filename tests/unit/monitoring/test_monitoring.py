@@ -86,7 +86,7 @@ def test_the_page_lists_all_families_of_a_scrape() -> None:
 
 
 def test_the_page_lists_every_family_of_the_trainer(tmp_path: Path) -> None:
-    """It has the labels that a scrape finds, for everything that the reporter hands to its
+    """The page has the labels that a scrape finds, for everything that the reporter passes to its
     sinks.
     """
     machines = Machines([1.0, 2.0], [1.0, 2.0], [0.1, 0.1], [1.0, 1.0], {"data": 0.1, "forward": 0.2})

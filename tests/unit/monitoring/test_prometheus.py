@@ -231,8 +231,8 @@ def test_queries_have_data_and_alerts_fire_for_their_faults(
     operator_metrics.WATCH_ERRORS.labels("pods")
     for labels in (("PUT", "200"), ("PUT", "503")):
         operator_metrics.API_REQUESTS.labels(*labels)
-    # DDPJobStraggler fires for nine times as many scrapes, half a second each, as there were before
-    # the fault.
+    # The number of scrapes for which DDPJobStraggler fires is nine times the number before the
+    # fault. A scrape takes 0.5 s.
     prometheus.wait_for_scrapes(max(4, math.ceil(7 * slowness())))
     assert {name for name, _ in prometheus.firing()} <= {"DDPJobPendingLong", "DDPJobQueueSlow"}
 

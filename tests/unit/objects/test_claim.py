@@ -33,7 +33,7 @@ def test_a_claim_is_kept_unless_the_job_says_otherwise() -> None:
 
 
 def test_the_operators_labels_take_precedence() -> None:
-    """This holds even if a CRD of a different release admitted them."""
+    """This holds even if the CRD of a different release admitted such labels."""
     metadata = {"labels": {"team": "a", "ddpjob.io/job": "other"}, "annotations": {"ddpjob.io/claim-template": "x"}}
     job = making(metadata=metadata)
     made = read_claim(build_claim(job))

@@ -201,7 +201,7 @@ def test_a_deliberate_defect_of_the_policy_is_found(name: str, monkeypatch: pyte
 
 
 def test_jobs_that_opt_out_stay_open() -> None:
-    """This holds even if a policy is left from before they were suspended and opted out."""
+    """This holds even if an old policy exists from before the jobs were suspended and opted out."""
     ours = job()
     policy = build_policy(ours, INSTALLED)
     for spec in ({"network": {"isolate": False}}, {"podTemplate": {"spec": {"hostNetwork": True}}}):

@@ -104,7 +104,9 @@ def test_the_template_can_relax_the_defaults() -> None:
     [{"privileged": True}, {"capabilities": {"add": ["SYS_ADMIN"]}}, {"capabilities": {"add": ["CAP_SYS_ADMIN"]}}],
 )
 def test_no_default_contradicts_a_privilege_from_the_template(context: Json) -> None:
-    """The API server refuses allowPrivilegeEscalation: false next to it."""
+    """The API server refuses allowPrivilegeEscalation: false in combination with such a
+    privilege.
+    """
     template = {"spec": {"containers": [{"name": "trainer", "securityContext": context}]}}
     for pod in pods(podTemplate=template):
         given = pod["spec"]["containers"][0]["securityContext"]

@@ -488,7 +488,9 @@ def test_on_the_host_network_pods_still_find_each_other_by_name() -> None:
 
 @pytest.mark.parametrize("example", ["roce", "gpudirect-tcpx"])
 def test_the_coordinator_requests_no_interface_of_a_fast_network(example: str) -> None:
-    """Its pod requests no such device, and without one such a pod gets no network at all."""
+    """The coordinator's pod requests no such device, and without one such a pod gets no network at
+    all.
+    """
     spec = yaml.safe_load((Path(__file__).parents[3] / f"examples/{example}.yaml").read_text())["spec"]
     spec["podTemplate"]["metadata"]["annotations"]["note"] = "kept"
     made = job(**spec)
