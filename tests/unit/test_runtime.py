@@ -206,8 +206,8 @@ def test_progress_is_posted_where_the_coordinator_takes_it() -> None:
 
 
 def test_the_variables_of_a_job_are_read_in_one_place() -> None:
-    """worker.py imports nothing before the user's program. fetch_data.py and fetch_code.py remove
-    keys from the environment.
+    """worker.py imports nothing before the user's program. fetch_data.py removes keys from
+    the environment.
     """
     reads = re.compile(r"""environ(?:\.get\(|\.pop\(|\[)\s*f?["']DDPJOB_\w*["'{](?!.*\] = )""")
     places = {
@@ -219,7 +219,6 @@ def test_the_variables_of_a_job_are_read_in_one_place() -> None:
     allowed = {
         "runtime/ddpjob_pod/job_environment.py",
         "runtime/ddpjob_runtime/worker.py",
-        "runtime/ddpjob_runtime/launcher/fetch_code.py",
         "runtime/ddpjob_runtime/launcher/fetch_data.py",
     }
     assert places == allowed, "read them by ddpjob_pod.job_environment"

@@ -52,6 +52,7 @@ from ddpjob_runtime.launcher.fetch_data import (
     FetchAbandoned,
     Unfit,
     size_text,
+    take_keys,
     why_not_a_file,
 )
 from ddpjob_runtime.launcher.s3_reader import (
@@ -67,7 +68,6 @@ from ddpjob_runtime.launcher.shutdown import log
 from ddpjob_runtime.protocol import MOST_CODE_BYTES, MOST_CODE_FILES, MOST_UNPACKED_BYTES
 
 _MARKER, _PART, _LOCK = OWN + "code-", OWN + "part-code", OWN + "lock"
-_SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _LARGEST_READ = 2**20
 """Maximum number of bytes that one read of an archive may request. Python's tarfile reads a header
 of any size at once."""
@@ -102,7 +102,7 @@ class CodeSettings:
         Returns None if the job has no archive. Raises BucketRefusal.
         """
         job, known = JobEnvironment.read(), os.environ.get
-        keys = {name: value for name in _SECRETS if (value := os.environ.pop(f"DDPJOB_CODE_{name}", ""))}
+        keys = take_keys("CODE")
         if not job.code_url:
             return None
         url, _, name = job.code_url.rpartition("/")

@@ -84,6 +84,14 @@ class FetchAbandoned(Exception):
     """The data is no longer needed."""
 
 
+def take_keys(what: str) -> dict[str, str]:
+    """Remove the keys DDPJOB_`what`_AWS_* from the environment, so that no worker gets them.
+
+    Return them by their AWS names.
+    """
+    return {name: value for name in _SECRETS if (value := os.environ.pop(f"DDPJOB_{what}_{name}", ""))}
+
+
 @dataclass(frozen=True)
 class FetchSettings:
     """What to fetch, and into which folder."""
@@ -99,7 +107,7 @@ class FetchSettings:
         Returns None if there is nothing to fetch. Raises BucketRefusal.
         """
         job, known = JobEnvironment.read(), os.environ.get
-        keys = {name: value for name in _SECRETS if (value := os.environ.pop(f"DDPJOB_DATA_{name}", ""))}
+        keys = take_keys("DATA")
         if not job.data_url:
             return None
         region = job.data_region or known("AWS_REGION", "") or known("AWS_DEFAULT_REGION", "")
