@@ -360,7 +360,7 @@ def test_an_unmarked_process_of_the_job_is_ended_too(machine: Machine) -> None:
         file = machine.folder / pod
         pid = file.read_text().strip() if file.exists() else ""
         with contextlib.suppress(OSError):
-            return bool(pid) and Path("/proc", pid, "cmdline").read_bytes().split(b"\0")[1] == b"1000"
+            return bool(pid) and Path("/proc", pid, "cmdline").read_bytes().split(b"\0")[1:2] == [b"1000"]
         return False
 
     run.until(lambda _: sleeps("job-0-0"))

@@ -213,7 +213,8 @@ class Job:
         own, found = {p.pid for p in self.processes.values()}, []
         for pid in self.all_processes():
             with contextlib.suppress(OSError):  # the process has just ended
-                if pid not in own and b"\0store\0--port\0" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()  # empty while a process ends
+                if command and pid not in own and b"\0store\0--port\0" not in command:
                     found.append(pid)
         return found
 
