@@ -20,7 +20,7 @@ from ddpjob_trainer.checkpoints.index import prepare_folder
 from ddpjob_trainer.checkpoints.memory import NodeMemory
 from ddpjob_trainer.checkpoints.snapshot import Snapshot
 from ddpjob_trainer.config.config import Config
-from ddpjob_trainer.config.sections import StrategyName
+from ddpjob_trainer.config.sections import CompileMode, StrategyName
 from ddpjob_trainer.data import mixup
 from ddpjob_trainer.data.augment import build_erasers
 from ddpjob_trainer.data.catalog import open_data
@@ -36,7 +36,7 @@ from ddpjob_trainer.evaluation.evaluate import evaluate
 from ddpjob_trainer.lifecycle.fence import agree_on_incarnation
 from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE, Agreement, Due, StopRequest
 from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
-from ddpjob_trainer.model.models import build_model, is_own, is_tied_to_micro_batches
+from ddpjob_trainer.model.models import build_model, choose_layout, is_own, is_tied_to_micro_batches
 from ddpjob_trainer.optim.nonfinite import NonFiniteGuard
 from ddpjob_trainer.optim.optimizers import Position, learning_rate
 from ddpjob_trainer.optim.precision import Update, agree_on_amp
@@ -56,7 +56,7 @@ def run(config: Config) -> int:
     Raises TrainerError with a message for the user if the input is invalid, and RuntimeError if a
     peer is gone.
     """
-    if not config.model.compile:
+    if config.model.compile is CompileMode.NONE:
         late_dynamo.put_off()
     enter(config)
     group = Group.from_env()
@@ -123,7 +123,8 @@ class Trainer:
         amp, self._float32_for = agree_on_amp(config.amp, device, group)
         self.strategy = open_strategy(replace(config, amp=amp), group, device)
         run_plan.check_fit(config, data, self.strategy)
-        model = build_model(config.model, data.shape, data.classes, config.data.seed, device)
+        layout = choose_layout(config.model, amp, data.shape, device)
+        model = build_model(layout, data.shape, data.classes, config.data.seed, device)
         if is_own(config.model):  # It may draw from generators that have not been seeded.
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
         self._erasers = build_erasers(config.data, data.shape)
@@ -173,6 +174,10 @@ class Trainer:
         began = time.monotonic()
         if self.division.dividing is Dividing.EXACT and self.sampler.dealing.passes(self.config.data.batch):
             self.strategy.share_parts()
+        if (region := self.strategy.region) is not None:
+            keys, raw = self.config, not self._erasers and not mixup.is_wanted(self.config.data)
+            normalize = self.data.defer_normalization() if raw else None
+            region.fix(self.division.full_sizes(self.sampler.state), keys.train.eval_batch, normalize)
         self.stop.listen()
         self.ledger.start(self.step, self.data.train_size, self.config.train.epochs, self.config.data.repeats)
         epoch, precision = self.sampler.state.epoch + 1, self.strategy.precision.name

@@ -36,9 +36,12 @@ _WARPED, _CONTRAST, _COLOR, _SHARP, _MAPPED, _AUTO, _EQUALIZE = range(1, 8)
 _KINDS = {
     "Identity": 0,
     **dict.fromkeys(("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"), _WARPED),
-    **{"Contrast": _CONTRAST, "Color": _COLOR, "Sharpness": _SHARP},
+    "Contrast": _CONTRAST,
+    "Color": _COLOR,
+    "Sharpness": _SHARP,
     **dict.fromkeys(("Brightness", "Posterize", "Solarize"), _MAPPED),
-    **{"AutoContrast": _AUTO, "Equalize": _EQUALIZE},
+    "AutoContrast": _AUTO,
+    "Equalize": _EQUALIZE,
 }
 _BINS, _BLOCK = 31, 4096
 

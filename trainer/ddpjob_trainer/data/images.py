@@ -102,6 +102,11 @@ class ImageData(DataSet):
         """Yield one batch per list of test sample numbers."""
         return self._load(self._test, (Request(True, None, part) for part in parts), self._test_pool.run)
 
+    def defer_normalization(self) -> Normalize:
+        """Leave normalization to the caller, with the returned function."""
+        self._normalize.deferred = True
+        return self._normalize
+
     def fingerprint(self) -> int:
         """Return a hash of all labels and of the names of files and classes."""
         names = os.fsencode("\n".join(self.class_names or []))

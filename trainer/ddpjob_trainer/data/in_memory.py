@@ -54,6 +54,11 @@ class MemoryData(DataSet):
             numbers = torch.tensor(part, dtype=torch.int64).to(labels.device, non_blocking=True)
             yield Batch(self._normalize(images[numbers]), labels[numbers])
 
+    def defer_normalization(self) -> Normalize:
+        """Leave normalization to the caller, with the returned function."""
+        self._normalize.deferred = True
+        return self._normalize
+
     def fingerprint(self) -> int:
         """Return a hash of all labels and of the pixels of about a thousand images per set."""
         return fingerprint(

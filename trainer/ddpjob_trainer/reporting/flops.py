@@ -15,6 +15,7 @@ import torch
 
 from ddpjob_trainer.atomic_files import write_atomically
 from ddpjob_trainer.config.config import Config
+from ddpjob_trainer.config.sections import CompileMode
 from ddpjob_trainer.model.models import build_model, is_own
 
 _PEAKS: tuple[tuple[str, float, float, float], ...] = (
@@ -86,7 +87,7 @@ def flops_per_sample(config: Config, shape: tuple[int, ...], classes: int, *, wh
     with torch.random.fork_rng(devices=[]):
         try:
             with torch.device("meta"):
-                keys = replace(config.model, sync_batchnorm=False, compile=False)
+                keys = replace(config.model, sync_batchnorm=False, compile=CompileMode.NONE)
                 model = build_model(keys, shape, classes, 0, torch.device("meta")).train()
                 images = torch.empty(2, *shape, dtype=torch.int64 if whole_numbers else None)
             with FlopCounterMode(display=False) as counter:
