@@ -7,6 +7,7 @@ change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from ddpjob_trainer.model.models import (
 from ddpjob_trainer.model.shared_parts import can_be_shared
 from ddpjob_trainer.strategies.strategy import Strategy
 
+_STRETCH = 1.25
 _WORTH_A_NOTE = 1.1
 """The log mentions the busiest rank's load if it is more than this many even shares."""
 
@@ -163,7 +165,8 @@ class Division:
     @property
     def dealing(self) -> Dealing:
         """How the sampler distributes samples to this rank."""
-        strategy, stretch = self.strategy, self.config.data.stretch
+        strategy, keys = self.strategy, self.config.data
+        stretch = keys.stretch or (_STRETCH if keys.exact else math.inf)
         return Dealing(
             strategy.data_share.part,
             self.parts,
