@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import tee
@@ -86,8 +86,11 @@ def run(config: Config) -> int:
 class _StepBatches:
     """One step's micro-batches with their data, taken from the whole training's stream."""
 
-    def __init__(self, micros: list[Micro], loaded: Iterator[tuple[Micro, Batch]]) -> None:
-        self._micros, self._loaded = micros, loaded
+    def __init__(
+        self, micros: list[Micro], loaded: Iterator[tuple[Micro, Batch]], complete: Callable[[], None]
+    ) -> None:
+        """`complete` is called as soon as the last micro-batch is loaded."""
+        self._micros, self._loaded, self._complete = micros, loaded, complete
 
     def __len__(self) -> int:
         return len(self._micros)
@@ -97,6 +100,8 @@ class _StepBatches:
             found, batch = next(self._loaded)
             if found is not micro:
                 raise AssertionError(f"expected micro-batch {micro.number}, but got {found.number} of a different step")
+            if micro is self._micros[-1]:
+                self._complete()
             yield micro, batch
 
 
@@ -144,6 +149,7 @@ class Trainer:
         self.epochs_evaluated = 0
         self.last_update = Update(0.0, False)
         self._first_pass = True
+        self._agreement: Agreement | None = None
         self._clock, self._window = self.strategy.clock, (0, 0)
         self._flops, self._peaks = flops, self._exchange_peaks()
 
@@ -222,15 +228,17 @@ class Trainer:
             step = next(self._steps)
             self.stacks.alive()
             self.profile.before(self.step + 1)
-            agreement = None if self.corrupt.possible else self.stop.agreement(self._save_due(step))
-            losses, counted, agreement = self._optimize(step, agreement)
+            self._agreement = None
+            if not self.corrupt.possible and self.stop.is_due(self._is_milestone(step)):
+                self._agreement = self.stop.agreement(self._save_due(step))
+            losses, counted = self._optimize(step)
             loss_sum, samples = loss_sum + losses, samples + counted
             self.sampler.done(step)
             self.step += 1
             if self.step % self.config.train.log_every == 0 or self.sampler.epoch_is_done:
                 self._report(loss_sum, samples)
                 loss_sum, samples = torch.zeros((), dtype=torch.float64, device=self.device), 0
-            stop, save = agreement.wait()
+            stop, save = self._agreement.wait() if self._agreement else (False, False)
             complete = self.sampler.epoch_is_done
             if complete:
                 self.sampler.next_epoch()
@@ -242,14 +250,18 @@ class Trainer:
                 break
         return stop or self._evaluate_if_due()
 
-    def _optimize(self, step: Step, agreement: Agreement | None) -> tuple[torch.Tensor, int | torch.Tensor, Agreement]:
+    def _optimize(self, step: Step) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Take one optimizer step.
 
-        Return this rank's sum of losses, the number of readable samples in the global batch, and
-        the agreement. Both numbers are zero if the step was skipped. If images may be unreadable,
-        the agreement also includes their number; in that case, it is None on entry and created
-        here.
+        Return this rank's sum of losses, and the number of readable samples in the global batch.
+        Both are zero if the step was skipped. If images may be unreadable, the ranks begin to agree
+        on their number here, before the last forward pass.
         """
+
+        def agree() -> None:
+            if self.corrupt.possible and self._agreement is None:
+                self._agreement = self.stop.agreement(self._save_due(step), self.corrupt.take())
+
         state, size = self.sampler.state, self.data.train_size
         at = Position(state.epoch * size + state.consumed, size, self.config.data.batch, self.config.train.epochs)
         self._rate = learning_rate(self.config.optim, at)
@@ -257,22 +269,21 @@ class Trainer:
         count = len(step.samples)
         self._clock.lap(StepPhase.OTHER)
         with run_plan.explain_sizes(self.config, self.data) if self._first_pass else nullcontext():
-            losses = self.strategy.backward(_StepBatches(step.micros, self._batches), count)
+            losses = self.strategy.backward(_StepBatches(step.micros, self._batches, agree), count)
         self._first_pass = False
         self._clock.lap(self._end_of_passes)
         self._window = self._window[0] + 1, self._window[1] + self._count_computed(step)
         unreadable = 0
-        if agreement is None:
-            agreement = self.stop.agreement(self._save_due(step), self.corrupt.take())
-            unreadable = self.corrupt.add(agreement.unreadable())
+        agree()  # A rank may have computed without loading data.
+        if self.corrupt.possible and self._agreement is not None:
+            unreadable = self.corrupt.add(self._agreement.unreadable())
         if unreadable:
             self.ledger.unreadable(self.step + 1, unreadable)
             self.strategy.scale_gradients(count / max(1, count - unreadable))
         self.last_update = self.strategy.update(self._rate)
         self._clock.lap(StepPhase.UPDATE)
         samples = [number % size for number in step.mine] if self.sampler.repeats > 1 else step.mine
-        counted = self.guard.record(self.step + 1, samples, losses, count - unreadable, self.last_update)
-        return (*counted, agreement)
+        return self.guard.record(self.step + 1, samples, losses, count - unreadable, self.last_update)
 
     def _load(self, steps: Iterator[Step]) -> Iterator[tuple[Micro, Batch]]:
         """Yield each micro-batch of `steps` with its data, mixed if configured.
@@ -414,6 +425,11 @@ class Trainer:
     def _report_alive(self) -> None:
         self.stacks.alive()
         self.reporter.alive()
+
+    def _is_milestone(self, step: Step) -> bool:
+        """Whether a save may be due after exactly this step."""
+        every = self.config.checkpoint.every_steps
+        return step.after.consumed >= self.data.train_size or bool(every and (self.step + 1) % every == 0)
 
     def _save_due(self, step: Step) -> Due:
         complete = step.after.epoch + 1 if step.after.consumed >= self.data.train_size else None
