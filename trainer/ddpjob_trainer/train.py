@@ -87,7 +87,7 @@ class _StepBatches:
     """One step's micro-batches with their data, taken from the whole training's stream."""
 
     def __init__(
-        self, micros: list[Micro], loaded: Iterator[tuple[Micro, Batch]], complete: Callable[[], None]
+        self, micros: list[Micro], loaded: Iterator[tuple[Micro, Batch]], complete: Callable[[], object]
     ) -> None:
         """`complete` is called as soon as the last micro-batch is loaded."""
         self._micros, self._loaded, self._complete = micros, loaded, complete
@@ -96,11 +96,11 @@ class _StepBatches:
         return len(self._micros)
 
     def __iter__(self) -> Iterator[tuple[Micro, Batch]]:
-        for micro in self._micros:
+        for number, micro in enumerate(self._micros, 1):
             found, batch = next(self._loaded)
             if found is not micro:
                 raise AssertionError(f"expected micro-batch {micro.number}, but got {found.number} of a different step")
-            if micro is self._micros[-1]:
+            if number == len(self._micros):
                 self._complete()
             yield micro, batch
 
@@ -255,7 +255,8 @@ class Trainer:
 
         Return this rank's sum of losses, and the number of readable samples in the global batch.
         Both are zero if the step was skipped. If images may be unreadable, the ranks begin to agree
-        on their number here, before the last forward pass.
+        on their number here, before the last forward pass. With other strategies, ranks may load
+        their data at different points between their messages, so they begin after all passes.
         """
 
         def agree() -> None:
@@ -269,12 +270,13 @@ class Trainer:
         count = len(step.samples)
         self._clock.lap(StepPhase.OTHER)
         with run_plan.explain_sizes(self.config, self.data) if self._first_pass else nullcontext():
-            losses = self.strategy.backward(_StepBatches(step.micros, self._batches, agree), count)
+            loaded = agree if self.strategy.divides else int  # int() does nothing.
+            losses = self.strategy.backward(_StepBatches(step.micros, self._batches, loaded), count)
         self._first_pass = False
         self._clock.lap(self._end_of_passes)
         self._window = self._window[0] + 1, self._window[1] + self._count_computed(step)
         unreadable = 0
-        agree()  # A rank may have computed without loading data.
+        agree()
         if self.corrupt.possible and self._agreement is not None:
             unreadable = self.corrupt.add(self._agreement.unreadable())
         if unreadable:
