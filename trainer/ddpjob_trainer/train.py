@@ -87,7 +87,7 @@ class _StepBatches:
     """One step's micro-batches with their data, taken from the whole training's stream."""
 
     def __init__(
-        self, micros: list[Micro], loaded: Iterator[tuple[Micro, Batch]], complete: Callable[[], object]
+        self, micros: list[Micro], loaded: Iterator[tuple[Micro, Batch]], complete: Callable[[], None]
     ) -> None:
         """`complete` is called as soon as the last micro-batch is loaded."""
         self._micros, self._loaded, self._complete = micros, loaded, complete
@@ -270,7 +270,7 @@ class Trainer:
         count = len(step.samples)
         self._clock.lap(StepPhase.OTHER)
         with run_plan.explain_sizes(self.config, self.data) if self._first_pass else nullcontext():
-            loaded = agree if self.strategy.divides else int  # int() does nothing.
+            loaded = agree if self.strategy.divides else lambda: None
             losses = self.strategy.backward(_StepBatches(step.micros, self._batches, loaded), count)
         self._first_pass = False
         self._clock.lap(self._end_of_passes)
