@@ -1,4 +1,4 @@
-"""PID 1 of a container: forwards signals to the launcher, reaps orphans, keeps exit code and log."""
+"""PID 1 of a container: forwards signals, reaps orphans, keeps the launcher's exit code and log."""
 
 from __future__ import annotations
 
