@@ -61,7 +61,7 @@ class BatchAugment:
         codes = len(magnitudes) * _BINS * 2
         self._kind, self._row = np.zeros(codes, np.int64), np.zeros(codes, np.int64)
         self._scale, self._alpha = np.zeros(codes), np.zeros(codes)
-        grids, maps = [], []
+        grids, maps = list[torch.Tensor](), list[torch.Tensor]()
         ramp = torch.arange(256, dtype=torch.uint8, device=images.device).expand(3, 1, 256)
         for code in range(codes):
             number, rest = divmod(code, _BINS * 2)
@@ -106,10 +106,10 @@ class BatchAugment:
         parts += moves
         # One transfer for the whole step, and one look-up per table.
         sent = torch.from_numpy(np.concatenate(parts)).to(self._grids.device, non_blocking=True)
-        split, rounds = sent.split([len(part) for part in parts]), self._rounds
+        split, rounds = torch.split(sent, [len(part) for part in parts]), self._rounds
         warps, maps = sum(map(len, parts[:rounds])), sum(map(len, parts[rounds : 2 * rounds]))
-        grids = self._grids[sent[:warps]].split([len(part) for part in parts[:rounds]])
-        tables = self._maps[sent[warps : warps + maps]].split([len(part) for part in parts[rounds : 2 * rounds]])
+        grids = torch.split(self._grids[sent[:warps]], [len(part) for part in parts[:rounds]])
+        tables = torch.split(self._maps[sent[warps : warps + maps]], [len(part) for part in parts[rounds : 2 * rounds]])
         images = self._crop(numbers[torch.from_numpy(orders[0])], epoch).float()
         for number in range(rounds):
             scale, alpha = (split[2 * (rounds + number) + k].view(torch.float64).view(-1, 1, 1, 1) for k in (0, 1))
@@ -127,7 +127,7 @@ class BatchAugment:
         tables: torch.Tensor,
     ) -> None:
         """Apply one round's operations in place to images that are sorted by kind."""
-        _, warped, *_, mapped, auto, equalized = images.split(counts)
+        _, warped, *_, mapped, auto, equalized = torch.split(images, counts)
         ends = np.cumsum(counts).tolist()
         if len(warped):
             torch.round(grid_sample(warped, grids, padding_mode="zeros", align_corners=False), out=warped)
@@ -148,7 +148,7 @@ class BatchAugment:
             torch.where(row.bool(), self._levels[row, column], level, out=level)
 
     def _blend(self, images: torch.Tensor, counts: list[int], scale: torch.Tensor, alpha: torch.Tensor) -> None:
-        contrast, _, sharp = images.split(counts)
+        contrast, _, sharp = torch.split(images, counts)
         red, green, blue = images[: len(images) - len(sharp)].unbind(1)
         gray = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).floor_().unsqueeze(1)
         mean = gray[: len(contrast)].mean((1, 2, 3), keepdim=True)
@@ -211,7 +211,8 @@ def _grid(name: str, size: float, image: torch.Tensor) -> torch.Tensor:
         else:
             moved = [int(size), 0] if name == "TranslateX" else [0, int(size)]
             v2.functional.affine(image, 0.0, moved, 1.0, [0.0, 0.0], bilinear)
-    return seen.grid
+    grid: torch.Tensor = seen.grid
+    return grid
 
 
 def _map(name: str, size: float, ramp: torch.Tensor) -> torch.Tensor:
@@ -219,10 +220,13 @@ def _map(name: str, size: float, ramp: torch.Tensor) -> torch.Tensor:
     from torchvision.transforms.v2 import functional
 
     if name == "Brightness":
-        return functional.adjust_brightness(ramp, 1.0 + size)
-    if name == "Posterize":
-        return functional.posterize(ramp, int(size))
-    return functional.solarize(ramp, 255 * size)
+        found = functional.adjust_brightness(ramp, 1.0 + size)
+    elif name == "Posterize":
+        found = functional.posterize(ramp, int(size))
+    else:
+        found = functional.solarize(ramp, 255 * size)
+    values: torch.Tensor = found
+    return values
 
 
 def _levels(pixels: int, ramp: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,7 @@ class StepRegion(nn.Module):
         """Return the model's output, which later calls do not overwrite."""
         if len(images) != self._tested:
             return self._scores(images)
-        torch.compiler.cudagraph_mark_step_begin()
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         return self._fast_scores(images).clone()
 
     def _losses(self, images: torch.Tensor, labels: torch.Tensor, unreadable: int = 0) -> torch.Tensor:

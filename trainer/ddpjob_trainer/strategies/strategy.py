@@ -166,7 +166,7 @@ class Strategy:
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.region is not None:
-            torch.compiler.cudagraph_mark_step_begin()
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         for number, (micro, batch) in enumerate(micro_batches, 1):
             with nullcontext() if number == len(micro_batches) else self.without_exchange():
                 total += self.backward_one(micro, batch, count)
