@@ -215,7 +215,7 @@ class NormName(enum.StrEnum):
     BATCH = "batch"
 
 
-class Layout(enum.StrEnum):
+class MemoryLayout(enum.StrEnum):
     """A memory layout that depends on the device."""
 
     AUTO = "auto"
@@ -266,7 +266,7 @@ class ModelConfig:
     accumulation step of train.accumulate) instead of micro-batches. This adds one exchange per
     layer to the forward pass and one to the backward pass.
     """
-    channels_last: bool | Layout = Layout.AUTO
+    channels_last: bool | MemoryLayout = MemoryLayout.AUTO
     """Memory layout (n, height, width, channels) for images and weights, which makes convolutions
     faster on tensor cores in float16. auto: true for images on a GPU that computes in 16 bits,
     except for your own model.

@@ -40,8 +40,8 @@ class CropAndFlip:
     def __call__(self, numbers: torch.Tensor, epoch: int) -> torch.Tensor:
         """Return images with this epoch's augmentation: (n, channels, height, width) uint8.
 
-        `numbers` (n,) are int64, and sent to the set's device if necessary. A number beyond the set's size stands for
-        another version of image `number % size`.
+        `numbers` (n,) are int64, and sent to the set's device if necessary. A number beyond the
+        set's size stands for another version of image `number % size`.
         """
         if epoch != self._epoch:
             self._draw(epoch)

@@ -85,7 +85,7 @@ class ImageData(DataSet):
         self.shape = (3, config.image_size, config.image_size)
         self._test_size = config.test_image_size or config.image_size
         self.train_size, self.test_size = len(train.labels), len(test.labels)
-        # On the stream that trains, a copy would wait for the steps before it. Not run on a GPU yet.
+        # On the stream that trains, a copy would wait for earlier steps. Not run on a GPU yet.
         self._copies: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._normalize = Normalize(255.0, _MEAN, _STD, device)
         self._randaugment = RandAugment.of(config) if config.augment else None

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ddpjob_trainer.config.sections import AmpConfig, AmpLevel, CompileMode, Layout, ModelConfig, NormName
+from ddpjob_trainer.config.sections import AmpConfig, AmpLevel, CompileMode, MemoryLayout, ModelConfig, NormName
 from ddpjob_trainer.data.randomness import seed_draws
 from ddpjob_trainer.errors import ConfigError, TrainerError, first_line
 from ddpjob_trainer.own_functions import load_function
@@ -78,7 +78,7 @@ def build_model(
 
 def choose_layout(config: ModelConfig, amp: AmpConfig, shape: tuple[int, ...], device: torch.device) -> ModelConfig:
     """Return the configuration with a memory layout in place of `auto`; `amp` has its level."""
-    if config.channels_last is not Layout.AUTO:
+    if config.channels_last is not MemoryLayout.AUTO:
         return config
     fits = device.type == "cuda" and amp.level is not AmpLevel.O0 and len(shape) == 3 and not is_own(config)
     return replace(config, channels_last=fits)
