@@ -3,8 +3,8 @@
 `function(images, labels, generator)` gets one micro-batch, and returns (images, labels). The
 generator, and Python's, numpy's and torch's global generators, are seeded by the micro-batch's key,
 so that the function draws the same numbers on any number of ranks. It may mix the samples of the
-micro-batch, so ranks take whole micro-batches (see `run_plan.Division`). With data.exact=false, each
-rank transforms its own share instead, and the result depends on the number of ranks.
+micro-batch, so ranks take whole micro-batches (see `run_plan.Division`). With data.exact=false,
+each rank transforms its own share instead, and the result depends on the number of ranks.
 """
 
 from __future__ import annotations
