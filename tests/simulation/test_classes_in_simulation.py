@@ -224,7 +224,7 @@ async def test_a_running_job_scaled_beyond_its_class_grows_up_to_the_limit() -> 
     assert condition["reason"] == "ClassExceeded"
     assert "spec.nodes: 8, and class h100 allows at most 3; lower nodes" in condition["message"]
     [scaled] = [e.message for e in s.cluster.events if e.reason == "Scaled"]
-    assert scaled == "spec.nodes changed from 2 to 8, of which class h100 allows 3"
+    assert scaled == "spec.nodes changed from 2 to 8, but class h100 allows only 3"
     s.change_spec({"nodes": 2})
     await s.until(lambda: conditions(s)["ClassApplied"]["status"] == "True")
     await s.until_phase("Complete")

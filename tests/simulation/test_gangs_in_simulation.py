@@ -96,7 +96,7 @@ async def test_a_job_for_volcano_gets_a_gang_unless_its_pods_name_one() -> None:
         assert (hint in conditions(s)["Scheduled"]["message"]) is bool(wanted), "its scheduler has reported nothing"
     s = Simulation({"nodes": 2, "scheduling": {"schedulerName": "volcano", "gang": True}})
     await s.passes(3)
-    assert "no Volcano PodGroups in this cluster" in conditions(s)["Scheduled"]["message"] and not s.nodes()
+    assert "does not serve Volcano PodGroups" in conditions(s)["Scheduled"]["message"] and not s.nodes()
 
 
 @pytest.mark.parametrize("gang", [True, False])
@@ -268,7 +268,7 @@ async def test_a_scale_down_keeps_the_pod_with_the_only_copy() -> None:
     s.change_spec({"nodes": 1})
     await s.until_phase("Running")
     assert [p.name for p in bound(s)] == ["job-1-0"], "it trains alone"
-    assert "pod job-1-0 stays until another pod trains" in conditions(s)["Scheduled"]["message"]
+    assert "pod job-1-0 is kept until another pod trains" in conditions(s)["Scheduled"]["message"]
 
 
 async def test_yields_are_not_limited_by_the_length_of_the_history() -> None:

@@ -76,7 +76,7 @@ async def test_a_preflight_that_every_pod_fails_fails_the_job() -> None:
     await s.until_phase("Failed")
     failed = conditions(s)["Failed"]
     assert failed["reason"] == "InitFailure"
-    assert failed["message"].startswith("no pod has passed: pod job-")
+    assert failed["message"].startswith("no pod has passed the preflight: pod job-")
     assert len([r for r in reasons(s) if r == ("PreflightFailed", False)]) >= 3
 
 

@@ -494,7 +494,7 @@ async def test_a_kept_claim_is_reused() -> None:
     other = {**kept, "metadata": {**kept["metadata"], "annotations": {mark: "another"}}}
     s.store.create("PersistentVolumeClaim", other)
     await s.settle()
-    assert "made from a different claimTemplate" in conditions(s)["Scheduled"]["message"] and not s.pods
+    assert "created from a different claimTemplate" in conditions(s)["Scheduled"]["message"] and not s.pods
     s.store.remove("PersistentVolumeClaim", s.store.get("PersistentVolumeClaim", "job-checkpoints"))
     s.store.create("PersistentVolumeClaim", kept)
     await s.until_phase("Complete")
@@ -544,7 +544,7 @@ async def test_a_claim_is_kept_if_the_spec_changed_to_keep_it(made_again: bool) 
     claim = s.store.get("PersistentVolumeClaim", "job-checkpoints")
     claim["metadata"]["ownerReferences"] = []
     if made_again:
-        await s.until(lambda: "made by this job from a different" in conditions(s)["Scheduled"]["message"])
+        await s.until(lambda: "created by this job from a different" in conditions(s)["Scheduled"]["message"])
         await resumed_with(s, named)
     await s.until_phase("Running")
     s.store.remove("DDPJob", s.job_body)

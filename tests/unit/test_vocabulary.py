@@ -137,7 +137,7 @@ ALONE = re.compile(r"(?<!Kubernetes )(?<![\w./-])[Nn]odes?(?![\w.(-])")
 """The word "node" for a training pod; a machine is a "Kubernetes node" (docs/glossary.md)."""
 TRAINING_PODS = (
     *("all nodes have", "the node has finished", " nodes have finished", "every node of the group"),
-    *("the places of its nodes", "nodes of one place", " nodes at once", "watch on nodes with a ClusterRole"),
+    *(" nodes at once", "watch on nodes with a ClusterRole"),
 )
 """Parts of messages in which nodes are training pods, or a word of Kubernetes' own."""
 

@@ -309,7 +309,9 @@ def test_an_image_for_a_different_platform_is_recognized_in_each_runtimes_words(
     waits = waiting("ErrImagePull", said)
     end, why = find_wrong_platform(waits), find_stuck(waits, has_run=False)
     assert end is not None and (end.cause, is_about_platform(end)) == (Cause.START_ERROR, True)
-    assert end.message.startswith("the image of pod job-0-0 is not for Kubernetes node ") and end.message.endswith(said)
+    assert end.message.startswith(
+        "the image of pod job-0-0 is not for the architecture or operating system of Kubernetes node "
+    ) and end.message.endswith(said)
     assert why is not None and not why.final
     assert find_wrong_platform(waiting("ErrImagePull", "manifest unknown")) is None
 

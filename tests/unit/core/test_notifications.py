@@ -198,7 +198,7 @@ def body_of(message: str, **world: object) -> dict[str, object]:
 def test_the_message_has_what_a_person_needs() -> None:
     body = body_of("ValueError: lunch")
     assert (body["job"], body["namespace"], body["uid"], body["state"]) == ("job", "space", "uid", "Restarting")
-    assert body["reason"] == "BudgetNearlySpent" and "1 of recovery.maxRestarts = 1 is used up" in str(body["message"])
+    assert body["reason"] == "BudgetNearlySpent" and "1 of 1 restart is used up" in str(body["message"])
     assert "ValueError: lunch" in str(body["message"]) and body["restarts"] == {"counted": 1, "total": 1, "max": 1}
     assert str(body["text"]).startswith("DDPJob space/job: BudgetNearlySpent (BudgetNearlySpent); restarts 1/1")
 

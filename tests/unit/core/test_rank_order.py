@@ -187,7 +187,7 @@ def test_the_condition_says_whether_the_running_group_follows_the_order() -> Non
     job, pods = running(4, rankOrder=[RACK])
     right, early = running_report(order_mark(IN_ORDER), [0, 2, 1, 3]), running_report(order_mark(IN_ORDER))
     assert condition(job, pods, RACKS, right) == (
-        True, "InOrder", "nodes of one place have neighbouring ranks (2 x example.com/rack)",
+        True, "InOrder", "Kubernetes nodes with the same labels have neighbouring ranks (2 x example.com/rack)",
     )  # fmt: skip
     assert condition(job, pods, RACKS, early)[:2] == (False, "NextRound")
     moved = {**RACKS, "n3": host("n3", rack="a")}
