@@ -151,7 +151,7 @@ async def test_a_deleted_node_object_is_a_loss_after_the_same_delay() -> None:
     await s.until(lambda: "job-1-0" not in s.pods)
     assert 20 <= s.now - began <= 23
     assert reasons(s) == [("NodeLost", False)]
-    assert s.status["restarts"]["recent"][0]["message"] == f"Kubernetes node {node} of pod job-1-0 is deleted"
+    assert s.status["restarts"]["recent"][0]["message"] == f"Kubernetes node {node} of pod job-1-0 has been deleted"
 
 
 async def test_out_of_service_is_believed_at_once() -> None:

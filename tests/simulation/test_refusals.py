@@ -164,7 +164,7 @@ async def test_lowering_the_budget_below_the_used_restarts_fails_the_job() -> No
     failed = conditions(s)["Failed"]
     assert failed["reason"] == "RestartBudgetSpent"
     assert failed["message"].startswith("WorkerFailed: ValueError: lunch (rank")
-    assert "; 2 failures, recovery.maxRestarts is 1)" in failed["message"]
+    assert "; 2 failures, but recovery.maxRestarts is 1)" in failed["message"]
 
 
 async def test_a_job_that_finished_before_its_deadline_is_complete_although_unseen() -> None:
@@ -248,7 +248,7 @@ async def test_a_job_that_times_out_before_its_start_reports_what_was_missing() 
     await s.until_phase("Failed")
     failed = conditions(s)["Failed"]
     assert failed["reason"] == "DeadlineExceeded"
-    assert "at the deadline: CreationRefused" in failed["message"]
+    assert "at the deadline, CreationRefused" in failed["message"]
     assert "exceeded quota: one" in failed["message"]
 
 

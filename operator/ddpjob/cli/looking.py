@@ -42,7 +42,7 @@ class _Output(click.Choice[str]):
 @click.argument("job", required=False, shell_complete=complete_job, callback=bare)
 @click.option("-o", "--output", type=_Output(), default="table")
 @click.option("-w", "--watch", is_flag=True, help="Print a line for each change, until Ctrl-C.")
-@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="List jobs of all namespaces of the cluster.")
+@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="List jobs in all namespaces of the cluster.")
 @in_place
 def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, everywhere: bool) -> None:
     """List jobs, the newest last, or print one job.
@@ -53,7 +53,7 @@ def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, 
              ddpjob get first -o jsonpath='{.status.phase}'
     """
     if everywhere and job is not None:
-        raise click.UsageError("-A lists jobs; name the job's namespace with -n")
+        raise click.UsageError("-A lists jobs; specify the job's namespace with -n")
     backend = place.backend(everywhere=everywhere)
     backend.whole = output in ("json", "yaml") or isinstance(output, PathTemplate)
     bodies = [backend.job(job)] if job is not None else backend.jobs()
@@ -123,7 +123,7 @@ def top(backend: Backend, job: str | None, once: bool, interval: float) -> None:
 
 
 @root.command()
-@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Show jobs of all namespaces of the cluster.")
+@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Show jobs in all namespaces of the cluster.")
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
 @click.option(
     "--port",

@@ -393,7 +393,9 @@ class Client:
         curve = MetricCurve(metric, [(row["step"], row[metric]) for row in rows if metric in row], series.starts[1:])
         if len(curve.points) < 2:
             known = sorted({column for row in rows for column in row} - {"step"})
-            raise Mistake(f"{name} has no {metric} of two steps yet; its metrics are {', '.join(known) or 'empty'}")
+            raise Mistake(
+                f"{name} has fewer than two values of {metric} so far; its metrics are {', '.join(known) or 'empty'}"
+            )
         if output is not None:
             Path(output).write_text(curve._repr_svg_(), encoding="utf-8")
         return curve
