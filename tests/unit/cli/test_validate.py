@@ -109,7 +109,10 @@ REFUSED = {
     ),
     "16gi": (in_spec("resources: {limits: {memory: 16gi}}"), "did you mean 16Gi?"),
     "nfs": (in_spec("storage: {checkpoints: {nfs: 'host:/a'}}"), "write {server: host, path: /a}"),
-    "label": (JOB.replace("name: t", "name: t, labels: {a: 'my team!'}"), "metadata.labels.a: 'my team!' is not a valid label value"),
+    "label": (
+        JOB.replace("name: t", "name: t, labels: {a: 'my team!'}"),
+        "metadata.labels.a: 'my team!' is not a valid label value",
+    ),
     "mount": (trainer("volumeMounts: [{name: x, mountPath: /x}]"), "volumeMounts[0].name: there is no volume x"),
     "mount without a name": (trainer("volumeMounts: [{mountPath: /x}]"), "volumeMounts[0].name: missing"),
     "variable without a name": (trainer("env: [{value: x}]"), "env[0].name: required, but missing"),

@@ -147,7 +147,7 @@ def test_a_missing_script_is_reported(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     Path("code/there.py").touch()
     [problem] = fitted(tmp_path, script="there.py").problems
-    assert problem == f"spec.script: there.py is not in {tmp_path}; name its folder with --workdir DIR"
+    assert problem == f"spec.script: there.py is not in {tmp_path}; specify its folder with --workdir DIR"
     (tmp_path / "three.py").touch()
     [problem] = fitted(tmp_path, script="there.py").problems
     assert problem == f"spec.script: there.py is not in {tmp_path}; did you mean three.py?"
