@@ -783,7 +783,7 @@ def _inventory(rank: int, content: bytes) -> tuple[list[Held], Moment | None]:
     try:
         return decode(content)
     except ValueError as error:
-        _warn(f"rank {rank} sent {error}")
+        _warn(f"rank {rank} sent a bad inventory: {error}")
         return [], None
 
 
@@ -888,7 +888,7 @@ def _read(data: memoryview, rebuild: Rebuild | None) -> tuple[Any, dict[int, byt
         if place.whole is None:
             return tensor
         if rebuild is None:
-            raise TypeError(f"the state has a sharded tensor at {path}, and nothing rebuilds it")
+            raise TypeError(f"the state has a sharded tensor at {path} that nothing rebuilds")
         return rebuild(path, tensor, place.whole)
 
     return put_together(skeleton, ()), owns

@@ -333,7 +333,7 @@ def recorded(folder: Path) -> Path | None:
     except (ValueError, KeyError, TypeError):
         raise ValueError(
             f"{folder / RECORD}, which names the newest checkpoint, is damaged: to continue from one, write its name"
-            f' there as {{"name": "snapshot.pt"}}; to begin from scratch, remove the file'
+            f' there as {{"name": "snapshot.pt"}}; to start from scratch, remove the file'
         ) from None
     return path if path.exists() else None
 

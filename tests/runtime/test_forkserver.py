@@ -380,7 +380,7 @@ def test_harmless_modules_are_preloaded_and_missing_ones_logged(tmp_path: Path) 
 
 def test_an_image_whose_python_starts_threads_runs_workers_cold(tmp_path: Path) -> None:
     why, _ = why_not(tmp_path, "", sitecustomize=STARTS_THREAD)
-    assert why == "Python starts threads at its start in this image (poller), and forked processes do not survive that"
+    assert why == "Python starts threads at startup in this image (poller), and forked processes do not survive that"
 
 
 def test_a_module_whose_import_does_not_end_is_not_waited_for(tmp_path: Path) -> None:

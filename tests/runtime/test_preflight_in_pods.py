@@ -106,9 +106,7 @@ def test_a_node_that_fails_alone_explains_its_links() -> None:
     }
     verdict = judge(4, 2, results, least=0)
     assert verdict is not None
-    assert verdict.culprits == {
-        1: "the ranks of pod job-1-0 on Kubernetes node host-1 fail among each other: no NVLink"
-    }
+    assert verdict.culprits == {1: "the ranks of pod job-1-0 on Kubernetes node host-1 fail on their own: no NVLink"}
 
 
 def test_a_slow_link_fails_only_below_the_required_bandwidth() -> None:

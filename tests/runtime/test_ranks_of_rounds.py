@@ -151,7 +151,7 @@ def test_the_report_shows_the_current_order() -> None:
 @pytest.mark.parametrize(
     ("names", "why"),
     [
-        ([*pods(0, 1), "job-0-0"], "'job-0-0' is named twice"),
+        ([*pods(0, 1), "job-0-0"], "'job-0-0' is listed twice"),
         (pods(*range(MAX_PODS + 1)), f"pods: must be at most {MAX_PODS}, not {MAX_PODS + 1}"),
     ],
 )

@@ -388,7 +388,7 @@ def test_a_job_that_gets_a_bucket_on_one_machine_continues_from_what_its_folder_
         ({"step": 1, "keep": 0}, "keep must be"),
         ({"step": 1, "path": None}, "path must be a path, not None"),
         ({"step": 1, "path": "/no/such"}, "path /no/such does not exist"),
-        ({"step": 1, "path": "/"}, "path / holds all checkpoints"),
+        ({"step": 1, "path": "/"}, "path / contains all checkpoints"),
         (
             {"step": 1, "path": "/proc/self/status"},
             r"path /proc/self/status is not in checkpoint_dir\(\), which is /.*/pod",
