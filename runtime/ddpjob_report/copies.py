@@ -251,7 +251,7 @@ def _post() -> None:
 
 
 def finish(seconds: float | None) -> bool:
-    """Wait until the last copy is in the bucket, at most `seconds` (None: no limit).
+    """Wait until the last copy is in the bucket, at most `seconds` (None means no limit).
 
     Return whether it is there.
     """

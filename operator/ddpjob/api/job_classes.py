@@ -38,7 +38,7 @@ class Offer:
     """The class that a job would get if it started now."""
 
     job_class: JobClass | None = None
-    """None: no class of this name may be used in the job's namespace."""
+    """The class; None if the job's namespace may not use a class with this name."""
     known: tuple[str, ...] = ()
     """Names of the classes that the job may use."""
     problems: tuple[str, ...] = ()

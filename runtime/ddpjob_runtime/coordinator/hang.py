@@ -215,7 +215,7 @@ class HangDump:
     def __init__(self, loop: Loop, done: Callable[[], None], stacks: Stacks | None = None) -> None:
         self._loop, self._done = loop, done
         self.stacks = Stacks({}, {}) if stacks is None else stacks
-        self._idle: dict[int, bool | None] = {}  # rank -> whether it has not moved; None: unknown
+        self._idle: dict[int, bool | None] = {}  # rank -> whether it has not moved; None if unknown
         self._answered: set[int] = set()  # the members' indices
 
     def request(self, number: int, members: list[Member]) -> None:
