@@ -55,7 +55,7 @@ def test_a_hang_is_dumped_reported_and_ended_by_a_restart() -> None:
     assert world.round.number == 2 and len(world.incidents()) == 1
 
 
-def test_ranks_that_have_ended_or_failed_are_named_first_in_a_hang() -> None:
+def test_ranks_that_have_ended_or_failed_are_reported_first_in_a_hang() -> None:
     """The others wait for these ranks, and only eight are listed."""
     world, only = formed(1, hang_after=60.0)
     world.pass_time(60.1)

@@ -151,7 +151,7 @@ async def test_a_job_created_suspended_and_resumed_waits_for_its_missing_class()
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["there", "gone"])
-async def test_a_job_takes_the_class_that_it_names_although_nobody_saw_its_suspension(gone: bool) -> None:
+async def test_a_job_takes_its_class_although_its_suspension_was_not_observed(gone: bool) -> None:
     """The job is suspended, changed and resumed while no operator runs."""
     other = {"a100": {**H100, "spec": {"image": "team/other:1"}}}
     s = await classed(h100=H100, steps=200, **({} if gone else other)).begun()

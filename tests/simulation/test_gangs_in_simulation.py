@@ -219,7 +219,7 @@ async def test_a_group_that_cannot_train_releases_its_nodes_and_waits_as_a_gang(
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_need_for_room_that_nobody_has_destroys_no_only_copy(mode: str) -> None:
+async def test_an_impossible_need_for_room_destroys_no_only_copy(mode: str) -> None:
     """Regression: 30 s after a cordon, the only copy of a job's progress was deleted although no
     pod needed its node.
     """
@@ -358,7 +358,7 @@ async def test_a_preempted_spare_interrupts_nothing() -> None:
     assert s.phase == "Running" and s.status["rendezvous"]["generation"] == 0 and len(bound(s)) == 2
 
 
-async def test_an_unscheduled_spare_replaces_nobody() -> None:
+async def test_an_unscheduled_spare_replaces_no_pod() -> None:
     s = WithGangs({"nodes": 2, "spares": 1, **FAST}, steps=10**6)
     s.machines.capacity = 2
     await s.until_phase("Running")

@@ -600,7 +600,7 @@ def test_a_spread_constraint_replaces_the_default_and_selects_the_operator(tmp_p
         ("extraVolumeMounts", [{"name": "ca", "mountPath": "ca"}], "/extraVolumeMounts/0/mountPath"),
     ],
 )
-def test_a_value_of_pods_with_a_slip_is_named(value: str, given: Any, words: str) -> None:
+def test_a_mistake_in_a_value_of_pods_is_reported(value: str, given: Any, words: str) -> None:
     with pytest.raises(subprocess.CalledProcessError) as refused:
         template("--set", "key.existingSecret=given", "--set-json", f"{value}={json.dumps(given)}")
     assert words in refused.value.stderr

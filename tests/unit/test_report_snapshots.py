@@ -262,7 +262,7 @@ def test_a_wrong_step_is_refused_inside_of_a_job_and_outside(
     kept.take(torch.tensor(5))  # a whole number of a different type
 
 
-def test_a_loop_that_ignores_what_was_restored_is_refused(job: Callable[[], None]) -> None:
+def test_a_loop_that_ignores_the_restored_step_is_refused(job: Callable[[], None]) -> None:
     kept = Snapshots(model=line())
     kept.take(7)
     del kept
@@ -361,7 +361,7 @@ class FullyShardedDataParallel(nn.Linear):  # type: ignore[misc]
         ),
     ],
 )
-def test_a_wrong_use_is_told_its_remedy(use: Callable[[], Any], kind: type[Exception], said: str) -> None:
+def test_a_wrong_use_is_reported_with_the_remedy(use: Callable[[], Any], kind: type[Exception], said: str) -> None:
     first = Snapshots(model=line()) if "one exists already" in said else None
     with pytest.raises(kind, match=said):
         use()
@@ -383,7 +383,7 @@ def test_a_model_that_was_sharded_afterwards_is_refused_at_the_first_step(job: C
         ({"model": nn.Linear(2, 2)}, "does not fit model: .*size mismatch.*or set recovery.snapshots: none"),
     ],
 )
-def test_objects_that_have_changed_are_named(objects: dict[str, Any], said: str, job: Callable[[], None]) -> None:
+def test_objects_that_have_changed_are_reported(objects: dict[str, Any], said: str, job: Callable[[], None]) -> None:
     kept = Snapshots(model=line())
     kept.take(1)
     del kept
@@ -399,7 +399,7 @@ def test_ranks_need_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
         Snapshots(model=line())
 
 
-def test_ranks_that_give_different_objects_are_told(memory: Path) -> None:
+def test_ranks_that_give_different_objects_are_refused(memory: Path) -> None:
     def work(rank: int) -> str:
         with pytest.raises(ValueError) as caught:
             Snapshots(model=line(), **({"average": line()} if rank == 0 else {}))

@@ -54,8 +54,8 @@ SHARED_CLASSES = {
 
 LONGEST_NAME = 80
 LONG_NAMES = {
-    "test_a_refused_job_ends_with_a_code_that_is_not_retried_and_a_training_that_completes_lets_go",
-    "test_folders_of_each_node_that_are_not_shared_are_right_when_the_configuration_says_so",
+    "test_a_refused_job_is_not_retried_and_a_completed_training_releases_the_folder",
+    "test_a_folder_per_node_is_accepted_if_the_configuration_sets_it",
 }
 """Names of tests that are still longer. The list only gets shorter."""
 
