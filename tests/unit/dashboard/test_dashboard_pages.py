@@ -134,7 +134,7 @@ async def test_filters_sorting_and_wrong_queries(names: list[str]) -> None:
         assert re.findall(r'href="/jobs/default/([^"]+)"', await web.get("/?q=RESNET50+0008")) == [
             "resnet50-imagenet-0008"
         ]
-        assert "No job fits" in await web.get("/?q=nowhere")
+        assert "No job matches" in await web.get("/?q=nowhere")
         for query in (
             "page=99999999",
             "page=-1",
