@@ -138,7 +138,7 @@ def dashboard(place: Place, everywhere: bool, host: str, port: int, folder: Path
     """Serve a dashboard for the browser until Ctrl-C.
 
     It shows all jobs live, each with its restarts, curves, pods, events and logs. It is read-only
-    and uses your rights. The printed address contains a token of this session, and anyone who has
+    and uses your rights. The printed address contains a token for this session, and anyone who has
     it can see what you can see. From another machine, use `ssh -L 8300:127.0.0.1:8300`, because the
     connection itself is not encrypted.
 
@@ -165,7 +165,7 @@ def dashboard(place: Place, everywhere: bool, host: str, port: int, folder: Path
 @click.option("--by", type=click.Choice(AXES), help="Horizontal axis. Default for several jobs: step.")
 @with_backend
 def plot(backend: Backend, jobs: tuple[str, ...], output: Path | None, by: str | None) -> None:
-    """Draw the curves of a job across its restarts, or of several jobs over each other.
+    """Draw the curves of a job across its restarts, or of several jobs in one chart.
 
     The numbers come from run/metrics.jsonl in the checkpoint folder, which the built-in trainer and
     ddpjob_report.report with a `step` write. On this machine they can be drawn at any time, and on

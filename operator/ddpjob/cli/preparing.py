@@ -75,7 +75,7 @@ Example: ddpjob run examples/digits.yaml"""
 @click.option("--image", default="pytorch/pytorch", show_default=True, help="Any image with Python and PyTorch.")
 @click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="Pods that train.")
 @click.option(
-    "--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs of each node; 0 trains on the CPU."
+    "--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs per node; 0 trains on the CPU."
 )
 @click.option("--check", is_flag=True, help="Only read SCRIPT, and write nothing.")
 def init(script: Path, name: str, image: str, nodes: int, gpus: int, check: bool) -> int:
@@ -224,7 +224,7 @@ def schema() -> None:
 @click.option("--image", default="", help="Any image with Python and PyTorch.")
 @click.option("--name", default="", help="Name of the job. Default: the script's name and four random characters.")
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Pods that train.")
-@click.option("--gpus", type=click.IntRange(0), help="GPUs of each node; 0 trains on the CPU.")
+@click.option("--gpus", type=click.IntRange(0), help="GPUs per node; 0 trains on the CPU.")
 @click.option("--procs", type=click.IntRange(1), help="Processes per node; default: one per GPU.")
 @click.option("--spares", type=click.IntRange(0), default=0, help="Pods on standby.")
 @click.option(
@@ -257,10 +257,10 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
     A manifest describes its jobs completely, so options that describe a job are not allowed with
     it. Objects of other kinds are listed, but not created.
 
-    A script or folder of this machine is sent with the job in a ConfigMap. A folder of more than 1
+    A script or folder on this machine is sent with the job in a ConfigMap. A folder of more than 1
     MiB is uploaded to the checkpoints' bucket (or --code), once for each content. Hidden files,
     caches, outputs (runs, wandb, mlruns), files that look like secrets, and files that
-    .ddpjobignore or .gitignore names are not sent. An absolute path that does not exist here is a
+    .ddpjobignore or .gitignore lists are not sent. An absolute path that does not exist here is a
     file in the image, and any other name is a module. With --local, the job runs on this machine,
     in the background.
 

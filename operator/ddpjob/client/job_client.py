@@ -222,7 +222,7 @@ class Client:
         """Create a job that runs a function, a script, a folder with a script, or a module.
 
         `program`: the program to run. A function is sent as source code, so it must import and
-        define everything that it uses. A script or folder of this machine is also sent to a
+        define everything that it uses. A script or folder on this machine is also sent to a
         cluster; a folder of more than 1 MiB is uploaded to a bucket. A job of this machine runs it
         in place. Any other absolute path is a file in the image, and any other text is a module's
         name.
