@@ -128,7 +128,7 @@ class RankExchange(Protocol):
 
 
 class Cost(NamedTuple):
-    """What copies cost one rank, in seconds; 0 if unknown, as at the first copy."""
+    """Cost of copies for one rank, in seconds; 0 if unknown, as at the first copy."""
 
     copy: float = 0.0
     exchange: float = 0.0

@@ -54,7 +54,7 @@ class WhenDeleted(StrEnum):
 
 
 class SlowRanks(StrEnum):
-    """What is done about a clearly slow rank."""
+    """The reaction to a clearly slow rank."""
 
     MOVE = "Move"
     REPORT = "Report"

@@ -99,7 +99,7 @@ class HangWatch:
         self.since: float | None = None
         """When the last step was made, or the round began to run; None while no round runs."""
         self.activity = TRAINING
-        """What the script reports doing between steps, such as evaluating."""
+        """The script's reported activity between steps, such as evaluating."""
         self._in_round = 0
         self._suspicion: Suspicion | None = None
 

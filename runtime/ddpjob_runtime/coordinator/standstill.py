@@ -98,7 +98,7 @@ class Look:
 
 
 class Standstill:
-    """What consecutive looks have shown since the last step."""
+    """The results of consecutive looks since the last step."""
 
     def __init__(self) -> None:
         self._before: Look | None = None

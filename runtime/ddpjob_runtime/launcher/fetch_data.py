@@ -94,7 +94,7 @@ def take_keys(what: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class FetchSettings:
-    """What to fetch, and into which folder."""
+    """The source of the data, and the folder to fetch it into."""
 
     place: BucketPlace
     credentials: Credentials

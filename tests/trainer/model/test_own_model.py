@@ -46,7 +46,7 @@ def net(shape, classes):
 
 
 class Idle(Net):
-    """With a head that its forward pass does not use."""
+    """Has a head that its forward pass does not use."""
 
     def __init__(self, shape, classes):
         super().__init__(shape, classes)
@@ -62,7 +62,7 @@ def stages(shape, classes):
 
 
 class Scaled(Net):
-    """By a factor that is trained."""
+    """Scales by a factor that is trained."""
 
     def __init__(self, shape, classes):
         super().__init__(shape, classes)
@@ -77,7 +77,7 @@ def scaled(shape, classes):
 
 
 class Projected(Net):
-    """On directions that it draws from generators of numpy's, the global one and one of its own, which nobody seeds."""
+    """Projects on directions drawn from numpy generators: the global one and an own one, both unseeded."""
 
     def __init__(self, shape, classes):
         super().__init__(shape, classes)

@@ -1,4 +1,4 @@
-"""What preflight concludes for machines that are not available here."""
+"""The conclusions of preflight for machines that are not available here."""
 
 from __future__ import annotations
 
