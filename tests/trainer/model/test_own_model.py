@@ -77,7 +77,7 @@ def scaled(shape, classes):
 
 
 class Projected(Net):
-    """Projects on directions drawn from numpy generators: the global one and an own one, both unseeded."""
+    """Projects on directions from two unseeded numpy generators, the global one and its own."""
 
     def __init__(self, shape, classes):
         super().__init__(shape, classes)
