@@ -53,11 +53,7 @@ SHARED_CLASSES = {
 
 
 LONGEST_NAME = 80
-LONG_NAMES = {
-    "test_a_refused_job_is_not_retried_and_a_completed_training_releases_the_folder",
-    "test_a_folder_per_node_is_accepted_if_the_configuration_sets_it",
-}
-"""Names of tests that are still longer. The list only gets shorter."""
+"""Maximum length of a test's name."""
 
 
 PREPOSITIONS = (
@@ -257,9 +253,8 @@ def test_the_names_of_tests_are_short() -> None:
     texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
     names = {name for text in texts for name in re.findall(r"^ *(?:async )?def (test_\w+)", text, flags=re.MULTILINE)}
     assert len(names) > 2000, "the tests were found"
-    long = {name for name in names if len(name) > LONGEST_NAME} - LONG_NAMES
+    long = {name for name in names if len(name) > LONGEST_NAME}
     assert long == set(), f"shorten these to {LONGEST_NAME} characters; details belong into the docstring"
-    assert LONG_NAMES - names == set(), "remove these from LONG_NAMES: no test has the name"
 
 
 def test_every_module_is_in_the_map() -> None:
