@@ -62,7 +62,7 @@ def test_fields_that_a_class_may_set_have_no_default_that_could_look_like_the_jo
         ({"spec": {"notify": {}}}, r"c\.spec\.notify\.receiver: required"),
         (
             {"spec": {"podTemplate": {"spec": {"tolerationz": []}}}},
-            r"c\.spec\.podTemplate\.spec\.tolerationz: there is no",
+            r"c\.spec\.podTemplate\.spec\.tolerationz: no such field",
         ),
         ({"spec": {"podTemplate": {"spec": {"hostname": "x"}}}}, r"c\.spec\.podTemplate\.spec\.hostname: belongs to"),
         ({"spec": []}, r"c\.spec: must be a mapping"),

@@ -78,7 +78,7 @@ class Platform:
 
     @property
     def key_mark(self) -> str:
-        """A short hash that distinguishes operator keys without revealing anything about the keys."""
+        """A short hash that distinguishes operator keys without revealing anything about them."""
         return hmac.new(self.operator_key, b"mark", hashlib.sha256).hexdigest()[:6]
 
     @property

@@ -133,7 +133,7 @@ def test_a_group_that_does_not_train_or_finishes_moves_nothing() -> None:
 
 def test_the_coordinators_pod_is_not_moved() -> None:
     master = {"rendezvous": {"placement": "Master"}}
-    assert "has the coordinator" in why(seen({0: SLOW}, spec=master))
+    assert "runs the coordinator" in why(seen({0: SLOW}, spec=master))
     assert moved(seen({1: SLOW}, spec=master)) == [1]
 
 
