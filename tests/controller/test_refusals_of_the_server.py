@@ -239,7 +239,7 @@ async def test_a_refused_pod_deletion_is_shown_and_retried_with_back_off(c: Case
     suspended = (await c.job()).status.condition(ConditionType.SUSPENDED)
     assert suspended is not None
     assert suspended.message == (
-        f"3 pods still there: the API server refuses the deletion of pod job-0-0: {policy.message}; retried "
+        f"3 pods not deleted yet: the API server refuses the deletion of pod job-0-0: {policy.message}; retried "
         "within a minute"
     )
     assert sum(method == "DELETE" for method, _, _ in c.server.requests) <= 3 * 9
