@@ -218,7 +218,7 @@ def test_unknown_commands_are_answered_with_the_nearest(word: str, message: str)
     ("text", "message"),
     [
         ("a: [", "is not YAML"),
-        ("- 1", "holds a list"),
+        ("- 1", "contains a list"),
         ("optim: {lr: x}", "c.yaml: optim.lr: 'x'"),
         ("3: 4", "is not a string"),
     ],
