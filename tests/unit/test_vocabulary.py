@@ -72,6 +72,7 @@ UNCHECKED = (
     "docs/metrics.md",
     "docs/python.md",
     "docs/reference.md",
+    "docs/trainer-keys.md",
 )
 WIDE = {
     "SECURITY.md": 9,
