@@ -205,7 +205,7 @@ def test_the_argument_of_torch_distributed_launch_is_the_local_rank(
     ("word", "message"),
     [
         ("evalute", "'evalute' is neither a command nor key=value; did you mean 'evaluate'?"),
-        ("xyz", "the commands are ledger, preflight, checkpoint, evaluate, plot, shards"),
+        ("xyz", "the commands are ledger, preflight, checkpoint, evaluate, export, plot, shards"),
         ("train", "unknown command 'train'; to train, leave it out"),
     ],
 )

@@ -84,7 +84,7 @@ class ImageData(DataSet):
         self.shape = (3, config.image_size, config.image_size)
         self._test_size = config.test_image_size or config.image_size
         self.train_size, self.test_size = len(train.labels), len(test.labels)
-        self.normalize = Normalize(255.0, _MEAN, _STD, device)
+        self.normalize: Normalize = Normalize(255.0, _MEAN, _STD, device)
         self._randaugment = RandAugment.of(config) if config.augment else None
         self._warnings = Warnings()
         # The test set has its own pool, so that the next epoch's first batches are ready when an

@@ -32,7 +32,8 @@ class MemoryData(DataSet):
         augment: Augment | None,
         class_names: list[str] | None = None,
     ) -> None:
-        self._train, self._test, self._augment, self.normalize = train, test, augment, normalize
+        self._train, self._test, self._augment = train, test, augment
+        self.normalize: Normalize = normalize
         channels, height, width = train[0].shape[1:]
         self.shape = (int(channels), int(height), int(width))
         self.classes, self.class_names = classes, class_names
