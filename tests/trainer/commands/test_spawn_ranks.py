@@ -154,7 +154,7 @@ ledger.Ledger.step = step
         ),
     ],
 )
-def test_a_rank_that_fails_ends_all_and_is_named(what: str, said: str, tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_all_ranks_and_is_reported(what: str, said: str, tmp_path: Path) -> None:
     arguments = [*SHORT, "train.epochs=400", f"checkpoint.dir={tmp_path / 'c'}"]
     process = launch(tmp_path, "--spawn=3", *arguments, program=FAILS.format(what=what))
     assert process.wait(120 * slowness()) == 1
@@ -279,7 +279,7 @@ def test_a_loopback_port_in_use_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
             init_method.open_store(Group(0, 2, 0, 2), 30)
 
 
-def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(file: object, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

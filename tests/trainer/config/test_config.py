@@ -112,7 +112,7 @@ def test_a_whole_number_stays_what_it_is() -> None:
         ("checkpoint.every_seconds=often", "'often' is not valid: expected number or auto"),
         ("optim.milestones=[3,nan]", "optim.milestones: 'nan' is not valid: expected number"),
         ("train.timeout_seconds=inf", "train.timeout_seconds: inf is more than a month (2592000)"),
-        ("data.seed=99999999999999999999", "data.seed: 99999999999999999999 has more than 64 bits"),
+        ("data.seed=99999999999999999999", "data.seed: 99999999999999999999 needs more than 64 bits"),
         ("data.name=digit", "did you mean 'digits'?"),
         ("optim.nesterov=maybe", "expected true or false"),
         ("optim.lr", "is not key=value"),
@@ -197,7 +197,7 @@ def test_the_argument_of_torch_distributed_launch_is_the_local_rank(
     assert without_local_rank(["a=1", *argument.split(), "b=2"]) == ["a=1", "b=2"] and os.environ["LOCAL_RANK"] == "1"
     monkeypatch.setenv("LOCAL_RANK", "5")
     assert without_local_rank([argument.replace(" ", "=")]) == [] and os.environ["LOCAL_RANK"] == "5"
-    with pytest.raises(ConfigError, match="--local-rank: 'x' must be a rank's number"):
+    with pytest.raises(ConfigError, match="--local-rank: 'x' must be a rank number"):
         without_local_rank(["--local-rank=x"])
 
 
@@ -219,7 +219,7 @@ def test_unknown_commands_are_answered_with_the_nearest(word: str, message: str)
     ("text", "message"),
     [
         ("a: [", "is not YAML"),
-        ("- 1", "holds a list"),
+        ("- 1", "contains a list"),
         ("optim: {lr: x}", "c.yaml: optim.lr: 'x'"),
         ("3: 4", "is not a string"),
     ],
@@ -252,7 +252,7 @@ def test_keeping_the_best_epoch_requires_checkpoints_at_epochs() -> None:
 
 def test_missing_files_are_reported() -> None:
     with pytest.raises(
-        ConfigError, match=f"nothing.yaml does not exist in {re.escape(str(Path.cwd()))}; give an existing file"
+        ConfigError, match=f"nothing.yaml does not exist in {re.escape(str(Path.cwd()))}; pass an existing file"
     ):
         config.load("nothing.yaml", [])
     with pytest.raises(ConfigError, match="use a path or one of cifar10, cifar10-96, cifar10-fast, digits, imagenet"):

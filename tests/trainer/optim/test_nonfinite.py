@@ -40,7 +40,7 @@ def broken_at(steps: range, rank: int, *, gradients: bool = True) -> Callable[[i
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_step_is_left_out_on_all_ranks_and_reported(world: int, tmp_path: Path, capfd: Any) -> None:
+def test_a_step_is_skipped_on_all_ranks_and_reported(world: int, tmp_path: Path, capfd: Any) -> None:
     """The result equals a run in which steps 3 and 4 were never taken. If a single rank had kept
     its gradient, the ranks would differ.
     """
@@ -78,7 +78,7 @@ def test_three_in_a_row_end_all_ranks_with_names(tmp_path: Path) -> None:
     assert [row["step"] for row in reported] == [4, 5] and len(named.split(", ")) == 16
 
 
-def test_the_count_begins_anew_after_a_good_step(tmp_path: Path) -> None:
+def test_the_count_restarts_after_a_finite_step(tmp_path: Path) -> None:
     def prepare(rank: int) -> None:
         broken_at(range(2, 4), 0)(rank)
         broken_at(range(5, 7), 0)(rank)
@@ -94,7 +94,7 @@ def test_the_first_one_ends_it_when_asked(tmp_path: Path) -> None:
     assert end.code == 1 and "step 2: the loss is not finite on rank 0" in end.error and "it was skipped" in end.error
 
 
-def test_without_leaving_out_the_weights_would_be_lost(tmp_path: Path) -> None:
+def test_without_skipping_the_weights_would_be_lost(tmp_path: Path) -> None:
     """Deliberate defect: the optimizer takes every step, whatever the gradient is."""
 
     def prepare(rank: int) -> None:
@@ -194,7 +194,7 @@ def test_the_curve_continues_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline", "parameter_server"])
-def test_every_strategy_leaves_it_out_on_all_ranks(strategy: str, tmp_path: Path) -> None:
+def test_every_strategy_skips_it_on_all_ranks(strategy: str, tmp_path: Path) -> None:
     """Only the rank that computes the loss detects it: the last stage of a pipeline, or the worker
     of a parameter server.
     """

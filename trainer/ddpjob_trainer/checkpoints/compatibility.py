@@ -69,7 +69,7 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
     if not found:
         return
     remedy = (
-        f"set {' '.join(changed)}, with which it was made" if changed else "use the configuration that it was made with"
+        f"set {' '.join(changed)}, which it was made with" if changed else "use the configuration that it was made with"
     )
     raise CheckpointError(
         f"the checkpoint of step {snapshot['step']} in {folder} belongs to a different model: {_summary(found)}."

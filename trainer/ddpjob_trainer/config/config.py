@@ -116,7 +116,7 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
             " for example 1800"
         )
     if not -(2**63) <= config.data.seed < 2**63:
-        raise ConfigError(f"data.seed: {config.data.seed} has more than 64 bits; write a smaller number")
+        raise ConfigError(f"data.seed: {config.data.seed} needs more than 64 bits; write a smaller number")
     if config.train.accumulate > 1 and config.data.micro_batches:
         raise ConfigError(
             f"train.accumulate={config.train.accumulate}: has no effect with"

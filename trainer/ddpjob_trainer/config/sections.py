@@ -558,8 +558,8 @@ class CheckpointConfig:
             )
         if self.format is Format.DCP and not self.shared and not self.url:
             raise ConfigError(
-                "checkpoint.format=dcp: needs a place with the shards of all nodes; set checkpoint.shared=true"
-                " and a folder that every node sees, checkpoint.url (a bucket), or checkpoint.format=torch"
+                "checkpoint.format=dcp: needs storage that holds the shards of all nodes; set checkpoint.shared=true "
+                "and a folder that every node sees, checkpoint.url (a bucket), or checkpoint.format=torch"
             )
         if not 0 <= self.url_wait_seconds < 86400:
             raise ConfigError(f"checkpoint.url_wait_seconds={self.url_wait_seconds}: must be from 0 to 86400")
