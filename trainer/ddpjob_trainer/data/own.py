@@ -76,7 +76,7 @@ class OwnData(DataSet):
         self._check_like("test", 0, first_of_test)
         self.shape, self._pixels = tuple(self._first[0].shape), self._first[0].dtype is torch.uint8
         self.whole_numbers = not (self._pixels or self._first[0].is_floating_point())
-        self._normalize = self._normalization()
+        self.normalize = self._normalization()
         self.targets = self._kind(self._first[1])
         self.classes, self.class_names = self._outputs(names)
         for name, each in zip(_SETS, self._sets, strict=True):
@@ -293,14 +293,14 @@ class OwnData(DataSet):
 
     def _finish(self, inputs: torch.Tensor, targets: torch.Tensor, request: Request) -> Batch:
         """Return the batch; on the device, uint8 images are shifted, mirrored and normalized."""
-        if self._normalize is None:
+        if self.normalize is None:
             return Batch(inputs, targets)
         config = self._config
         if request.epoch is not None and config.augment and (config.shift or config.flip) and request.numbers:
             numbers = np.array(request.numbers, dtype=np.int64)
             draws = torch.from_numpy(uniform(config.seed, request.epoch, numbers, 3))
             inputs = _shift_and_flip(inputs, draws, config.shift, flip=config.flip)
-        return Batch(self._normalize(inputs), targets)
+        return Batch(self.normalize(inputs), targets)
 
     def _on_device(self, each: Any) -> Pair | None:
         """Return the set's tensors on the device, or None if it is read sample by sample."""
