@@ -68,6 +68,7 @@ UNCHECKED = (
     "docs/metrics.md",
     "docs/python.md",
     "docs/reference.md",
+    "docs/trainer-keys.md",
 )
 WIDE = {
     "SECURITY.md": 9,

@@ -106,6 +106,7 @@ def test_a_whole_number_stays_what_it_is() -> None:
         ("optim.lr=fast", "optim.lr: 'fast' is not valid: expected number"),
         ("train.epochs=1.5", "train.epochs: 1.5 is not valid: expected whole number"),
         ("train.epochs=0", "train.epochs: 0 is not above 0"),
+        ("train.eval_every=-1", "train.eval_every=-1: must be at least 0, which means never"),
         ("train.timeout_seconds=nan", "train.timeout_seconds: 'nan' is not valid: expected number"),
         ("checkpoint.every_seconds=.nan", "checkpoint.every_seconds: nan is not valid: expected number or auto"),
         ("checkpoint.every_seconds=often", "'often' is not valid: expected number or auto"),
@@ -204,7 +205,7 @@ def test_the_argument_of_torch_distributed_launch_is_the_local_rank(
     ("word", "message"),
     [
         ("evalute", "'evalute' is neither a command nor key=value; did you mean 'evaluate'?"),
-        ("xyz", "the commands are ledger, preflight, checkpoint, evaluate, plot, shards"),
+        ("xyz", "the commands are ledger, preflight, checkpoint, evaluate, export, plot, shards"),
         ("train", "unknown command 'train'; to train, leave it out"),
     ],
 )
@@ -245,6 +246,8 @@ def test_keeping_the_best_epoch_requires_checkpoints_at_epochs() -> None:
         with pytest.raises(ConfigError, match=rf"train.eval_every={evaluated} .* to a multiple of 2$"):
             config.load(None, [*keys, f"train.eval_every={evaluated}"])
     assert config.load(None, [*keys, "train.eval_every=4"]).checkpoint.keep_best == 1
+    with pytest.raises(ConfigError, match=r"train.eval_every=0 means never; set train.eval_every=1"):
+        config.load(None, [*keys, "train.eval_every=0"])
 
 
 def test_missing_files_are_reported() -> None:

@@ -44,6 +44,16 @@ def test_the_parts_of_a_chain_give_what_the_model_gives(name: str, parts: int) -
     assert sorted(names) == sorted(model.state_dict()), "under the model's names, each in one part"
 
 
+def test_the_parts_of_a_channels_last_model_compute_in_that_layout() -> None:
+    """A part lacks the model's hook that converts images. A convolution takes the layout of its
+    weights.
+    """
+    model = build_model(ModelConfig(name="resnet18_cifar", channels_last=True), (3, 16, 16), 10, 0, CPU)
+    first = Stage(split(layers := to_sequential(model), MetaModel(layers).costs((3, 16, 16)), 3, "parts")[0])
+    values = first(torch.randn(2, 3, 16, 16))
+    assert values.is_contiguous(memory_format=torch.channels_last) and not values.is_contiguous()
+
+
 def test_a_sequence_keeps_a_module_in_both_of_its_places() -> None:
     """An activation may be created once and used twice; named_children yields only its first
     position.

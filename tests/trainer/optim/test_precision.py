@@ -568,6 +568,13 @@ def test_auto_is_one_format_on_all_ranks(
     assert all(f"the devices of rank(s) {rank} have no bfloat16" in out for rank in without)
 
 
+def test_a_format_that_the_device_does_not_use_by_default_is_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    good(1, [*TINY, "train.epochs=1", "amp.dtype=bfloat16", f"checkpoint.dir={tmp_path}"])
+    assert "amp.dtype=bfloat16: has no effect on this device with amp.level=auto; set" in capfd.readouterr().out
+
+
 def test_the_default_is_float32_to_the_bit_on_the_cpu(tmp_path: Path) -> None:
     saved = []
     for number, keys in enumerate([[], ["amp.level=O0"], ["amp.level=O1"]]):

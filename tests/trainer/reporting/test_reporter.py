@@ -262,6 +262,18 @@ def test_metrics_that_a_users_script_reports_are_drawn(tmp_path: Path) -> None:
     assert "<!-- not reported -->" in drawn and "test accuracy 50.00%" in drawn
 
 
+@pytest.mark.parametrize(("run", "named"), [("d/run", "d"), ("runs/a", "runs/a/checkpoints"), ("runs/a", "runs/a")])
+def test_a_run_is_found_by_its_folder_and_by_that_of_its_checkpoints(run: str, named: str, tmp_path: Path) -> None:
+    for folder in (run, named):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    rows = [{"event": "start", "step": 0, "world": 1}, {"event": "step", "step": 1, "loss": 2.0}]
+    lines = (json.dumps({**row, "time": float(number)}) for number, row in enumerate(rows))
+    (tmp_path / run / "metrics.jsonl").write_text("\n".join(lines))
+    assert len(history.read(tmp_path / named).steps[0]) == 1
+    with pytest.raises(TrainerError, match=r"name the run folder, which contains metrics.jsonl"):
+        history.read(tmp_path)
+
+
 def test_a_regression_is_drawn_without_accuracy(tmp_path: Path) -> None:
     rows = [
         {"event": "start", "step": 0, "world": 1, "restarts": 0},

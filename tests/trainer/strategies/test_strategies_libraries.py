@@ -412,7 +412,6 @@ def test_the_trainer_overrides_the_deepspeed_file_and_reports_it(
         ("[]", [], "is not a JSON object"),
         ('{"zero_optimization": {"stage": 3}}', ["deepspeed.stage=1"], "set deepspeed.stage=3"),
         ("{}", ["deepspeed.stage=4"], "use 0, 1, 2 or 3"),
-        ("{}", ["amp.level=O2"], "set amp.level=O1 with amp.dtype=bfloat16"),
         ("{}", ["deepspeed.stage=1", "optim.name=lars"], "set deepspeed.stage=0"),
         ("{}", ["deepspeed.stage=3", "optim.ema_decay=0.9"], "set deepspeed.stage=2"),
     ],

@@ -425,7 +425,9 @@ class TrainConfig:
     print_seconds: float = 5.0
     """Minimum number of seconds between two progress lines if the output is not a terminal."""
     eval_every: int = 1
-    """Number of epochs between two evaluations. The last epoch is always evaluated."""
+    """Number of epochs between two evaluations. The last epoch is always evaluated. 0: never
+    evaluate, not even the last epoch.
+    """
     eval_batch: int = 512
     """Number of test samples per rank and forward pass."""
     accumulate: int = 1
@@ -597,8 +599,8 @@ class EvalConfig:
     the same bin count as equal.
     """
     pr_bins: int = 2000
-    """binned: number of bins, of equal width in log odds. With 2000 bins, average precision is
-    about 0.001 below the exact value.
+    """binned: number of bins, of equal width in log odds. With 2000 bins, average precision differs
+    from the exact value by about 0.001.
     """
     confusion: bool = True
     """Report the confusion matrix, and precision, recall and F1 of each class. It takes 8 bytes per
