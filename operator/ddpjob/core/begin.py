@@ -131,10 +131,10 @@ def _lay_out(view: View) -> tuple[JobStatus, list[Event]]:
 def _change(view: View) -> tuple[Cause, str]:
     """Return why a job that has not been suspended needs different pods."""
     if view.status.template_hash.partition("-")[0] != view.job.spec.template_hash:
-        return Cause.SPEC_CHANGED, "the part of the spec that pods are made from has changed"
+        return Cause.SPEC_CHANGED, "spec fields that pods are built from have changed"
     if key_of(view.status) != view.world.key_mark:
         return Cause.KEY_CHANGED, "the operator's key has changed, and with it the token that the job's pods share"
-    return Cause.RUNTIME_CHANGED, "the upgraded operator cannot work with the runtime in the job's present pods"
+    return Cause.RUNTIME_CHANGED, "the upgraded operator cannot work with the runtime in the job's current pods"
 
 
 def _resize(view: View) -> tuple[JobStatus, list[Event]]:
@@ -179,7 +179,7 @@ def _new_size(view: View) -> str:
         return f"spec.spares changed from {len(view.status.slots) - before} to {spec.spares}"
     asked = view.job.written.get("nodes", spec.nodes)
     if asked > spec.nodes:
-        return f"spec.nodes changed from {before} to {asked}, of which class {spec.class_name} allows {spec.nodes}"
+        return f"spec.nodes changed from {before} to {asked}, but class {spec.class_name} allows only {spec.nodes}"
     return f"spec.nodes changed from {before} to {spec.nodes}"
 
 
