@@ -390,6 +390,8 @@ class JobStatus:
     gpu_use: Annotated[GpuUse | None, _OMIT_EMPTY] = None
     """None if the job's pods hold no GPUs."""
     progress: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
+    former_keys: Annotated[tuple[str, ...], _OMIT_EMPTY] = ()
+    """Marks of the operator keys that a later key has replaced; see `slots.is_superseded`."""
     own_folder: Annotated[bool, _OMIT_EMPTY] = False
     """Whether the job began under an operator that gives each job a checkpoint folder."""
     trained: Annotated[bool, _OMIT_EMPTY] = False

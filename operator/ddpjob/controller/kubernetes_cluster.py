@@ -137,6 +137,7 @@ class KubernetesCluster:
     """Implements `ddpjob.engine.ports.Cluster` for every job.
 
     `creating` limits the creation of objects. `instance` identifies this replica in events.
+    `is_sole` returns whether no other operator acts in a namespace.
     """
 
     def __init__(
@@ -150,10 +151,11 @@ class KubernetesCluster:
         classes: JobClasses,
         creating: Turns,
         instance: str,
+        is_sole: Callable[[str], bool] = lambda namespace: False,
     ) -> None:
         self.rest, self.caches, self.coordinators, self.platform = rest, caches, coordinators, platform
         self.report_watch, self.notifier, self.classes = report_watch, notifier, classes
-        self.creating, self.instance = creating, instance
+        self.creating, self.instance, self.is_sole = creating, instance, is_sole
         self._unsure: set[JobKey] = set()
         """Jobs whose status may have been written by someone else, or by a request that got no
         response. They are read again."""
@@ -267,6 +269,7 @@ class KubernetesCluster:
             pods=pods,
             deletion_refused=self._deletion_refused(job, pods),
             key_mark=self.platform.key_mark,
+            is_sole_operator=self.is_sole(job.namespace),
             hosts=self.caches.hosts.hosts,
             gangs=self.caches.gangs(job),
             workloads=self.caches.workloads(job),

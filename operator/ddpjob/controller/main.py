@@ -85,9 +85,10 @@ class Leader:
         )
         self.report_watch, self.notifier = ReportWatch(self.queue.add), Notifier(settings.receivers, self.queue.add)
         helpers = coordinators, platform, self.report_watch, self.notifier
-        self.cluster = KubernetesCluster(rest, self.caches, *helpers, settings.classes, creating, settings.identity)
         release = f"{settings.lease_namespace}/{settings.lease_name}"
         self.claims = NamespaceClaims(rest, release) if settings.lease_namespace else None
+        acting = settings.classes, creating, settings.identity, self._is_sole
+        self.cluster = KubernetesCluster(rest, self.caches, *helpers, *acting)
 
     def _is_in_shard(self, namespace: str) -> bool:
         return shard_of(namespace, self.settings.shards) == self.shard
@@ -153,6 +154,10 @@ class Leader:
         except Unavailable as error:
             log.warning("namespace %s: the API server is unavailable: %s", key.namespace, error)
             return False
+
+    def _is_sole(self, namespace: str) -> bool:
+        """Whether no other operator acts in the namespace, because this one holds its Lease."""
+        return self.claims is not None and self.claims.is_sole(namespace)
 
     async def _follow_by_kopf(self) -> None:
         """Run kopf until cancelled.

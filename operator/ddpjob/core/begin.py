@@ -11,6 +11,7 @@ current generation still fits the job, and if not, how much of it must be replac
 - A different spec.nodes or spec.spares resizes the generation in place. Additional nodes join
   through a later restart by the coordinator. Fewer nodes restart the group now. A new generation is
   needed only for a `command`, or if missing pods could not join their peers.
+- A key that another operator has replaced does not return by itself (`slots.is_superseded`).
 - Nothing changes while podTemplate has faults, or if the group has already finished its work.
 - A gang that holds nodes but cannot train gives them up (`yield_room`).
 
@@ -39,7 +40,16 @@ from ddpjob.core.follow.recording import record
 from ddpjob.core.only_copy import explain_kept
 from ddpjob.core.plan.gang import explain_yield, is_outdated, with_placed
 from ddpjob.core.plan.job_class import CLASS_MISSING, CLASS_REFUSED
-from ddpjob.core.plan.slots import begin_generation, can_replace, fits, keep_training, resize, with_slots
+from ddpjob.core.plan.slots import (
+    begin_generation,
+    can_replace,
+    fits,
+    is_superseded,
+    keep_training,
+    key_of,
+    resize,
+    with_slots,
+)
 from ddpjob.core.status.conditions import GROUP_RESTARTS, QUEUED, with_condition
 from ddpjob.core.view import View
 
@@ -78,6 +88,17 @@ def begin(view: View) -> Begun:
     return Begun(view.with_status(with_placed(view)), events)
 
 
+def explain_superseded(view: View) -> str:
+    """Explain why this operator leaves the job to a different one; empty if it does not."""
+    if not is_superseded(view):
+        return ""
+    return (
+        "a different operator has replaced the token of the job's pods, so this operator leaves the job alone."
+        " Let only one operator act in the namespace, or let both hold Leases there."
+        f" To give the job back to this operator, stop the other one and run `ddpjob restart {view.job.name}`"
+    )
+
+
 def _lay_out(view: View) -> tuple[JobStatus, list[Event]]:
     """Return the status with slots that fit the spec, and the events that report a change."""
     job, status = view.job, view.status
@@ -109,10 +130,9 @@ def _lay_out(view: View) -> tuple[JobStatus, list[Event]]:
 
 def _change(view: View) -> tuple[Cause, str]:
     """Return why a job that has not been suspended needs different pods."""
-    template, _, rest = view.status.template_hash.partition("-")
-    if template != view.job.spec.template_hash:
+    if view.status.template_hash.partition("-")[0] != view.job.spec.template_hash:
         return Cause.SPEC_CHANGED, "spec fields that pods are built from have changed"
-    if rest.partition("-")[0] != view.world.key_mark:
+    if key_of(view.status) != view.world.key_mark:
         return Cause.KEY_CHANGED, "the operator's key has changed, and with it the token that the job's pods share"
     return Cause.RUNTIME_CHANGED, "the upgraded operator cannot work with the runtime in the job's current pods"
 

@@ -31,8 +31,9 @@ from datetime import datetime, timedelta
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import ConditionType, JobStatus
 from ddpjob.core import gates
-from ddpjob.core.begin import Begun, begin, yield_room
+from ddpjob.core.begin import Begun, begin, explain_superseded, yield_room
 from ddpjob.core.decision import BLOCKED_POLL, POLL, Decision, Event, Failure
+from ddpjob.core.failures.classify import Cause
 from ddpjob.core.failures.liveness import lost_since
 from ddpjob.core.failures.node_health import find_next_judgement
 from ddpjob.core.failures.slow_ranks import find_next_move
@@ -60,6 +61,9 @@ GATES: tuple[Callable[[View], View | Decision], ...] = (
 """The gates that a job passes before it may run, in this order. The first gate that returns a
 decision ends the reconcile; otherwise the next gate gets its view."""
 
+_SUPERSEDED_POLL = 60.0
+"""Seconds between reconciles of a job that a different operator has taken over."""
+
 
 def decide(job: DDPJob, world: World, now: datetime) -> Decision:
     """Return the status that a job should have, and the actions to take.
@@ -71,15 +75,18 @@ def decide(job: DDPJob, world: World, now: datetime) -> Decision:
     performed twice, because creations are named by index and attempt, and deletions carry a uid. If
     an operator dies partway through, the next reconcile decides from a new observation.
 
-    A job that is being deleted, or that belongs to another controller, is left alone. For any other
-    job, the GATES come first and then `_run`. Notifications for the job's receiver and its GPU
-    seconds are added to either decision.
+    A job that is being deleted, or that belongs to another controller or operator, is left alone.
+    For any other job, the GATES come first and then `_run`. Notifications for the job's receiver
+    and its GPU seconds are added to either decision.
     """
     if job.deleting or job.spec.managed_elsewhere:
         return Decision(job.status)
     selector = f"{LABEL_UID}={job.uid},{LABEL_ROLE}={Role.NODE}"
     status = replace(job.status, observed_generation=job.generation, selector=selector)
-    decision = with_notifications(job, world, now, _decide(View(job, status, world, now)))
+    view = View(job, status, world, now)
+    if why := explain_superseded(view):
+        return Decision(job.status, (), (Event(True, Cause.KEY_CHANGED, why, once=True),), _SUPERSEDED_POLL)
+    decision = with_notifications(job, world, now, _decide(view))
     return count_gpu_seconds(job, world, now, decision)
 
 

@@ -61,9 +61,10 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
     created = view.coordinator is not None or any(pod is not None for pod in view.pods)
     if created or any(state is not SlotState.PLANNED for state in states):
         # A pod may exist that the status does not show yet, and its name cannot be used again. The
-        # old template hash and runtime are kept, so that `begin` compares the spec when the job
-        # resumes.
-        status = replace(begin_generation(view), template_hash=status.template_hash, runtime=status.runtime)
+        # old template hash, keys and runtime are kept, so that `begin` compares the spec when the
+        # job resumes.
+        planned = replace(begin_generation(view), template_hash=status.template_hash, runtime=status.runtime)
+        status = replace(planned, former_keys=status.former_keys)
     leaving = [p for p in view.world.pods if is_left(p, view.world)]
     if events is None:
         already = status.condition(ConditionType.SUSPENDED)

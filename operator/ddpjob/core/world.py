@@ -402,6 +402,9 @@ class World:
     key_mark: str = ""
     """Short hash of the key from which the jobs' tokens are derived. Pods reject each other if
     their tokens come from different keys."""
+    is_sole_operator: bool = False
+    """Whether this operator holds the Lease of the job's namespace, so that no other one acts
+    there."""
     has_token: bool = False
     """Whether the Secret with the token has been created. The operator cannot read it, so it may
     have been deleted since."""

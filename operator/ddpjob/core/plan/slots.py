@@ -36,7 +36,7 @@ from datetime import datetime, timedelta
 from ddpjob_runtime import protocol
 
 from ddpjob.api.job_spec import Placement
-from ddpjob.api.job_status import JobStatus, RendezvousStatus, Slot, SlotState
+from ddpjob.api.job_status import ConditionType, JobStatus, RendezvousStatus, Slot, SlotState
 from ddpjob.core.failures.classify import Cause, End
 from ddpjob.core.plan.gang import plan_gang
 from ddpjob.core.view import View
@@ -72,6 +72,8 @@ class Repeated:
     not_before: datetime | None = None
 
 
+_MOST_FORMER_KEYS = 8
+"""Maximum number of replaced keys in the status. The oldest are forgotten."""
 SUPPORTED_PROTOCOLS = frozenset({protocol.VERSION})
 """Protocol versions of other releases' runtimes for which this operator can build pods."""
 
@@ -88,6 +90,39 @@ def template_mark(view: View) -> str:
 
 def _spec_and_key(view: View) -> str:
     return f"{view.job.spec.template_hash}-{view.world.key_mark}"
+
+
+def key_of(status: JobStatus) -> str:
+    """Return the mark of the operator key from which the job's token was made; empty if new."""
+    return status.template_hash.partition("-")[2].partition("-")[0]
+
+
+def is_superseded(view: View) -> bool:
+    """Whether a different operator has replaced this operator's key, and may still run the job.
+
+    Two operators with different keys act on the same job if they may not hold Leases. Each would
+    mistake the other's key for a change of its own, and would restart the job in turn, forever. So
+    a key that was replaced once does not return by itself. Example, with keys a and b:
+
+        a begins the job     key a
+        b sees key a         key b, formerKeys [a]: one planned restart
+        a sees key b         a finds its own key in formerKeys, and leaves the job alone
+
+    The key may return where nothing is interrupted: when the job resumes, or when a change of its
+    spec replaces its pods. An operator that holds the namespace's Lease is alone, so its key was
+    restored by an administrator, and it acts.
+    """
+    status, world = view.status, view.world
+    if world.is_sole_operator or key_of(status) == world.key_mark or world.key_mark not in status.former_keys:
+        return False
+    stops = status.terminal or status.holds(ConditionType.SUSPENDED) or view.job.spec.run_policy.suspend
+    return not stops and status.template_hash.partition("-")[0] == view.job.spec.template_hash
+
+
+def _former_keys(view: View) -> tuple[str, ...]:
+    """Return the replaced keys of a new generation, which is made with this operator's key."""
+    keys = dict.fromkeys((*view.status.former_keys, key_of(view.status)))
+    return tuple(key for key in keys if key and key != view.world.key_mark)[-_MOST_FORMER_KEYS:]
 
 
 def protocol_of(status: JobStatus) -> int:
@@ -163,7 +198,7 @@ def begin_generation(view: View) -> JobStatus:
         not_before=status.rendezvous.not_before,
     )
     own_folder = status.own_folder or not status.slots
-    status = replace(with_slots(status, slots), own_folder=own_folder)
+    status = replace(with_slots(status, slots), own_folder=own_folder, former_keys=_former_keys(view))
     status = replace(status, rendezvous=rendezvous, template_hash=template_mark(view), gang=plan_gang(view))
     return status if status.runtime else replace(status, runtime=view.world.runtime_offered)
 
