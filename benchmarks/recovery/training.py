@@ -133,7 +133,8 @@ def train(options):
     snapshots = ddpjob_report.Snapshots(model=model, optimizer=optimizer)
     checkpoint = Checkpoint(options.folder, options.save_seconds, device)
     step = snapshots.step if snapshots.restored else checkpoint.load(model, optimizer)
-    parallel, work, log = DistributedDataParallel(model), idle(options.step, device), Log(options.folder)
+    parallel = DistributedDataParallel(model, init_sync=not snapshots.restored)
+    work, log = idle(options.step, device), Log(options.folder)
     while True:
         optimizer.zero_grad()
         images, labels = batch(data, step, rank, world, options.batch)

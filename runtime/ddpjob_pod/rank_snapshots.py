@@ -241,6 +241,21 @@ class Cadence:
         pace = max(cost.pace for cost in costs)
         if copy > 0 and pace > 0:
             self.recent = [*self.recent[1 - _RECENT :], (copy, pace)]
+        return self._plan(step)
+
+    def resume(self, step: int, recent: list[tuple[float, float]]) -> int:
+        """Continue after a restart as if it had not happened, and return the interval.
+
+        Args:
+            step: the step of the restored state, which all nodes hold.
+            recent: `recent` when that state was copied; empty if no cost was known yet.
+        """
+        if self.every != AUTO or not recent:
+            return 0
+        self.recent = recent
+        return self._plan(step)
+
+    def _plan(self, step: int) -> int:
         interval = 1
         if self.recent:
             copy, pace = (sorted(figures)[len(figures) // 2] for figures in zip(*self.recent))
@@ -441,10 +456,15 @@ class RankSnapshots:
         self.settle()
         self._exchange = exchange
 
-    def restore(self, rebuild: Rebuild | None = None) -> Restored | None:
+    def restore(self, rebuild: Rebuild | None = None, *, views: bool = False) -> Restored | None:
         """Return the newest state of which all parts exist on some node; None if there is none.
 
-        Afterwards, every node has it. The returned tensors are copies in CPU memory.
+        Afterwards, every node has it.
+
+        Args:
+            rebuild: function that makes a sharded tensor from this rank's part of it.
+            views: whether the tensors are views of the node's memory, which are valid until the
+                next copy; otherwise they are copies in CPU memory.
 
         Raises:
             RuntimeError: a rank is gone, as in any collective.
@@ -478,7 +498,8 @@ class RankSnapshots:
                 self._transfer(transfer, moment)
         self._exchange.gather_bytes(b"")  # Every node now has the state for all of its ranks.
         content = content or self._store.read(self._find(self._part, moment))
-        tree, owns = _read(content, rebuild)
+        tree, owns, recent = _read(content, rebuild, views=views)
+        self.interval = self.cadence.resume(moment.step, recent)
         return Restored(moment, tree, owns, made)
 
     def _part_before(self, rank: int) -> str:
@@ -694,7 +715,7 @@ class RankSnapshots:
 
     def _copy(self, tree: Any, copy: _Copy) -> None:
         """Copy everything except the ranks' private states into a slot."""
-        layout = copy.layout = _StateLayout(tree, self._owns_room, self._places)
+        layout = copy.layout = _StateLayout(tree, self._owns_room, self.cadence.recent, self._places)
         self._places = layout.places
         writing = copy.writing = self._writing(self._part, layout.size)
         if writing is None:
@@ -826,17 +847,23 @@ class _StateLayout:
     end.
     """
 
-    def __init__(self, tree: Any, owns_room: int, known: _Places | None = None) -> None:
+    def __init__(
+        self, tree: Any, owns_room: int, recent: list[tuple[float, float]], known: _Places | None = None
+    ) -> None:
         """Take a state apart.
 
-        `known` has the places of the last state's tensors, which are often the same.
+        Args:
+            tree: the state.
+            owns_room: bytes for the ranks' private states.
+            recent: the cadence's figures, with which a restart continues.
+            known: the places of the last state's tensors, which are often the same.
         """
         self._found: list[tuple[Any, tuple[int, ...] | None]] = []
         skeleton = self._without_tensors(tree, _torch())
         self.tensors = [tensor for tensor, _ in self._found]
         shapes = [(it.dtype, it.shape, it.stride(), whole) for it, whole in self._found]
         self.places = known if known is not None and known.shapes == shapes else _Places(shapes)
-        self.head = pickle.dumps((skeleton, self.places.pickled), protocol=4)
+        self.head = pickle.dumps((skeleton, self.places.pickled, recent), protocol=4)
         self.base = _aligned(_SIZES.size + len(self.head))
         self._tail = self.base + self.places.size
         self.size = self._tail + owns_room
@@ -869,10 +896,15 @@ class _StateLayout:
         return True
 
 
-def _read(data: memoryview, rebuild: Rebuild | None) -> tuple[Any, dict[int, bytes]]:
-    """Return a slot's tree, with its tensors copied, and the ranks' private states."""
+def _read(
+    data: memoryview, rebuild: Rebuild | None, *, views: bool
+) -> tuple[Any, dict[int, bytes], list[tuple[float, float]]]:
+    """Return a slot's tree, the ranks' private states, and the cadence's figures.
+
+    With `views`, tensors that are not sharded use the slot's memory.
+    """
     length, base, tail, tail_length = _SIZES.unpack_from(data, 0)
-    skeleton, pickled_places = pickle.loads(data[_SIZES.size : _SIZES.size + length])
+    skeleton, pickled_places, recent = pickle.loads(data[_SIZES.size : _SIZES.size + length])
     owns = pickle.loads(data[tail : tail + tail_length]) if tail_length else {}
     places = pickle.loads(pickled_places)
 
@@ -884,14 +916,14 @@ def _read(data: memoryview, rebuild: Rebuild | None) -> tuple[Any, dict[int, byt
         if not isinstance(node, _Tensor):
             return node
         place = places[node.number]
-        tensor = _view(data[base:], place).clone()
+        tensor = _view(data[base:], place)
         if place.whole is None:
-            return tensor
+            return tensor if views else tensor.clone()
         if rebuild is None:
             raise TypeError(f"the state has a sharded tensor at {path}, and nothing rebuilds it")
-        return rebuild(path, tensor, place.whole)
+        return rebuild(path, tensor.clone(), place.whole)
 
-    return put_together(skeleton, ()), owns
+    return put_together(skeleton, ()), owns, recent
 
 
 def _copy_to(data: memoryview, tensor: Any, place: _Place) -> None:

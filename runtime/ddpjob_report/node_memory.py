@@ -120,7 +120,7 @@ def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None
             shutil.rmtree(leftover, ignore_errors=True)
     with _early_exchange() as exchange:
         snapshots = open_memory(job, exchange, together=True)
-        found = snapshots.restore()
+        found = snapshots.restore(views=True)
         snapshots.use(TorchExchange(0, 1))  # The temporary group ends here.
         # All ranks must make the same decision, although they may see different checkpoints.
         highest = max(int(said) for said in exchange.gather_bytes(str(newest).encode()))

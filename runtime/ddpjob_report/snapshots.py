@@ -94,7 +94,7 @@ class Snapshots:
             what = f"the ranks must give the same names, and they give {' or '.join(sorted(given))}"
             raise ValueError(f"ddpjob_report.Snapshots: {what}; keep the others in your own checkpoint")
         snapshots = open_memory(job, self._exchange)
-        found = snapshots.restore()
+        found = snapshots.restore(views=True)
         if snapshots.is_off:
             return
         self._snapshots = snapshots
@@ -221,7 +221,7 @@ class Snapshots:
                 what = f"memory has the state of {', '.join(sorted(states))}, and not of {name}"
                 raise ValueError(f"ddpjob_report.Snapshots: {what}; {remedy}")
             try:
-                bare(thing).load_state_dict(states[name])
+                bare(thing).load_state_dict(_for_loading(bare(thing), states[name]))
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
                 what = f"the state in memory does not fit {name}: {error}"
                 raise ValueError(f"ddpjob_report.Snapshots: {what}; {remedy}") from error
@@ -334,6 +334,30 @@ def bare(thing: Any) -> Any:
         else:
             break
     return thing
+
+
+def _for_loading(thing: Any, state: Any) -> Any:
+    """Return a state that an object may keep, from views that are valid only until the next copy.
+
+    A module copies its parameters and buffers from the state. Any other value, it may keep, as
+    optimizers do.
+    """
+    import torch
+
+    def copied(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: copied(value) for key, value in node.items()}
+        if type(node) in (list, tuple):
+            return type(node)(copied(value) for value in node)
+        return node.clone() if isinstance(node, torch.Tensor) else node
+
+    if not isinstance(thing, torch.nn.Module) or not isinstance(state, dict):
+        return copied(state)
+    own = {
+        name
+        for name, _ in (*thing.named_parameters(remove_duplicate=False), *thing.named_buffers(remove_duplicate=False))
+    }
+    return {name: value if name in own else copied(value) for name, value in state.items()}
 
 
 def _is_picklable(state: Any) -> bool:

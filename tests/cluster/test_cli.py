@@ -20,7 +20,7 @@ from ddpjob.cli.main import main
 from ddpjob.client.backends.backend import NoSuchJob
 from ddpjob.client.backends.left_behind import read_left_behind
 from ddpjob.client.job_client import JobFailed
-from jobs import SCRIPTS, Jobs
+from jobs import SCRIPTS, Jobs, job
 from machine import slowness
 from operator_process import install_crd
 from testcluster import python_host
@@ -269,6 +269,31 @@ def test_the_commands_follow_a_job_from_its_submission_to_its_end(
     assert not reader.is_alive()
 
 
+def test_an_ended_job_is_rerun_with_its_checkpoints_or_in_a_fresh_folder(jobs: Jobs, cli: Cli, tmp_path: Path) -> None:
+    look = 'echo "found: $(ls $DDPJOB_CHECKPOINT_DIR)"; touch $DDPJOB_CHECKPOINT_DIR/mark-$RANDOM'
+    storage = {"checkpoints": {"hostPath": str(tmp_path / "checkpoints"), "subPath": "runs"}}
+    (tmp_path / "checkpoints").mkdir()
+    jobs.apply(job("again", nodes=1, command=["bash", "-c", look], storage=storage))
+    jobs.wait_phase("again", "Complete")
+
+    def uid() -> str:
+        found: str = jobs.read("apis/ddpjob.io/v1alpha1", "ddpjobs/again")["metadata"]["uid"]
+        return found
+
+    first = uid()
+    code, out, err = cli("rerun", "again")
+    assert code == 0 and "again created again (it was Complete); it resumes" in out, err
+    second = uid()
+    jobs.wait_phase("again", "Complete")
+    assert second != first and "found: mark-" in jobs.kubectl("logs", "again-0-0", "--container=trainer")
+    code, out, err = cli("rerun", "again", "--fresh")
+    assert code == 0 and f"storage.checkpoints.subPath is now runs-after-{second[:8]}" in out, err
+    jobs.wait_phase("again", "Complete")
+    assert "found: \n" in jobs.kubectl("logs", "again-0-0", "--container=trainer")
+    kept = {folder.name: len(list(folder.glob("mark-*"))) for folder in (tmp_path / "checkpoints").iterdir()}
+    assert kept == {"runs": 2, f"runs-after-{second[:8]}": 1}, "a fresh run keeps the old checkpoints"
+
+
 def add_up(factor: int) -> None:
     """Sum over the ranks of the group. Each rank is in a pod of its own."""
     import os
@@ -308,11 +333,11 @@ def test_python_programs_train_on_a_cluster(
     file = client.train(script, args=["100"], name="by-script", settings=settings(), **common)
     words = ("--config", "digits", "train.epochs=1000", "train.threads=1")
     module = client.train("ddpjob_trainer", args=words, name="by-module", settings=settings(), **common)
-    for job, total in ((function, 30), (file, 300)):
-        done = client.wait(job, timeout=120 * slowness())
+    for made, total in ((function, 30), (file, 300)):
+        done = client.wait(made, timeout=120 * slowness())
         assert done.phase == "Complete" and done.status.restarts.total == 0
         said = {(pod, line) for pod, line in client.logs(done) if line.startswith("total ")}
-        assert said == {(pod, f"total {total} in {pod}") for pod in (f"{job.name}-0-0", f"{job.name}-1-0")}
+        assert said == {(pod, f"total {total} in {pod}") for pod in (f"{made.name}-0-0", f"{made.name}-1-0")}
         assert done.progress.metrics == {"total": total}
 
     # leftovers after the job and its pods are gone

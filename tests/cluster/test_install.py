@@ -19,7 +19,7 @@ from jobs import FAST, Jobs, job, sleeping, steps_job
 from machine import slowness
 from testcluster import processes
 from testcluster.cluster import Cluster
-from testcluster.settings import ClusterError
+from testcluster.settings import CHECKOUT, ClusterError
 
 Json = dict[str, Any]
 
@@ -43,64 +43,27 @@ def container(documents: list[Json]) -> Json:
     return found
 
 
-EVERY_VALUE = """
-enabled: true
-image:
-  repository: registry.example:5000/team/operator
-  tag: v2
-  digest: sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef
-  pullPolicy: Always
-updateStrategy: {type: RollingUpdate, rollingUpdate: {maxSurge: 1}}
-isolation: {metricsFrom: [{namespaceSelector: {matchLabels: {team: monitoring}}}]}
-networkPolicy: {enabled: true}
-rbac: {deleteConfigMaps: true}
-extraEnv: [{name: HTTPS_PROXY, value: "http://proxy:3128"}]
-imagePullSecrets: [{name: registry}]
-replicas: 2
-shards: 3
-workers: 4
-logLevel: DEBUG
-jobClasses: {h100: {spec: {image: "train:1"}, limits: {maxNodes: 4}}}
-notify: {secretName: webhooks, receivers: {team: [vision], all: ["*"]}, link: "https://grafana/{namespace}/{job}"}
-key: {existingSecret: given}
-metrics:
-  port: 9191
-  serviceMonitor: {enabled: true, interval: 15s, labels: {release: prometheus}}
-  podMonitor: {enabled: true, interval: 20s, labels: {release: prometheus}}
-  rules: {enabled: true, labels: {release: prometheus}, runbooks: "https://wiki/ddpjob"}
-  dashboards: {enabled: true, labels: {grafana_dashboard: ml}, annotations: {grafana_folder: Training}}
-healthPort: 8181
-userRoles: {create: false}
-serviceAccount: {create: false, name: given}
-resources: {requests: {cpu: 1, memory: 1Gi}, limits: {memory: 2Gi}}
-priorityClassName: system-cluster-critical
-nodeSelector: {pool: system}
-tolerations: [{key: pool, operator: Exists}]
-affinity: {nodeAffinity: {}}
-podLabels: {team: ml}
-podAnnotations: {note: hello, kubectl.kubernetes.io/default-container: sidecar}
-fullnameOverride: training
-"""
+EVERY_VALUE = CHECKOUT / "tests" / "unit" / "chart_values.yaml"
 
 
-@pytest.fixture
-def every_value(tmp_path: Path) -> Path:
-    file = tmp_path / "values.yaml"
-    file.write_text(EVERY_VALUE)
-    return file
-
-
-def test_helm_lint_accepts_the_defaults_and_every_value(cluster: Cluster, every_value: Path) -> None:
-    for words in ((), ("--values", str(every_value)), ("--set", "watchNamespaces={one,two}")):
+def test_helm_lint_accepts_the_defaults_and_every_value(cluster: Cluster) -> None:
+    for words in ((), ("--values", str(EVERY_VALUE)), ("--set", "watchNamespaces={one,two}")):
         assert "0 chart(s) failed" in helm(cluster, "lint", "--strict", str(CHART), *words)
 
 
-def test_every_value_has_its_effect(cluster: Cluster, every_value: Path) -> None:
-    documents = render(cluster, "--values", str(every_value))
+def test_every_value_has_its_effect(cluster: Cluster) -> None:
+    """tests/unit/test_chart.py checks that no value is missing in the file, and that the dashboard's
+    arrive.
+    """
+    rendered = render(cluster, "--values", str(EVERY_VALUE))
+    documents = [body for body in rendered if body["metadata"]["name"] != "training-dashboard"]
+    assert all(body["metadata"]["labels"]["cost-center"] == "research" for body in rendered)
     (deployment,) = of_kind(documents, "Deployment")
     pod = deployment["spec"]["template"]
     assert deployment["metadata"]["name"] == "training"
-    assert deployment["spec"]["replicas"] == 3, "one per shard"
+    assert deployment["spec"]["replicas"] == 5
+    (sharded,) = of_kind(render(cluster, "--set", "shards=3"), "Deployment")
+    assert sharded["spec"]["replicas"] == 3, "one per shard"
     assert pod["metadata"]["labels"]["team"] == "ml"
     assert pod["metadata"]["annotations"]["note"] == "hello"
     spec = pod["spec"]
@@ -110,6 +73,11 @@ def test_every_value_has_its_effect(cluster: Cluster, every_value: Path) -> None
     assert spec["nodeSelector"] == {"pool": "system"}
     assert spec["tolerations"] == [{"key": "pool", "operator": "Exists"}]
     assert spec["affinity"] == {"nodeAffinity": {}}
+    assert spec["runtimeClassName"] == "gvisor"
+    profile = {"type": "Localhost", "localhostProfile": "operator.json"}
+    assert spec["securityContext"] == {"runAsNonRoot": False, "seccompProfile": profile}
+    [spread] = spec["topologySpreadConstraints"]
+    assert (spread["topologyKey"], spread["labelSelector"]) == ("zone", deployment["spec"]["selector"])
     operator = container(documents)
     digest = "0123456789abcdef" * 4
     assert operator["image"] == f"registry.example:5000/team/operator:v2@sha256:{digest}"
@@ -126,6 +94,9 @@ def test_every_value_has_its_effect(cluster: Cluster, every_value: Path) -> None
     assert environment["DDPJOB_OPERATOR_KEY"]["valueFrom"]["secretKeyRef"] == {"name": "given", "key": "key"}
     expected = {
         "WORKERS": "4",
+        "CODE_IMAGE": "registry.example:5000/team/git:2",
+        "NODE_CONDITIONS": '["GpuBroken=True"]',
+        "NODE_TAINTS": '["example.com/broken"]',
         "SHARDS": "3",
         "LOG_LEVEL": "DEBUG",
         "HEALTH_PORT": "8181",
@@ -138,8 +109,18 @@ def test_every_value_has_its_effect(cluster: Cluster, every_value: Path) -> None
         "METRICS_PEERS": '[{"namespaceSelector":{"matchLabels":{"team":"monitoring"}}}]',
     }
     assert {name: environment[f"DDPJOB_OPERATOR_{name}"]["value"] for name in expected} == expected
-    assert operator["volumeMounts"] == [{"name": "receivers", "mountPath": "/etc/ddpjob/receivers", "readOnly": True}]
-    assert spec["volumes"] == [{"name": "receivers", "secret": {"secretName": "webhooks"}}]
+    assert operator["volumeMounts"] == [
+        {"name": "receivers", "mountPath": "/etc/ddpjob/receivers", "readOnly": True},
+        {"name": "ca", "mountPath": "/etc/ssl/ours", "readOnly": True},
+    ]
+    assert spec["volumes"] == [
+        {"name": "receivers", "secret": {"secretName": "webhooks"}},
+        {"name": "ca", "configMap": {"name": "our-ca"}},
+    ]
+    assert operator["securityContext"]["capabilities"] == {"drop": ["NET_RAW"]}
+    assert not {"kueue.x-k8s.io", "scheduling.volcano.sh"} & {
+        group for role in of_kind(documents, "ClusterRole") for rule in role["rules"] for group in rule["apiGroups"]
+    }
     assert {document["kind"] for document in documents}.isdisjoint({"Secret", "ServiceAccount"})
     (monitor,) = of_kind(documents, "ServiceMonitor")
     assert monitor["metadata"]["labels"]["release"] == "prometheus"

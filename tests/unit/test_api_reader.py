@@ -170,7 +170,9 @@ def test_deep_nesting_is_refused() -> None:
 
 def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
     assert f"{tmp_path}: is a folder; name a file" in _message(tmp_path)
-    assert "missing.yaml: does not exist" in _message(tmp_path / "missing.yaml")
+    assert _message(tmp_path / "missing.yaml").endswith("missing.yaml: does not exist")
+    (tmp_path / "job.yaml").touch()
+    assert "jb.yaml: does not exist; did you mean job.yaml?" in _message(tmp_path / "jb.yaml")
     assert str(Path.cwd()) in _message(Path("missing.yaml"))
     (tmp_path / "image.yaml").write_bytes(b"\x89PNG\r\n\x1a\n")
     assert "is not UTF-8 text (byte 0)" in _message(tmp_path / "image.yaml")

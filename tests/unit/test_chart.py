@@ -127,6 +127,55 @@ LISTS_AND_MAPS = (
 )  # fmt: skip
 
 
+EVERY_VALUE = Path(__file__).with_name("chart_values.yaml")
+VALUES = yaml.safe_load(EVERY_VALUE.read_text())
+ALONE = {"watchNamespaces": ["one"], "serviceAccount.annotations": {"note": "hello"}}
+"""Values that have no effect together with those of chart_values.yaml."""
+
+
+def leaves(values: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the values by their paths, such as image.tag. A list or an empty map is a value."""
+    if not isinstance(values, dict) or not values:
+        return {".".join(path): values}
+    return {name: leaf for key, value in values.items() for name, leaf in leaves(value, (*path, key)).items()}
+
+
+DEFAULTS = leaves(yaml.safe_load((CHART / "values.yaml").read_text()))
+
+
+def chosen(path: str) -> Any:
+    """Return the value at a path of chart_values.yaml, or None."""
+    found = VALUES
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def test_every_value_of_the_chart_is_tried_with_one_that_is_not_its_default() -> None:
+    """A new value of the chart needs a line in chart_values.yaml."""
+    assert [path for path in DEFAULTS if path not in ALONE and chosen(path) in (None, DEFAULTS[path])] == []
+
+
+@pytest.mark.slow
+@needs_helm
+def test_every_value_of_the_chart_has_an_effect() -> None:
+    """With any single value changed, the chart renders other objects or refuses the values."""
+
+    def outcome(*words: str) -> str:
+        try:
+            return template("--set", "key.existingSecret=given", *words)
+        except subprocess.CalledProcessError as refused:
+            return str(refused.stderr)
+
+    every, idle = ("--values", str(EVERY_VALUE)), list[str]()
+    usual = {(): outcome(), every: outcome(*every)}
+    for path, default in DEFAULTS.items():
+        base, value = ((), ALONE[path]) if path in ALONE else (every, default)
+        if outcome(*base, "--set-json", f"{path}={json.dumps(value)}") == usual[base]:
+            idle.append(path)
+    assert idle == ["key.existingSecret"], "`outcome` sets the key, because no cluster can be seen"
+
+
 @needs_helm
 def test_a_list_or_map_without_a_value_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """An example is `jobClasses:` with all classes below it commented out."""

@@ -638,3 +638,32 @@ def test_an_explicit_number_of_steps_is_kept_whatever_it_costs(every: int, step:
     cadence = Cadence(every)
     assert cadence.is_due(step) == (step % every == 0)
     assert cadence.copied(step, [Cost(100.0, 1.0, 0.001, 1.0)]) == every
+
+
+def test_a_restart_does_not_begin_with_copies_after_each_step() -> None:
+    before, after, number = Cadence(AUTO), Cadence(AUTO), Cadence(7)
+    assert before.copied(1, [Cost(0.1, 0.0, 1.0, 1.0)]) == 10
+    assert after.resume(40, before.recent) == 10
+    assert [step for step in range(41, 52) if after.is_due(step)] == [50, 51]
+    assert after.copied(50, [Cost(keeps=1.0)]) == 10, "the first copies after a restart have no cost yet"
+    assert Cadence(AUTO).resume(40, []) == 0, "no cost was known"
+    assert number.resume(40, before.recent) == 0
+    assert number.is_due(42)
+
+
+def test_a_restored_state_brings_the_interval_with_it(nodes: Callable[[int], Path]) -> None:
+    def first(rank: Rank) -> None:
+        kept = opened(rank, nodes(rank.node), (0, 0), AUTO)
+        kept.restore()
+        kept.begin(0, protocol.SCRATCH)
+        kept.cadence.recent = [(0.05, 1.0)]
+        kept.take(1, lambda: state(1, (0, 0)))
+
+    def second(rank: Rank) -> tuple[int, list[bool]]:
+        kept = opened(rank, nodes(rank.node), (0, 1), AUTO)
+        assert kept.restore() is not None
+        return kept.interval, [kept.cadence.is_due(step) for step in (2, 5, 6)]
+
+    Group(2).run(first)
+    shutil.rmtree(nodes(1))
+    assert Group(2).run(second) == [(5, [False, False, True])] * 2

@@ -154,6 +154,40 @@ def test_a_restart_continues_after_the_last_step_and_computes_the_same(
     assert [weights for _, weights in last] == [weights for _, weights in wanted]
 
 
+class Keeper(nn.Linear):
+    """A module that keeps the tensor that it is given, as quantized modules do."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.given if hasattr(self, "given") else torch.full((3,), 5.0)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.given = state
+
+
+def test_nothing_that_was_restored_uses_memory_of_a_slot(job: Callable[[], None], memory: Path) -> None:
+    """The next copy overwrites the slot."""
+
+    def objects() -> tuple[Any, Any]:
+        torch.manual_seed(1)
+        model = nn.Sequential(Keeper(4, 2), nn.BatchNorm1d(2))
+        return model, torch.optim.Adam(model.parameters())
+
+    job()
+    model, optimizer = objects()
+    kept = Snapshots(model=model, optimizer=optimizer)
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    kept.take(1)
+    wanted = model.state_dict(), optimizer.state_dict()
+    del kept
+    model, optimizer = objects()
+    assert Snapshots(model=model, optimizer=optimizer).step == 1
+    for slot in memory.rglob("all.*"):
+        with slot.open("r+b") as file:
+            file.write(b"\xff" * slot.stat().st_size)
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), wanted, rtol=0, atol=0)
+
+
 def test_the_number_of_ranks_may_change(memory: Path) -> None:
     """A job of one rank has no DDP, which prefixes names. A new rank takes rank 0's schedulers and
     loaders.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,9 +138,10 @@ def _read_file(path: Path) -> str:
             raise _error(path, f"is larger than {MAX_BYTES // 1024**2} MiB, the API server's limit")
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
-        raise _error(
-            path, f"does not exist (looked in {Path.cwd()})" if not path.is_absolute() else "does not exist"
-        ) from error
+        others = [found.name for found in path.parent.glob("*.y*ml")]
+        near = difflib.get_close_matches(path.name, others, n=1)
+        where = "" if path.is_absolute() else f" (looked in {Path.cwd()})"
+        raise _error(path, f"does not exist{where}" + (f"; did you mean {near[0]}?" if near else "")) from error
     except UnicodeDecodeError as error:
         raise _error(path, f"is not UTF-8 text (byte {error.start}); a manifest is a YAML file") from error
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -81,10 +82,17 @@ class _Commands(click.Group):
             formatter.write_text(part.replace("\n", " "))
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args[:1] == ["help"]:  # as git, kubectl and docker have it
+            if not args[1:]:
+                click.echo(ctx.get_help())
+                ctx.exit()
+            args = [*args[1:], "--help"]
         if args and args[0] not in self.commands:
             meant = _MEANT.get(args[0])
             near = [meant] if meant else difflib.get_close_matches(args[0], self.commands, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; the commands are {', '.join(self.commands)}"
+            if Path(args[0]).is_file():
+                hint = f"; did you mean `ddpjob {'init' if args[0].endswith('.py') else 'run'} {args[0]}`?"
             raise click.UsageError(f"no command {args[0]}{hint}")
         name, command, rest = super().resolve_command(ctx, args)
         arguments = [one for one in command.params if isinstance(one, click.Argument)] if command else []
@@ -98,6 +106,11 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except click.NoSuchOption as error:
+            known = {name for each in self.commands["submit"].params for name in (*each.opts, *each.secondary_opts)}
+            if error.ctx and error.ctx.info_name == "run" and error.option_name in known:
+                remedy = "change the manifest, or use `ddpjob submit`"
+                text = f"no option {error.option_name}: `run` trains on this machine as the manifest says; {remedy}"
+                raise click.UsageError(text, error.ctx) from error
             names = {parameter.name for parameter in error.ctx.command.params} if error.ctx else set()
             what = "job.yaml" if names & {"file", "program", "words"} else "JOB" if names & {"job", "jobs"} else ""
             if error.option_name not in ("-f", "--filename") or error.ctx is None or not what:

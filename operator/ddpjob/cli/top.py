@@ -117,11 +117,11 @@ class JobScreen:
     def _below(self, body: Json, job: DDPJob, pods: list[PodLine], now: datetime) -> Iterator[RenderableType]:
         if phase(body) != "Running":
             yield Text()
-            yield from (_text(line) for line in why(body, pods, now))
+            yield from map(_prose, why(body, pods, now))
         status = job.status
         if phase(body) == "Running" and (missing := list(missing_pod(status, job.name, pods))):
             yield Text()
-            yield from map(_text, missing)
+            yield from map(_prose, missing)
         if status.restarts.recent:
             counts = restart_counts(status, job.spec.recovery.max_restarts)
             yield Text()
@@ -136,6 +136,11 @@ class JobScreen:
 
 def _text(line: str) -> Text:
     return Text(printable(line), overflow="ellipsis", no_wrap=True)
+
+
+def _prose(line: str) -> Text:
+    """Return a line that is wrapped, because its end says what to do."""
+    return Text(printable(line))
 
 
 def show(backend: Backend, job: str | None, *, once: bool, seconds: float) -> None:

@@ -57,8 +57,18 @@ def test_existing_files_are_not_overwritten(folder: Path, capsys: pytest.Capture
     assert capsys.readouterr().out.startswith("written: job.yaml\n")
     before = (folder / "job.yaml").read_text()
     assert main(["init", "mine.py", "--nodes=4"]) == 2
-    assert "job.yaml already exists" in capsys.readouterr().err
+    assert "job.yaml already exists" in (said := capsys.readouterr().err) and "`ddpjob init mine.py --check`" in said
     assert (folder / "job.yaml").read_text() == before and (folder / "mine.py").read_text() == "print(1)\n"
+
+
+def test_a_misspelt_script_is_noticed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise the job would train the starter instead of the user's model."""
+    (folder / "mnist.py").write_text("print(1)\n")
+    assert main(["init", "mnst.py"]) == 0
+    assert "mnst.py did not exist. If you meant mnist.py, write it as spec.script" in capsys.readouterr().out
+    (folder / "job.yaml").unlink()
+    assert main(["init", "train.py"]) == 0
+    assert "did not exist" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script", ["train.sh", "/tmp/train.py", "../train.py"])

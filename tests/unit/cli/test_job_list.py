@@ -59,6 +59,12 @@ def test_sixty_jobs_fit_any_screen_and_the_running_one_is_first(width: int, heig
     assert lines[0].startswith("1 running, 44 failed,"[: width - 1])
 
 
+def test_a_running_job_is_not_below_newer_jobs_that_wait() -> None:
+    waiting = [job(f"queued-{at:02}", "Queued" if at % 2 else "Pending", 1) for at in range(40)]
+    lines = text(JobList().frame([job("the-one", "Running"), *waiting], NOW, 80, 24))
+    assert lines[2].startswith("the-one") and lines[3].startswith("queued-")
+
+
 def test_at_80_columns_the_figures_of_a_job_are_visible_and_at_200_all_columns() -> None:
     lines = text(JobList().frame(sixty(), NOW, 80, 24))
     for cell in ("the-one", "Running", "2/2", "epoch 9/120 7 %", "0.5955", "0/10"):

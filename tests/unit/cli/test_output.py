@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pty
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ddpjob.cli import main as cli
 from ddpjob.cli import waiting
 from ddpjob.cli.output import PathTemplate
+from ddpjob.cli.root import root
+from ddpjob.local.paths import JobFolder
 
 JOB: dict[str, Any] = {
     "metadata": {"name": "first", "labels": {"ddpjob.io/job": "first", "a.b.c": "d"}},
@@ -118,3 +124,52 @@ def test_a_closed_standard_input_counts_as_empty(command: list[str]) -> None:
     words = [sys.executable, "-m", "ddpjob.cli", *command, "-"]
     ran = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *words], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (2, "standard input: is empty; it must contain a DDPJob\n")
+
+
+RED, YELLOW = "\x1b[31m", "\x1b[33m"
+
+
+@pytest.mark.parametrize(
+    ("command", "painted"),
+    [
+        ("get", f"{RED}Failed\x1b[0m"),
+        ("why", f"{RED}j failed: "),
+        ("describe", f"{RED}Failed\x1b[0m"),
+        ("events", f"{YELLOW}! "),
+    ],
+)
+@pytest.mark.parametrize("output", ["terminal", "terminal with NO_COLOR", "pipe"])
+def test_states_and_warnings_are_coloured_only_in_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, painted: str, output: str
+) -> None:
+    """Regression: only `ddpjob run` and `ddpjob top` had colours."""
+    monkeypatch.setitem(root.context_settings, "color", None)  # main() sets it for NO_COLOR
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if output == "terminal with NO_COLOR":
+        monkeypatch.setenv("NO_COLOR", "")
+    job = JobFolder(tmp_path / "j")
+    job.path.mkdir()
+    failed = {"type": "Failed", "status": "True", "reason": "RestartBudgetSpent", "message": "rank 1"}
+    failed["lastTransitionTime"] = "2026-01-01T00:00:00Z"
+    event = {"time": "2026-01-01T00:00:00Z", "warning": True, "reason": "WorkerFailed", "message": "rank 1 failed"}
+    body = {
+        "apiVersion": "ddpjob.io/v1alpha1",
+        "kind": "DDPJob",
+        "metadata": {"name": "j", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"},
+        "spec": {"image": "a", "script": "b.py", "nodes": 2},
+        "status": {"phase": "Failed", "conditions": [failed]},
+        "local": {"run": "r", "pods": []},
+    }
+    job.status.write_text(json.dumps(body))
+    job.run("r").path.mkdir()
+    job.run("r").events.write_text(json.dumps(event) + "\n")
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
+    reader, writer = os.pipe() if output == "pipe" else pty.openpty()
+    with open(writer, "w") as stream, open(reader, "rb", buffering=0) as shown:  # noqa: PTH123 - descriptors
+        monkeypatch.setattr(sys, "stdout", stream)
+        cli.main(["--local", command, "j"])
+        stream.flush()
+        said = shown.read(65536).decode()
+        monkeypatch.undo()
+    assert (painted in said) is (output == "terminal"), said
+    assert ("\x1b" in said) is (output == "terminal"), said

@@ -106,3 +106,28 @@ def test_the_help_begins_with_examples_and_lists_each_command_once_in_a_group() 
     titles = [shown.index(f"\n{title}:") for title in ("Begin", "Watch", "Change", "Check")]
     assert shown.index("ddpjob init train.py") < shown.index("Options:") < titles[0] and titles == sorted(titles)
     assert sorted(name for names in GROUPS.values() for name in names) == sorted(root.commands)
+
+
+def test_the_word_help_shows_the_help_as_the_option_does() -> None:
+    def shown(*words: str) -> str:
+        return CliRunner().invoke(root, list(words), prog_name="ddpjob").output
+
+    assert shown("help") == shown("--help") and shown("help", "run") == shown("run", "--help")
+    assert "no command runn; did you mean run?" in shown("help", "runn")
+
+
+@pytest.mark.parametrize(("file", "command"), [("job.yaml", "run"), ("train.py", "init")])
+def test_a_file_in_place_of_a_command_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(file).touch()
+    said = CliRunner().invoke(root, [file]).output
+    assert f"no command {file}; did you mean `ddpjob {command} {file}`?" in said
+
+
+@pytest.mark.parametrize("option", ["--nodes=3", "--image=a", "-n", "--context=c"])
+def test_run_refuses_the_options_of_submit_with_the_remedy(option: str) -> None:
+    said = CliRunner().invoke(root, ["run", "job.yaml", option]).output
+    assert f"no option {option.partition('=')[0]}: `run` trains on this machine" in said
+    assert "Did you mean '--fresh'?" in CliRunner().invoke(root, ["run", "job.yaml", "--fress"]).output

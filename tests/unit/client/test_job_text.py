@@ -69,6 +69,14 @@ def test_repeated_work_and_what_is_at_risk_are_shown_wherever_a_job_is_described
     assert "at risk  at most 4 steps" in shown.get()
 
 
+def test_a_narrow_screen_shows_the_whole_remedy() -> None:
+    body = job(conditions=[condition("Failed", True, "InitFailure")])
+    console = Console(width=60)
+    with console.capture() as shown:
+        console.print(JobScreen().frame(body, [], NOW))
+    assert "What to do: " in text(body) and " ".join(text(body).split()) in " ".join(shown.get().split())
+
+
 def test_a_script_that_reports_no_repetition_gets_one_hint() -> None:
     body = job(phase="Running", restarts={**restarted(continuedFrom="unknown"), "unknownRepeats": 1})
     said = "\n".join(describe(body, [], [], NOW))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import shlex
@@ -41,11 +42,13 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
     try:
         _create(_MANIFEST, text)
     except FileExistsError:
-        raise Mistake(f"{_MANIFEST} already exists; remove it, or change to a different folder") from None
+        only = f"; `ddpjob init {script} --check` only reads the script" if script.is_file() else ""
+        raise Mistake(f"{_MANIFEST} already exists; remove it, or change to a different folder{only}") from None
     except OSError as error:
         raise Mistake(f"{_MANIFEST}: {error.strerror}") from error
     written = [str(_MANIFEST)]
     is_theirs = script.exists()
+    others = [path.name for path in script.parent.glob("*.py")]
     if not is_theirs:
         try:
             script.parent.mkdir(parents=True, exist_ok=True)
@@ -60,6 +63,8 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
     if is_theirs:
         yield ""
         yield from check_script(script)[1]
+    elif near := difflib.get_close_matches(script.name, others, n=1, cutoff=0.8):
+        yield f"{script} did not exist. If you meant {near[0]}, write it as spec.script in {_MANIFEST}."
 
 
 def check_script(script: Path) -> tuple[bool, list[str]]:

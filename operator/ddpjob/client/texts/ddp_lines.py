@@ -116,11 +116,14 @@ def general_form(script: TrainingScript | None = None) -> Iterator[str]:
 
 
 def _shown(lines: Sequence[AddedLine]) -> Iterator[str]:
+    """Yield each line with its place, indented as in the script, because that says in which block
+    it belongs.
+    """
     for added in lines:
         is_end = added.text.strip() == _END and added is lines[-1]
         where = f"before line {added.line}" if not is_end else f"after line {added.line - 1}"
         where = f"line {added.line}" if added.replaces else where
-        yield f"  {where:<17}{added.text.strip()}"
+        yield f"  {where:<17}{added.text}"
 
 
 def added_lines(script: TrainingScript) -> list[AddedLine]:

@@ -30,7 +30,7 @@ _METRICS = {
     "train/epoch": ("ddpjob_train_epoch", False, "Current epoch, from 1."),
     "train/loss": ("ddpjob_train_loss", False, "Mean training loss since the last report."),
     "train/learning_rate": ("ddpjob_train_learning_rate", False, "Learning rate of the last step."),
-    "train/images_per_second": ("ddpjob_train_samples_per_second", False, "Training images per second over all ranks."),
+    "train/images_per_second": ("ddpjob_train_samples_per_second", False, "Training samples per second of all ranks."),
     "train/data_wait": ("ddpjob_train_data_wait_ratio", False, "Share of time that rank 0 waited for data."),
     "train/eta_seconds": ("ddpjob_train_eta_seconds", False, "Estimated time until the last epoch is complete."),
     "train/gradient_norm": ("ddpjob_train_gradient_norm", False, "Norm of the last step's gradient before clipping."),
