@@ -297,6 +297,18 @@ def _rounds() -> Target:
     return Target(read, [b"\n".join(map(as_json, rows))], (Mistake,))
 
 
+def _kept_logs() -> Target:
+    """Fuzz the list of kept logs that a pod prints, up to the pods that `ddpjob logs` shows."""
+    from ddpjob.client.backends.kept_logs import KeptLogs, parse_listing
+
+    rows = [[f"a-{index}-0.0123abcd.log{end}", 100] for index in (0, 1) for end in ("", ".1")]
+
+    def read(data: bytes) -> None:
+        KeptLogs("a", "0123abcd", parse_listing(data.decode(errors="replace")), lambda name: b"").pods()
+
+    return Target(read, [as_json(rows)], ())
+
+
 PARSERS = (
     Parser("reports", "a coordinator's report, read by the operator", Form.JSON, _reports),
     Parser("decisions", "such a report, up to the job's status", Form.JSON, _decisions),
@@ -307,5 +319,6 @@ PARSERS = (
     Parser("conversions", "PyTorchJob and TrainJob", Form.JSON, _conversions),
     Parser("metrics", "metrics.jsonl", Form.LINES, _metrics),
     Parser("rounds", "the record of rounds in a checkpoint folder", Form.LINES, _rounds),
+    Parser("kept-logs", "the list of kept logs that a pod prints", Form.JSON, _kept_logs),
     Parser("ends", "a container's termination message", Form.JSON, _ends),
 )

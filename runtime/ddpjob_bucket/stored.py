@@ -267,6 +267,22 @@ class Bucket:
         except Damaged:
             return None
 
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Return the size of each object below a prefix, by key. Raises BucketError."""
+        return self._sizes(prefix)
+
+    def read_end(self, key: str, most: int) -> bytes:
+        """Return the last `most` bytes of an object. Raises BucketError."""
+
+        def read() -> bytes:
+            size = self._obs.head(self._store, key)["size"]
+            if not size:
+                return b""
+            return bytes(self._obs.get_range(self._store, key, start=max(0, size - most), end=size))
+
+        found: bytes = self._try("read", key, read)
+        return found
+
     def scores(self, metric: str) -> dict[int, float]:
         """Return {step: score} as `put_scores` last wrote it; empty for a different metric.
 

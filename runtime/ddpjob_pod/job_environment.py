@@ -45,6 +45,8 @@ class JobEnvironment:
     checkpoint_dir: str
     checkpoint_url: str
     checkpoint_shared: str
+    logs_kept: str
+    """Number of pods per slot whose log is kept with the checkpoints; empty or 0 for none."""
     snapshot_folder: str
     """A folder in memory that outlives the workers; empty if states are not kept in memory."""
     snapshot_steps: str

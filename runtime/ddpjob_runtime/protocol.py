@@ -225,6 +225,11 @@ MAX_TEXTS = 96 * 1024
 ROUNDS_FILE = ".ddpjob-rounds.jsonl"
 """File in the checkpoint folder in which a member records rounds and breaks, one per line. It is
 hidden, because scripts assume that the newest or last visible file there is their checkpoint."""
+LOGS_FOLDER, OLDER = ".ddpjob-logs", ".1"
+"""Folder in the checkpoint folder or bucket with the ends of pods' logs, and the suffix of a file
+with older lines."""
+MAX_KEPT_LOG = 1 << 20
+"""Maximum size of a pod's kept log in bytes, in all of its files."""
 MAX_RECORDED = 5
 """Maximum number of incidents in one such line. Such a line may be half as long as a line to a
 member, because a longer line would end the connection."""
@@ -419,6 +424,25 @@ class Command(Word):
     def path(self) -> str:
         """The path of the request."""
         return f"/v1/{self}"
+
+
+def kept_log_name(pod: str, uid: str) -> str:
+    """Return the name of a pod's kept log.
+
+    It contains the beginning of the job's UID, because a later job of the same name has equal pods.
+    """
+    return f"{pod}.{(re.sub('[^0-9a-f]', '', uid) + '0' * 8)[:8]}.log"
+
+
+_KEPT_LOG = re.compile(
+    rf"([a-z0-9][-a-z0-9.]{{0,{MAX_NAME - 1}}})\.([0-9a-f]{{8}})\.log(?:{re.escape(OLDER)})?", re.ASCII
+)
+
+
+def read_kept_log(name: str) -> Optional[tuple[str, str]]:
+    """Return (pod, beginning of the job's UID) of a kept log's file name; None for other names."""
+    match = _KEPT_LOG.fullmatch(name)
+    return (match[1], match[2]) if match else None
 
 
 def order_mark(pods: Iterable[str]) -> str:

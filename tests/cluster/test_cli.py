@@ -225,6 +225,8 @@ def test_the_commands_follow_a_job_from_its_submission_to_its_end(
     template["containers"][0]["volumeMounts"] += host["containers"][0]["volumeMounts"]
     template["containers"][0]["env"] = host["containers"][0]["env"]
     body["spec"]["imagePullPolicy"] = "IfNotPresent"
+    Path("saved").mkdir()
+    body["spec"]["storage"] = {"checkpoints": {"hostPath": str(Path("saved").absolute()), "shared": True}}
     Path("job.json").write_text(json.dumps(body))
     assert cli("submit", "job.json")[0] == 0
     assert cli("wait", "live", "--for", "Running", "--timeout", f"{round(120 * slowness())}s")[0] == 0
@@ -247,6 +249,9 @@ def test_the_commands_follow_a_job_from_its_submission_to_its_end(
     jobs.wait("the log of the successor", lambda: "live-1-1" in seen)
     jobs.wait_phase("live", "Running")
     assert "Deleted" in cli("describe", "live")[1] and "Deleted" in cli("events", "live")[1]
+    assert "live-1-0  Gone" in cli("logs", "live", "--ended")[1]
+    code, out, _ = cli("logs", "live-1-0")
+    assert code == 0 and " step 2" in out, "its log has outlived it"
     code, out, _ = cli("logs", "live", "--index", "1", "--tail", "3")
     assert code == 0 and "[1-1 rank 1] " in out and "[0-0" not in out
     code, out, _ = cli("logs", "live", "--rank", "0", "--tail", "3")

@@ -319,6 +319,7 @@ class RunPolicy:
     ttl_seconds_after_finished: int | None = None
     clean_pod_policy: CleanPodPolicy
     failed_pods_kept: int
+    logs_kept: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -292,6 +292,7 @@ def why(backend: Backend, job: str) -> int:
     help="Only the pod that has this global rank now, and with -f the pods that take it over. If a pod has several "
     'ranks, lines marked as another rank\'s are omitted (spec.torchrunArgs: ["--tee=3"] marks every line).',
 )
+@click.option("--ended", is_flag=True, help="List the ended pods whose logs can be printed.")
 @click.option("--coordinator", is_flag=True, help="Include the coordinator's pods.")
 @click.option("--previous", is_flag=True, help="Print the log of the previous container.")
 @click.option("--since", metavar="5m", help="Only lines newer than this, such as 30s, 5m or 2h.")
@@ -308,17 +309,19 @@ def why(backend: Backend, job: str) -> int:
 @in_place
 def logs(
     place: Place, job: str, follow: bool, index: tuple[int, ...], rank: tuple[int, ...], coordinator: bool,
-    previous: bool, since: str | None, tail: int | None, prefix: bool | None,
+    ended: bool, previous: bool, since: str | None, tail: int | None, prefix: bool | None,
 ) -> int:  # fmt: skip
     """Print the logs of a job's pods, or of one pod.
 
     For a whole job, each line begins with its pod and the pod's current ranks, such as [1-0 rank 1]
-    or [1-0 ranks 8-15].
+    or [1-0 ranks 8-15]. If a POD is gone, the end of its log may be in storage.checkpoints
+    (runPolicy.logsKept).
 
     \b
     Example: ddpjob logs first -f
              ddpjob logs first --rank 0 --tail 100
              ddpjob logs first-1-0
+             ddpjob logs first --ended
     """
     from ddpjob.client.logs.log_follower import Chosen, LogFollower
 
@@ -328,11 +331,13 @@ def logs(
     if follow and previous:
         raise click.UsageError("--previous: a container that has ended writes nothing more; remove --follow")
     backend, options = place.backend(), LogOptions(follow=follow, tail=tail, since=length, previous=previous)
-    body, pod = _job_or_pod(backend, job)
+    body, pod, gone = _job_or_pod(backend, job)
     name = body["metadata"]["name"]
+    if ended:
+        return _list_ended(backend, name)
     if pod and index:
         raise click.UsageError(f"{job} is a pod; --index chooses pods of a job: ddpjob logs {name} --index ...")
-    follower = LogFollower(backend, body, options, Chosen(pod, index, rank, coordinator))
+    follower = LogFollower(backend, body, options, Chosen(pod, index, rank, coordinator, gone))
     printed = prefix if prefix is not None else not pod
     for line in follower.lines():
         ranks, by = line.ranks, line.rank
@@ -349,10 +354,23 @@ def logs(
     return EXIT_NEGATIVE if follower.notes and not follower.seen else 0
 
 
-def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str]:
-    """Return (job, pod); the pod is empty if the name is a job's."""
+def _list_ended(backend: Backend, job: str) -> int:
+    """Print the names of ended pods and what is left of them, oldest attempts first."""
+    pods = backend.pods(job)
+    left = [pod for pod in pods if pod.ended]
+    left += backend.kept_logs(job).pods({pod.name for pod in pods})
+    for pod in left:
+        print_line(f"{pod.name}  {pod.state}  {pod.message}".rstrip())
+    if not left:
+        remedy = "set spec.storage.checkpoints, and spec.runPolicy.logsKept above 0"
+        print_note(f"{job}: no log of an ended pod is kept; to keep them, {remedy}")
+    return 0 if left else EXIT_NEGATIVE
+
+
+def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str, bool]:
+    """Return (job, pod, whether the pod is gone); the pod is empty if the name is a job's."""
     try:
-        return backend.job(name), ""
+        return backend.job(name), "", False
     except NoSuchJob as missing:
         why = missing
     try:
@@ -366,8 +384,13 @@ def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str]:
         if name.startswith(f"{job}-"):
             pods = [pod.name for pod in backend.pods(job)]
             if name in pods:
-                return body, name
+                return body, name, False
             why = NoSuchJob(f"no pod {name} of job {job}; its pods: {', '.join(pods[:10]) or 'none yet'}")
+            try:
+                if any(pod.name == name for pod in backend.kept_logs(job).pods()):
+                    return body, name, True
+            except Mistake as mistake:
+                why = NoSuchJob(f"{why}. {mistake}")
     raise why
 
 

@@ -56,7 +56,7 @@ Differences from a cluster:
   podTemplate
       only env of the trainer is used; sidecars, init containers and volumes
       are not
-  ttlSecondsAfterFinished, cleanPodPolicy, failedPodsKept
+  ttlSecondsAfterFinished, cleanPodPolicy, failedPodsKept, logsKept
       not used: logs are files, and are kept
 
 Runs are kept in $DDPJOB_RUNS or ./runs. After Ctrl-C, the nodes save a checkpoint and exit; a second

@@ -264,16 +264,33 @@ class Dashboard:
 
     async def logs_page(self, request: web.Request) -> web.Response:
         key = _key(request)
-        read = await self._read(_view(request), key)
+        view = _view(request)
+        read = await self._read(view, key)
         pods = [pod.name for pod in read.pods]
+        looked = _reads_gone(request, view)
+        gone, fault = await self._gone(view, key, pods) if looked else ([], "")
         nodes = newest_pods(read.pods)
         chosen = request.query.get("pod", "")
-        if chosen not in pods:
-            chosen = "" if len(nodes) <= _LOG_PODS else next((pod for pod in nodes if not pod.ended), nodes[0]).name
+        if chosen not in (*pods, *gone):
+            first = next((pod.name for pod in nodes if not pod.ended), nodes[0].name if nodes else "")
+            chosen = (gone[-1] if gone and not pods else "") if len(nodes) <= _LOG_PODS else first
         return self._page(
             request, "logs.html", **self._head(key, read), tab="logs", pods=pods[:2000], chosen=chosen,
-            whole=len(nodes) <= _LOG_PODS, lines=_LOG_LINES,
+            whole=len(nodes) <= _LOG_PODS and not view.past, lines=_LOG_LINES, gone=gone[-2000:], fault=fault,
+            offer=view.commands and not looked and not _backend(view, key).local,
         )  # fmt: skip
+
+    async def _gone(self, view: FleetView, key: Key, known: list[str]) -> tuple[list[str], str]:
+        """Return the pods that are gone but whose log is kept, and why they cannot be listed."""
+        backend = _backend(view, key)
+        try:
+            kept = await view.shared.get(("kept", key), _CURVES_SECONDS, lambda: view.run(backend.kept_logs, key[1]))
+        except Unreachable:
+            raise
+        except Mistake as mistake:
+            return [], plain(str(mistake))
+        gone = [pod.name for pod in kept.pods(known)]
+        return gone, "" if gone else "No log of a pod that is gone is kept."
 
     async def manifest_page(self, request: web.Request) -> web.Response:
         key = _key(request)
@@ -373,8 +390,10 @@ class Dashboard:
         key, view, pod = _key(request), _view(request), request.query.get("pod", "")
         if view.log_streams >= LOG_STREAMS:
             raise web.HTTPServiceUnavailable(reason=f"{LOG_STREAMS} logs are open already")
-        backend = _backend(view, key)
+        backend, gone = _backend(view, key), False
         read = await self._read(view, key)
+        if pod and _reads_gone(request, view) and all(each.name != pod for each in read.pods):
+            gone = True
         if not pod and len(newest_pods(read.pods)) > _LOG_PODS:
             raise web.HTTPBadRequest(reason=f"this job has more than {_LOG_PODS} pods; choose one to read its log")
         view.log_streams += 1
@@ -386,7 +405,10 @@ class Dashboard:
                     follow=phase(read.body) not in ENDED, tail=_LOG_LINES, stop=stop, line_bytes=4 * _LINE
                 )
                 threading.Thread(
-                    target=_copy_log, args=(backend, key[1], read.body, pod, options, lines), name="log", daemon=True
+                    target=_copy_log,
+                    args=(backend, key[1], read.body, Chosen(pod, gone=gone), options, lines),
+                    name="log",
+                    daemon=True,
                 ).start()
                 await self._send_lines(stream, view, lines)
             return stream.response
@@ -489,8 +511,13 @@ class _EventStream:
         self._silent += seconds
 
 
+def _reads_gone(request: web.Request, view: FleetView) -> bool:
+    """Whether kept logs are wanted. On a cluster, reading them runs a command in a pod."""
+    return view.past or (view.commands and request.query.get("gone") == "1")
+
+
 def _copy_log(
-    backend: Backend, name: str, body: Json, pod: str, options: LogOptions, lines: queue.Queue[str | None]
+    backend: Backend, name: str, body: Json, chosen: Chosen, options: LogOptions, lines: queue.Queue[str | None]
 ) -> None:
     """Put the lines and then None into the queue; end when `options.stop` is set."""
 
@@ -501,14 +528,14 @@ def _copy_log(
                 return
 
     try:
-        follower = LogFollower(backend, body, options, Chosen(pod))
+        follower = LogFollower(backend, body, options, chosen)
         for line in follower.lines():
             mark = f" rank {line.rank}" if line.rank is not None else ""
             short = line.pod.name.removeprefix(f"{name}-")
             # Keep the part of a progress bar that a terminal would show.
             last = line.text.rstrip(b"\r").rpartition(b"\r")[2]
             text = plain(last[: 4 * _LINE].decode(errors="replace"))[:_LINE]
-            put(text if pod else f"[{short}{mark}] {text}")
+            put(text if chosen.pod else f"[{short}{mark}] {text}")
         for note in follower.notes:
             put(f"-- {plain(note)}")
     except Mistake as mistake:

@@ -106,14 +106,14 @@ def _adapted(spec: JobSpec, given: Path | None, code: Path | None, *, on_cpu: bo
     """Return the spec in the form that this machine can run.
 
     Class, gang, rank order and receiver are removed. So is the time to live, because folders are
-    kept. --data is applied, and nccl is not used on the CPU. A script below CODE_FOLDER is taken
-    from `code`.
+    kept, and logs are files there. --data is applied, and nccl is not used on the CPU. A script
+    below CODE_FOLDER is taken from `code`.
     """
     storage = spec.storage
     if given is not None and (storage.data is None or storage.data.url):
         storage = replace(storage, data=DataVolume(mount_path=str(given), host_path=str(given), read_only=True))
     backend = "auto" if on_cpu and spec.backend != "gloo" else spec.backend
-    policy = replace(spec.run_policy, ttl_seconds_after_finished=None)
+    policy = replace(spec.run_policy, ttl_seconds_after_finished=None, logs_kept=0)
     script = spec.script
     if script and code is not None and Path(script).is_relative_to(CODE_FOLDER):
         script = str(code / Path(script).relative_to(CODE_FOLDER))

@@ -377,6 +377,9 @@ def _environment(job: DDPJob, status: JobStatus, platform: Platform, index: int,
     }
     if spec.recovery.keeps_snapshots:
         values |= {"DDPJOB_SNAPSHOT_FOLDER": SNAPSHOT_PATH, "DDPJOB_SNAPSHOT_STEPS": spec.recovery.snapshots}
+    checkpoints = spec.storage.checkpoints
+    if spec.run_policy.logs_kept and spec.under_torchrun and checkpoints is not None and not checkpoints.read_only:
+        values["DDPJOB_LOGS_KEPT"] = str(spec.run_policy.logs_kept)
     if spec.preflight is not None:
         values["DDPJOB_PREFLIGHT"] = _preflight(spec, spec.preflight, values["DDPJOB_CHECKPOINT_DIR"])
     if reason_file := trainer_of(spec.pod_template.get("spec") or {}).get("terminationMessagePath"):

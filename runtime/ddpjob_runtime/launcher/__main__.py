@@ -39,6 +39,7 @@ from ddpjob_runtime.launcher.check_entrypoint import InitFailure, check_command,
 from ddpjob_runtime.launcher.client import MemberClient
 from ddpjob_runtime.launcher.conduct_preflight import Abandoned, NodePreflight, PreflightSettings
 from ddpjob_runtime.launcher.import_torchrun import import_torchrun
+from ddpjob_runtime.launcher.keep_log import KeptLog
 from ddpjob_runtime.launcher.neighbours import watch_neighbours
 from ddpjob_runtime.launcher.round_log import RoundLog
 from ddpjob_runtime.launcher.shutdown import Shutdown, die_with_parent, ignore_signal, log, watch_signals
@@ -58,8 +59,9 @@ def main() -> NoReturn:
     """Run until the job is done or this node has to end. Never returns."""
     faulthandler.enable()
     raise_open_files()
-    if os.getpid() == 1:
-        pid1.become_init()
+    kept = KeptLog.prepare()
+    if os.getpid() == 1 or kept is not None:
+        pid1.become_init(kept)
         die_with_parent()
     shutdown = Shutdown(grace_seconds())
     try:

@@ -1,4 +1,4 @@
-"""PID 1 of a container: forwards signals to the launcher, reaps orphans, keeps its exit code."""
+"""PID 1 of a container: forwards signals, reaps orphans, keeps the launcher's exit code and log."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ import signal
 import sys
 from types import FrameType
 
+from ddpjob_runtime.launcher.keep_log import KeptLog
+
 # Only these signals, because others, such as SIGUSR1, would end the launcher. The kernel does not
 # deliver signals without a handler to PID 1.
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-def become_init() -> None:
-    """Fork. Return in the child, which continues as the launcher; the parent never returns."""
+def become_init(kept: KeptLog | None = None) -> None:
+    """Fork. Return in the child, which continues as the launcher; the parent never returns.
+
+    The parent passes on the child's output and keeps it in `kept`.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # no signal may be lost between fork and handler
     child = os.fork()
     if child == 0:
+        if kept is not None:
+            kept.divert()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         return
 
@@ -28,9 +35,13 @@ def become_init() -> None:
 
     for number in PASSED_ON:
         signal.signal(number, pass_on)
+    if kept is not None:
+        kept.begin()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     while True:
         pid, status = os.wait()
         if pid == child:
+            if kept is not None:
+                kept.finish()
             sys.stderr.flush()
             os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))

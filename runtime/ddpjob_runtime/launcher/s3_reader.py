@@ -1,4 +1,4 @@
-"""Reads objects from a bucket over the S3 protocol, using only the standard library.
+"""Reads and writes objects of a bucket over the S3 protocol, using only the standard library.
 
 Responses are checked and limited in size, because the server is not trusted.
 """
@@ -39,7 +39,6 @@ _PAGE_BYTES = 16 * 2**20
 _ERROR_BYTES = 64 * 1024
 _RENEW_SECONDS = 300.0
 """Credentials are renewed this many seconds before they expire."""
-_NO_BODY = hashlib.sha256(b"").hexdigest()
 _PASSING = frozenset(
     {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "RequestTimeTooSkewed"}
 )
@@ -320,20 +319,23 @@ class Reader:
             self._connection.close()
         self._connection = None
 
-    def _request(self, key: str, query: dict[str, str], headers: dict[str, str]) -> http.client.HTTPResponse:
+    def _request(
+        self, key: str, query: dict[str, str], headers: dict[str, str], method: str = "GET", content: bytes = b""
+    ) -> http.client.HTTPResponse:
         place = self._place
         path = quote(f"/{place.bucket}/{key}" if key else f"/{place.bucket}", safe="/" + _UNRESERVED)
         text = "&".join(f"{quote(k, safe=_UNRESERVED)}={quote(v, safe=_UNRESERVED)}" for k, v in sorted(query.items()))
         keys = self._credentials.keys()
         all_headers = {"Host": urlsplit(place.server).netloc, **headers}
         if keys is not None:
-            all_headers = sign(keys, place.region, path, text, all_headers, time.gmtime())
+            all_headers = sign(keys, place.region, path, text, all_headers, time.gmtime(), method, content)
         try:
             if self._connection is None:
                 self._connection = _connection(place.server)
                 self._connection.connect()
                 self._connection.sock.settimeout(SILENCE_SECONDS)
-            self._connection.request("GET", f"{path}?{text}" if text else path, headers=all_headers)
+            target = f"{path}?{text}" if text else path
+            self._connection.request(method, target, content or None, all_headers)
             response = self._connection.getresponse()
         except ssl.SSLCertVerificationError as error:
             self.close()
@@ -342,7 +344,7 @@ class Reader:
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
             raise Away(f"{place.server} does not answer: {_explain(error)}") from None
-        if response.status in (200, 206):
+        if response.status in (200, 204, 206):
             return response
         body = self._read(response.read, _ERROR_BYTES).decode(errors="replace")
         self.close()  # The rest of the response will not be read.
@@ -372,6 +374,18 @@ class Reader:
         return BucketRefusal(f"{text}; check the URL, endpoint and region in {place.field}")
 
 
+class BucketWriter(Reader):
+    """A connection that also changes objects. Methods raise BucketRefusal, Away."""
+
+    def put(self, name: str, content: bytes) -> None:
+        """Create or replace an object."""
+        self._read(self._request(self._place.prefix + name, {}, {}, "PUT", content).read, _ERROR_BYTES)
+
+    def delete(self, name: str) -> None:
+        """Delete an object, if it exists."""
+        self._read(self._request(self._place.prefix + name, {}, {}, "DELETE").read, _ERROR_BYTES)
+
+
 def _connection(server: str) -> http.client.HTTPConnection:
     split = urlsplit(server)
     host, port = split.hostname or "", split.port
@@ -396,21 +410,23 @@ def _connection(server: str) -> http.client.HTTPConnection:
 
 
 def sign(
-    keys: Keys, region: str, path: str, query: str, headers: Mapping[str, str], now: time.struct_time
-) -> dict[str, str]:
-    """Return the headers of a GET request with a version 4 signature.
+    keys: Keys, region: str, path: str, query: str, headers: Mapping[str, str], now: time.struct_time,
+    method: str = "GET", content: bytes = b"",
+) -> dict[str, str]:  # fmt: skip
+    """Return the headers of a request with a version 4 signature.
 
     `path` and `query` are quoted, and the query's names are sorted. See "Signature Version 4
     signing process" on docs.aws.amazon.com.
     """
     moment, day = time.strftime("%Y%m%dT%H%M%SZ", now), time.strftime("%Y%m%d", now)
-    signed = {**headers, "x-amz-content-sha256": _NO_BODY, "x-amz-date": moment}
+    digest = hashlib.sha256(content).hexdigest()
+    signed = {**headers, "x-amz-content-sha256": digest, "x-amz-date": moment}
     if keys.token:
         signed["x-amz-security-token"] = keys.token
     lower = sorted((name.lower(), value.strip()) for name, value in signed.items())
     names = ";".join(name for name, _ in lower)
     lines = "".join(f"{name}:{value}\n" for name, value in lower)
-    request = f"GET\n{path}\n{query}\n{lines}\n{names}\n{_NO_BODY}"
+    request = f"{method}\n{path}\n{query}\n{lines}\n{names}\n{digest}"
     scope = f"{day}/{region}/s3/aws4_request"
     text = f"AWS4-HMAC-SHA256\n{moment}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"
     key = f"AWS4{keys.secret}".encode()

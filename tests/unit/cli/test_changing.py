@@ -309,7 +309,7 @@ def test_logs_of_a_missing_job_say_so_to_a_user_who_may_not_list_jobs(
 def test_logs_name_the_option_that_has_no_effect(
     words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(looking, "_job_or_pod", lambda backend, name: ({"metadata": {"name": "j"}}, name))
+    monkeypatch.setattr(looking, "_job_or_pod", lambda backend, name: ({"metadata": {"name": "j"}}, name, False))
     assert called(monkeypatch, OneJob("Running"), "logs", "j-0-0", *words) == 2
     assert said in capsys.readouterr().err
 

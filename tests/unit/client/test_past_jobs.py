@@ -19,6 +19,7 @@ from ddpjob.client.backends.past_jobs import PastJobs
 from ddpjob.dashboard.fleet import Fleet
 from ddpjob.dashboard.gate import FleetView, OneSession
 from ddpjob.dashboard.web_server import serve
+from ddpjob_runtime.protocol import LOGS_FOLDER, kept_log_name
 from unit.client.test_left_behind import LINES, line
 
 
@@ -138,3 +139,16 @@ def test_a_folder_that_is_removed_leaves_the_list(tmp_path: Path, monkeypatch: p
     shutil.rmtree(tmp_path / "two")
     gone, deleted = next(changes)
     assert (gone["metadata"]["name"], deleted) == ("two", True)
+
+
+async def test_the_page_of_a_past_job_shows_its_kept_logs(tmp_path: Path) -> None:
+    uid = read_left_behind(left(tmp_path, LINES)).uid
+    logs = tmp_path / LOGS_FOLDER
+    logs.mkdir()
+    (logs / kept_log_name("first-1-0", uid)).write_text("line 1\n<b>\x1b[31mlast words\n")
+    (logs / kept_log_name("first-1-<b>", uid)).touch()
+    path = "/jobs/ml/first/log"
+    _, page, lines, none = await pages(tmp_path, "/jobs/ml/first/logs", f"{path}?pod=first-1-0", f"{path}?pod=x-1-0")
+    assert "<option selected>first-1-0</option>" in page and "<b>" not in page
+    assert json.loads(lines.partition("data: ")[2].partition("\n")[0]) == ["line 1", "<b>last words"]
+    assert "event: end" in lines and "event: end" in none and "last words" not in none

@@ -434,6 +434,8 @@ async def test_no_command_is_run_in_a_pod(cluster: tuple[Rbac, str]) -> None:
     async with opened(url, "team-a") as (visitor, _):
         status, curves = await visitor.ask("/jobs/team-a/alpha/curves?pods=1", "ann")
         assert status == 200 and json.loads(curves)["more"] is False
+        status, page = await visitor.ask("/jobs/team-a/alpha/logs?gone=1&pod=alpha-0-7", "ann")
+        assert status == 200 and "Look for logs" not in page and "alpha-0-7" not in page
         assert not any("exec" in path for _, path in rbac.asked)
 
 

@@ -209,6 +209,7 @@ def test_a_variable_from_a_file_of_a_volume_is_taken_from_this_shell(
 
 def test_a_time_to_live_is_ignored(tmp_path: Path) -> None:
     assert fitted(tmp_path, runPolicy={"ttlSecondsAfterFinished": 0}).spec.run_policy.ttl_seconds_after_finished is None
+    assert fitted(tmp_path).spec.run_policy.logs_kept == 0, "logs are files"
 
 
 def test_the_variables_of_a_buckets_secret_are_taken_from_this_shell(

@@ -208,6 +208,17 @@ def test_torchrun_in_a_command_lets_its_workers_save_for_the_pods_grace_period()
     assert [e for e in container(pod)["env"] if e["name"] == own[0]["name"]] == own
 
 
+def test_logs_are_kept_where_a_launcher_can_write_them() -> None:
+    """Not in the folder that is lost with the pod."""
+    claim = {"checkpoints": {"claimName": "c"}}
+    assert environment(node(storage=claim))["DDPJOB_LOGS_KEPT"] == "3"
+    assert environment(node(storage=claim, runPolicy={"logsKept": 7}))["DDPJOB_LOGS_KEPT"] == "7"
+    read_only = {"checkpoints": {"claimName": "c", "readOnly": True}}
+    off = (node(), node(storage=read_only), node(storage=claim, runPolicy={"logsKept": 0}))
+    for pod in (*off, node(storage=claim, script=None, command=["bash"])):
+        assert "DDPJOB_LOGS_KEPT" not in environment(pod)
+
+
 def test_storage_says_whether_all_nodes_see_the_same_checkpoints() -> None:
     assert environment(node())["DDPJOB_CHECKPOINT_SHARED"] == "0"
     shared = {"claimName": "c", "mountPath": "/save"}

@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ddpjob.api.job_spec import Json
+
+if TYPE_CHECKING:
+    from ddpjob.client.backends.kept_logs import KeptLogs
 
 OUTAGE_SECONDS = 300.0
 """`wait`, `logs -f` and others give up after this many seconds without a response from the API
@@ -183,6 +186,9 @@ class Backend(Protocol):
 
     def events(self, name: str) -> list[Happened]:
         """Return the job's events, the oldest first."""
+
+    def kept_logs(self, name: str) -> KeptLogs:
+        """Return the kept logs of a job's pods, most of which are gone."""
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
         """Yield pieces of a pod's log."""

@@ -9,8 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import quote
+
+from ddpjob_runtime.protocol import LOGS_FOLDER
 
 from ddpjob.api.job import API_VERSION, KIND, PLURAL
 from ddpjob.api.job_spec import Json, oversized, without_large_fields
@@ -30,6 +33,7 @@ from ddpjob.client.backends.backend import (
     OutagePatience,
     PodLine,
 )
+from ddpjob.client.backends.kept_logs import KeptLogs, in_bucket, in_pod
 from ddpjob.client.texts.run_record import with_commit
 from ddpjob.controller.pod_views import read_pod
 from ddpjob.core.failures.classify import find_stuck, read_termination_message
@@ -343,14 +347,43 @@ class ClusterBackend:
                 query["sinceTime"] = read.stamp.decode(errors="replace")
             read.again()
 
+    def kept_logs(self, name: str) -> KeptLogs:
+        """Read them from the bucket, or from the volume of the first few running pods.
+
+        If each pod has its own folder, each knows only the logs of its own Kubernetes node.
+        """
+        body = self.job(name)
+        uid, checkpoints = body["metadata"]["uid"], (body["spec"].get("storage") or {}).get("checkpoints") or {}
+        if checkpoints.get("url"):
+            return in_bucket(checkpoints, f"{self.namespace}/{name}", name, uid)
+        found, fault = KeptLogs(name, uid, {}, lambda file: b""), _unreadable(name, checkpoints)
+        one_folder = not checkpoints.get("hostPath") or checkpoints.get("shared")
+        end = time.monotonic() + _METRICS_SECONDS
+        for pod in self._running_pods(name)[:_METRICS_PODS] if checkpoints else ():
+            if time.monotonic() > end:
+                break
+            try:
+                found, fault = found.joined(in_pod(partial(self.run_in, pod), name, uid)), None
+            except Mistake as mistake:
+                fault = fault and mistake
+            if one_folder and fault is None:
+                break
+        if fault is not None and checkpoints:
+            raise fault
+        return found
+
+    def _running_pods(self, name: str) -> list[PodLine]:
+        """Return the pods in which commands can run, nodes before spares."""
+        running = [pod for pod in self.pods(name) if pod.index is not None and pod.state == "Running"]
+        return sorted(running, key=lambda pod: pod.role != "node")
+
     def metrics(self, name: str) -> str:
         """Read the file from one of the first few running pods.
 
         If each pod has its own folder, only rank 0's pod has the file.
         """
-        running = [pod for pod in self.pods(name) if pod.index is not None and pod.state == "Running"]
-        # Query nodes before spares, because spares have not trained.
-        pods = sorted(running, key=lambda pod: pod.role != "node")[:_METRICS_PODS]
+        running = self._running_pods(name)  # Nodes come first, because spares have not trained.
+        pods = running[:_METRICS_PODS]
         end = time.monotonic() + _METRICS_SECONDS
         for asked, pod in enumerate(pods):
             if time.monotonic() > end:
@@ -472,6 +505,15 @@ NO_CRD = (
     "this cluster has no DDPJobs, because their definition (CRD) is not installed; install the operator with "
     "`helm install ddpjob charts/ddpjob-operator -n ddpjob --create-namespace`, and check it with `ddpjob doctor`"
 )
+
+
+def _unreadable(name: str, checkpoints: Json) -> Mistake | None:
+    """Return the reason why kept logs cannot be read if no pod of the job is running."""
+    where = f"{checkpoints.get('mountPath') or '/checkpoints'}/{LOGS_FOLDER}"
+    return Mistake(
+        f"{name}: no running pod can read {where}, which has the logs of ended pods; in a pod that mounts the volume, "
+        f"run `cat {where}/POD.*`"
+    )
 
 
 def _output(sock: Any, pod: str) -> str:

@@ -24,6 +24,7 @@ from ddpjob.client.backends.backend import (
     PodLine,
     poll_changes,
 )
+from ddpjob.client.backends.kept_logs import KeptLogs, in_folder
 from ddpjob.client.backends.left_behind import LeftBehind, Line, describe_end, read_left_behind
 from ddpjob.core.status.messages import count
 from ddpjob.core.status.repeated import UNKNOWN, count_steps
@@ -138,6 +139,10 @@ class PastJobs:
             else:
                 found.append(Happened(line.time, not line.ok, "End", line.why))
         return found
+
+    def kept_logs(self, name: str) -> KeptLogs:
+        folder, left = self._folder_of(name)
+        return in_folder(folder, left.name, left.uid)
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
         raise Mistake("the logs were deleted with their pods")

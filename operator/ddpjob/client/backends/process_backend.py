@@ -33,6 +33,7 @@ from ddpjob.client.backends.backend import (
     PodLine,
     poll_changes,
 )
+from ddpjob.client.backends.kept_logs import KeptLogs
 from ddpjob.core.world import COORDINATOR_CONTAINER
 from ddpjob.local import processes
 from ddpjob.local.paths import RUNS_VARIABLE, JobFolder, RunFolder, holds_checkpoints, job_folder, runs_folder
@@ -172,6 +173,10 @@ class ProcessBackend:
                 event = json.loads(line)
                 found.append(Happened(parse_time(event["time"]), event["warning"], event["reason"], event["message"]))
         return found
+
+    def kept_logs(self, name: str) -> KeptLogs:
+        """Return none, because `pods` lists ended pods too, and their logs are files here."""
+        return KeptLogs(name, "", {}, lambda file: b"")
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
         if options.previous:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType, JobStatus, SlotState
 from ddpjob.client.backends.backend import Backend, LogOptions, Mistake, NoSuchJob, OutagePatience, PodLine
+from ddpjob.client.backends.kept_logs import KeptLogs
 
 MOST_PODS = 200
 """Maximum number of logs that are read at the same time."""
@@ -128,6 +129,8 @@ class Chosen:
     ranks: Collection[int] = ()
     """Global ranks. Their pods' logs are read, without lines known to come from other ranks."""
     coordinator: bool = False
+    gone: bool = False
+    """Whether the pod is gone, so that its kept log is read."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,9 @@ class LogFollower:
         self.job: str = body["metadata"]["name"]
         if chosen.ranks and not ranks_per_node(body):
             raise Mistake(f"rank: {self.job} runs a command, not torchrun, so it has no ranks; choose pods by index")
-        self.backend, self.options, self._chosen, self._body = backend, options, chosen, body
+        self.backend, self._chosen, self._body = backend, chosen, body
+        self.options = replace(options, follow=options.follow and not chosen.gone)
+        self._kept: KeptLogs | None = None
         self.ranks: dict[str, range] = {}
         """Ranks of the training pods when last listed, and former ranks of ended pods."""
         self.notes: list[str] = []
@@ -234,6 +239,10 @@ class LogFollower:
                 return
 
     def _pods(self) -> list[PodLine]:
+        if self._chosen.gone:
+            if self._kept is None:
+                self._kept = self.backend.kept_logs(self.job)
+            return [pod for pod in self._kept.pods() if pod.name == self._chosen.pod]
         try:
             every = self.backend.pods(self.job)
         except NoSuchJob:
@@ -316,7 +325,8 @@ class LogFollower:
     def _read(self, pod: PodLine, options: LogOptions) -> None:
         rest, limit, cut = b"", options.line_bytes, False
         try:
-            for piece in self.backend.log(pod, options):
+            kept = self._kept
+            for piece in self.backend.log(pod, options) if kept is None else [kept.text(pod.name, options)]:
                 lines = (rest + piece).split(b"\n")
                 cut = cut or any(len(line) > limit for line in lines)
                 *whole, rest = (_shortened(line, limit) for line in lines)

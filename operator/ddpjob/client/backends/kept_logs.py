@@ -1,0 +1,192 @@
+"""Reads the kept ends of the logs of pods that are gone, from a folder, a pod or a bucket.
+
+The launcher writes them (`launcher/keep_log.py`). The names and the contents are the job's own, so
+they are bounded, links are not followed, and other files are ignored. A claim can only be read by a
+pod that mounts it, so `list_files` and `read_file` also run in a pod of the job.
+
+Why: docs/decisions/0031.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+from pathlib import Path
+
+from ddpjob_runtime.protocol import LOGS_FOLDER, MAX_KEPT_LOG, OLDER, kept_log_name, read_kept_log
+
+from ddpjob.api.job_spec import Json
+from ddpjob.client.backends.backend import LogOptions, Mistake, PodLine
+
+GONE = "Gone"
+"""State of a pod whose kept log is all that is left."""
+_MARK = "kept logs:\n"
+_MOST_FILES = 10_000
+
+
+def list_files(path: str, most: int) -> list[tuple[str, int]]:
+    """Return names and sizes of the regular files in a folder. This source also runs in pods."""
+    import os
+    from itertools import islice
+
+    found: list[tuple[str, int]] = []
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return found
+    with os.scandir(folder) as entries:
+        for entry in islice(entries, most):
+            try:
+                if entry.is_file(follow_symlinks=False):
+                    found.append((entry.name, entry.stat(follow_symlinks=False).st_size))
+            except OSError:  # It was removed meanwhile.
+                continue
+    os.close(folder)
+    return found
+
+
+def read_file(path: str, name: str, most: int) -> bytes:
+    """Return the last `most` bytes of a regular file. This source also runs in pods."""
+    import os
+    import stat
+
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with os.fdopen(os.open(name, flags, dir_fd=folder), "rb") as file:
+            os.close(folder)
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return b""
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+            return file.read(most)
+    except OSError:
+        return b""
+
+
+@dataclass(frozen=True)
+class KeptLogs:
+    """The kept logs of a job. `sizes` are the sizes of all files, and `read` returns a file."""
+
+    job: str
+    uid: str
+    sizes: Mapping[str, int]
+    read: Callable[[str], bytes] = field(repr=False)
+
+    def pods(self, known: Iterable[str] = ()) -> list[PodLine]:
+        """Return the pods whose log is kept, except `known` ones, ordered by slot and attempt."""
+        found = dict[tuple[int, int], PodLine]()
+        for name in self.sizes:
+            pod = (read_kept_log(name) or ("", ""))[0]
+            numbers = re.fullmatch(rf"{re.escape(self.job)}-(\d{{1,9}})-(\d{{1,9}})", pod, re.ASCII)
+            if numbers is None or pod in known or not self._files(pod):
+                continue
+            size = sum(self.sizes[each] for each in self._files(pod))
+            index, attempt = int(numbers[1]), int(numbers[2])
+            found[index, attempt] = PodLine(
+                pod, "node", index, GONE, message=f"the last {size:,} bytes of its log are kept", ended=True
+            )
+        return [found[key] for key in sorted(found)]
+
+    def joined(self, more: KeptLogs) -> KeptLogs:
+        """Return the logs of two places. For a log in both, `self` is read."""
+
+        def read(name: str) -> bytes:
+            return self.read(name) if name in self.sizes else more.read(name)
+
+        return replace(self, sizes={**more.sizes, **self.sizes}, read=read)
+
+    def _files(self, pod: str) -> list[str]:
+        """Return the names of a pod's files, the older one first."""
+        name = kept_log_name(pod, self.uid)
+        return [each for each in (name + OLDER, name) if each in self.sizes]
+
+    def text(self, pod: str, options: LogOptions) -> bytes:
+        """Return a pod's kept log. Raises Mistake if there is none, or for unsupported options."""
+        if options.since is not None:
+            raise Mistake("--since: kept logs contain no timestamps; use --tail")
+        files = self._files(pod)
+        if options.previous or not files:
+            raise Mistake(f"pod {pod} is gone, and no log of {'an earlier container' if files else 'it'} is kept")
+        text = b"".join(self.read(name) for name in files)[-MAX_KEPT_LOG:]
+        return text if options.tail is None else b"".join(BytesIO(text).readlines()[-options.tail or len(text) :])
+
+
+def in_folder(checkpoints: Path, job: str, uid: str) -> KeptLogs:
+    """Return the kept logs in a checkpoint folder."""
+    folder = str(checkpoints / LOGS_FOLDER)
+    sizes = _valid(list_files(folder, _MOST_FILES))
+    return KeptLogs(job, uid, sizes, lambda name: read_file(folder, name, MAX_KEPT_LOG))
+
+
+def in_pod(run: Callable[[str], str], job: str, uid: str) -> KeptLogs:
+    """Return the kept logs in the checkpoint folder of a pod. `run` runs Python code there."""
+    folder = f'__import__("os").environ.get("DDPJOB_CHECKPOINT_DIR", "") + "/{LOGS_FOLDER}"'
+
+    def call(function: Callable[..., object], arguments: str, write: str) -> str:
+        code = f"import json, sys\n{inspect.getsource(function)}\nfound = {function.__name__}({folder}, {arguments})\n"
+        return run(f"{code}print({_MARK!r}, end='', flush=True)\n{write}\n").partition(_MARK)[2]
+
+    def read(name: str) -> bytes:
+        return call(read_file, f"{name!r}, {MAX_KEPT_LOG}", "sys.stdout.buffer.write(found)").encode()
+
+    sizes = parse_listing(call(list_files, str(_MOST_FILES), "print(json.dumps(found))"))
+    return KeptLogs(job, uid, sizes, read)
+
+
+def parse_listing(text: str) -> dict[str, int]:
+    """Return the sizes of kept logs by name, from the output of `list_files` in a pod.
+
+    The pod may print anything, so everything that is not a kept log is ignored.
+    """
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    pairs = [row for row in rows[:_MOST_FILES] if isinstance(row, list)] if isinstance(rows, list) else []
+    return _valid((row[0], row[1]) for row in pairs if len(row) == 2)
+
+
+def _valid(rows: Iterable[tuple[object, object]]) -> dict[str, int]:
+    return {
+        name: size
+        for name, size in rows
+        if isinstance(name, str) and read_kept_log(name) and type(size) is int and 0 <= size <= 2 * MAX_KEPT_LOG
+    }
+
+
+def in_bucket(checkpoints: Json, folder: str, job: str, uid: str) -> KeptLogs:
+    """Return the kept logs in a job's folder of a bucket, with the credentials of this shell.
+
+    `checkpoints` is spec.storage.checkpoints. Raises Mistake.
+    """
+    from ddpjob_bucket.stored import Bucket, BucketError, LibraryMissing
+
+    from ddpjob.missing_package import INSTALL
+
+    url = f"{str(checkpoints['url']).rstrip('/')}/{folder}"
+
+    def explain(error: BucketError) -> Mistake:
+        remedy = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL of this shell"
+        return Mistake(f"logs of ended pods cannot be read: {error}; {remedy}")
+
+    try:
+        bucket = Bucket.open(
+            url, endpoint=str(checkpoints.get("endpoint") or ""), region=str(checkpoints.get("region") or "")
+        )
+        listed = bucket.sizes(LOGS_FOLDER).items()
+    except LibraryMissing:
+        raise Mistake(f"logs in {url} need the package obstore: {INSTALL.format(extra='s3')}") from None
+    except BucketError as error:
+        raise explain(error) from None
+
+    def read(name: str) -> bytes:
+        try:
+            return bucket.read_end(f"{LOGS_FOLDER}/{name}", MAX_KEPT_LOG)
+        except BucketError as error:
+            raise explain(error) from None
+
+    return KeptLogs(job, uid, _valid((key.rpartition("/")[2], size) for key, size in listed), read)

@@ -1,0 +1,309 @@
+"""Keeps the end of a pod's output next to its checkpoints, where it outlives the pod.
+
+Problem: `kubectl logs` cannot show the log of a pod that is gone, such as an evicted pod or a pod
+of a lost Kubernetes node.
+
+Rule: the launcher and its workers write into two pipes instead of the container's output. The
+container's first process (pid1.py), which exists anyway, reads them. It adds each piece to a
+bounded buffer and passes it on unchanged. A thread writes the buffer to a file or to the bucket.
+
+    worker, launcher --pipe--> PID 1 --> container's output    as fast as it is read, as before
+                                    \\-> buffer --> file        by a thread
+
+- Adding to the buffer never waits, so a full or hung volume costs only the kept log. A line in the
+  pod's own log reports this once, and the kept log contains the number of missing bytes.
+- PID 1 outlives the launcher and the workers, so their last lines are kept whatever kills them. If
+  the whole container is killed at once, the output of the last second is lost, or of the last
+  minute with a bucket.
+- A pod keeps at most MAX_KEPT_LOG bytes. When it starts, it removes the oldest logs of its slot.
+  DDPJOB_LOGS_KEPT is the number of logs per slot, and 0 or unset disables all of this.
+
+Example: with 3, `first-1-7` starts and removes the log of `first-1-2`; those of `first-1-4` and
+`first-1-5` stay. Attempts decide which log is older, because the clocks of hosts may differ.
+
+Why: docs/decisions/0031.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ddpjob_pod.job_environment import JobEnvironment
+
+from ddpjob_runtime import protocol
+from ddpjob_runtime.launcher.shutdown import log
+
+PIECE = 65536
+"""Number of bytes that are read at once; a pipe holds as many."""
+FILE_BYTES = protocol.MAX_KEPT_LOG // 2
+"""Maximum size of each of the two files. A full file is renamed, replacing the older one."""
+_NOTE_BYTES = 100
+_FILE_SECONDS, _BUCKET_SECONDS = 1.0, 60.0
+"""Seconds between two writes. A bucket replaces whole objects, so it is written less often."""
+_CLOSE_SECONDS = 3.0
+"""How long passing on the last output, and then writing it, may each take at the end. A hung volume
+must not keep the pod from ending."""
+
+
+class Tail:
+    """The newest bytes of the output. Older bytes are dropped and counted."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._data, self._dropped, self._added = bytearray(), 0, 0
+
+    def add(self, data: bytes) -> None:
+        """Add bytes. Never waits for a writer."""
+        with self._lock:
+            self._data += data
+            self._added += len(data)
+            if len(self._data) > 2 * self._limit:  # Not at each addition, because it moves the rest.
+                self._drop(len(self._data) - self._limit)
+
+    def _drop(self, count: int) -> None:
+        del self._data[:count]
+        self._dropped += count
+
+    def read(self, take: bool) -> tuple[bytes, int, int]:
+        """Return the newest bytes, the number dropped before them, and the number ever added.
+
+        With `take`, the bytes are removed.
+        """
+        with self._lock:
+            if len(self._data) > self._limit:
+                self._drop(len(self._data) - self._limit)
+            data, dropped = bytes(self._data), self._dropped
+            if take:
+                self._data.clear()
+                self._dropped = 0
+            return data, dropped, self._added
+
+
+class FileKeeper:
+    """Appends the output to a file. A full file becomes the older one of two."""
+
+    seconds = _FILE_SECONDS
+
+    def __init__(self, checkpoints: Path, name: str) -> None:
+        self._folder = checkpoints / protocol.LOGS_FOLDER
+        self.place = self._folder / name
+        self.tail = Tail(FILE_BYTES - _NOTE_BYTES)
+        self._lost = 0
+
+    def names(self) -> list[str]:
+        """Return the names of all kept logs. Raises OSError."""
+        return [path.name for path in self._folder.iterdir()] if self._folder.is_dir() else []
+
+    def remove(self, name: str) -> None:
+        """Remove a kept log. Raises OSError."""
+        (self._folder / name).unlink()
+
+    def write(self) -> None:
+        """Append the new output. If that fails, it is lost. Raises OSError."""
+        data, dropped, _ = self.tail.read(take=True)
+        self._lost += dropped
+        if not data or not self._folder.parent.is_dir():
+            return  # Not created: if the volume were not mounted, it would be on the host's own disk.
+        try:
+            self._append(_note(self._lost) + data)
+            self._lost = 0
+        except OSError:
+            self._lost += len(data)
+            raise
+
+    def _append(self, data: bytes) -> None:
+        self._folder.mkdir(exist_ok=True)
+        size = self.place.lstat().st_size if self.place.exists() else 0
+        if size + len(data) > FILE_BYTES:
+            self.place.replace(self.place.with_name(self.place.name + protocol.OLDER))
+        with open(self.place, "ab", opener=_open_file) as file:
+            file.write(data)
+
+
+def _open_file(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+class BucketKeeper:
+    """Uploads the newest output as one object."""
+
+    seconds = _BUCKET_SECONDS
+
+    def __init__(self, url: str, name: str) -> None:
+        self.place = f"{url}/{protocol.LOGS_FOLDER}/{name}"
+        self.tail = Tail(protocol.MAX_KEPT_LOG - _NOTE_BYTES)
+        self._written = 0
+        self._url, self._name = url, name
+        self._open: Any = None
+
+    def _writer(self) -> Any:
+        if self._open is None:
+            from ddpjob_runtime.launcher.s3_reader import BucketPlace, BucketWriter, Credentials
+
+            known = os.environ.get
+            region = known("AWS_REGION", "") or known("AWS_DEFAULT_REGION", "")
+            url, field = f"{self._url}/{protocol.LOGS_FOLDER}", "storage.checkpoints"
+            place = BucketPlace.read(url, known("AWS_ENDPOINT_URL", ""), region, field)
+            self._open = BucketWriter(place, Credentials(dict(os.environ), place.region, field))
+        return self._open
+
+    def names(self) -> list[str]:
+        """Return the names of all kept logs. Raises BucketRefusal, Away."""
+        return [remote.name for remote in self._writer().objects()]
+
+    def remove(self, name: str) -> None:
+        """Remove a kept log. Raises BucketRefusal, Away."""
+        self._writer().delete(name)
+
+    def write(self) -> None:
+        """Replace the object if there is new output. Raises BucketRefusal, Away."""
+        data, dropped, added = self.tail.read(take=False)
+        if added > self._written:
+            writer = self._writer()
+            writer.close()  # A server closes a connection that was idle for a minute.
+            writer.put(self._name, _note(dropped) + data)
+            self._written = added
+
+
+def _note(missing: int) -> bytes:
+    return f"({missing} bytes are missing here)\n".encode() if missing else b""
+
+
+class KeptLog:
+    """The output of this container: passed on, and kept by a FileKeeper or a BucketKeeper."""
+
+    def __init__(self, keeper: Any, job: JobEnvironment, kept: int) -> None:
+        self._keeper, self._job, self._kept = keeper, job, kept
+        self._pipes = {1: os.pipe(), 2: os.pipe()}
+        """The pipe that replaces each of the two descriptors, as (read end, write end)."""
+        self._end = os.pipe()
+        self._rests = {1: b"", 2: b""}
+        """The incomplete last line of each stream."""
+        self._over, self._failed = threading.Event(), False
+        self._relays: list[threading.Thread] = []
+        self._thread = threading.Thread(target=self._write, name="ddpjob-log", daemon=True)
+
+    @classmethod
+    def prepare(cls) -> KeptLog | None:
+        """Create the pipes if this pod's log is to be kept.
+
+        The log of a container with a terminal is not kept, because a pipe is not a terminal.
+        """
+        job = JobEnvironment.read()
+        kept = int(job.logs_kept) if job.logs_kept.isdecimal() else 0
+        name = protocol.kept_log_name(job.pod, job.uid)
+        if not kept or protocol.read_kept_log(name) is None or os.isatty(1) or os.isatty(2):
+            return None
+        if job.checkpoint_url:
+            return cls(BucketKeeper(job.checkpoint_url, name), job, kept)
+        return cls(FileKeeper(Path(job.checkpoint_dir), name), job, kept) if job.checkpoint_dir else None
+
+    def divert(self) -> None:
+        """Make this process, the launcher, write into the pipes. Its workers inherit them."""
+        for target, (_, writer) in self._pipes.items():
+            os.dup2(writer, target)
+        for descriptor in (*self._end, *(end for pipe in self._pipes.values() for end in pipe)):
+            os.close(descriptor)
+
+    def begin(self) -> None:
+        """Pass on and keep the launcher's output, in threads.
+
+        Call this while signals are blocked. The kernel then delivers them to the main thread.
+        """
+        for target, (reader, writer) in self._pipes.items():
+            os.close(writer)
+            relay = threading.Thread(target=self._relay, args=(reader, target), name="ddpjob-output", daemon=True)
+            self._relays.append(relay)
+            relay.start()
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Pass on and write the rest. The launcher has ended, but others may hold the pipes."""
+        os.close(self._end[1])
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for relay in self._relays:
+            relay.join(max(0.0, deadline - time.monotonic()))
+        for rest in self._rests.values():
+            self._keeper.tail.add(rest)
+        self._over.set()
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _relay(self, reader: int, target: int) -> None:
+        poll = select.poll()
+        poll.register(reader, select.POLLIN)
+        poll.register(self._end[0], select.POLLIN)
+        while True:
+            if reader not in dict(poll.poll()):
+                return  # The launcher has ended, and the pipe is empty.
+            piece = os.read(reader, PIECE)
+            if not piece:
+                return
+            self._keep(target, piece)
+            _pass_on(target, piece)
+
+    def _keep(self, target: int, piece: bytes) -> None:
+        """Add whole lines, so that lines of the two streams do not break each other."""
+        lines, newline, rest = (self._rests[target] + piece).rpartition(b"\n")
+        if len(rest) > PIECE:  # a progress bar
+            lines, newline, rest = lines + newline + rest, b"", b""
+        self._rests[target] = rest
+        if lines or newline:
+            self._keeper.tail.add(lines + newline)
+
+    def _write(self) -> None:
+        self._attempt(self._prune)
+        over = False
+        while not over:
+            over = self._over.wait(self._keeper.seconds)
+            self._attempt(self._keeper.write)
+
+    def _attempt(self, act: Any) -> None:
+        try:
+            act()
+            self._failed = False
+        except Exception as error:
+            if not self._failed:
+                log(f"the log of this pod cannot be kept in {self._keeper.place}: {error}; training continues")
+            self._failed = True
+
+    def _prune(self) -> None:
+        for name in surplus(self._keeper.names(), self._job, self._kept):
+            self._keeper.remove(name)
+
+
+def surplus(names: Iterable[str], job: JobEnvironment, kept: int) -> list[str]:
+    """Return the kept logs of this pod's slot to remove, so that this pod's log makes `kept`.
+
+    Logs of an earlier job with the same name count as older.
+    """
+    found: dict[tuple[bool, int, str], list[str]] = {}
+    own = protocol.read_kept_log(protocol.kept_log_name(job.pod, job.uid))
+    for name in names:
+        log_of = protocol.read_kept_log(name)
+        match = re.fullmatch(rf"{re.escape(job.name)}-{job.index}-(\d{{1,9}})", log_of[0]) if log_of else None
+        if log_of is not None and match is not None and own is not None and log_of != own:
+            found.setdefault((log_of[1] == own[1], int(match[1]), log_of[1]), []).append(name)
+    old = sorted(found)[: max(0, len(found) - kept + 1)]
+    return [name for key in old for name in found[key]]
+
+
+def _pass_on(target: int, piece: bytes) -> None:
+    """Write to the container's output, however long that takes. If it is broken, bytes are lost."""
+    left = memoryview(piece)
+    while left:
+        try:
+            left = left[os.write(target, left) :]
+        except BlockingIOError:
+            poll = select.poll()
+            poll.register(target, select.POLLOUT)
+            poll.poll(1000)
+        except OSError:
+            return
