@@ -3,36 +3,30 @@
 Kueue grants quota through its own objects, Workloads. Their owner creates a Workload, starts when
 it is admitted, stops when it is evicted, and releases the quota. The operator is such an owner.
 
-- A Workload requests the pods of all slots and the coordinator's pod. Its name is a hash of the
-  request, so that creating it twice is harmless.
 - The job runs while one of its Workloads is admitted and holds quota for pods of this shape
-  (`_holding`). `status.queue` is the grant. Pods are built from the grant, so its size applies
-  instead of the spec's.
-- A different size needs a new Workload, which names the current Workload as its predecessor. Kueue
+  (`_holding`). `status.queue` is the grant. Pods are built from it, so its size replaces the spec's.
+- A different size needs a new Workload, which names the current one as its predecessor. Kueue
   admits it without stopping the job (Kueue calls this a "slice").
-- An elastic job starts with as many nodes as there is quota for, at least `minNodes` (Kueue calls
-  this "partial admission"). It asks for the missing pods through additional Workloads, which may
-  be admitted in part too. `status.queue.more` lists them in the order of the slots that they pay
-  for. If one is evicted, the job continues without its slots and those of later ones.
+- An elastic job starts with the pods that have quota, at least `minNodes` (Kueue's "partial
+  admission"). It asks for the others in additional Workloads. `status.queue.more` lists them in
+  the order of their slots. If one is evicted, the job continues without its slots and later ones.
 - An evicted job loses its pods first, like a suspended job. Its quota is released only after the
   pods are gone; otherwise two jobs would use it.
 
 Example of a job that is scaled from 4 nodes to 6:
 
-    Workload 1a (4 pods and the coordinator) is admitted: the job trains with 4 nodes
     nodes=6: Workload 7c (6 pods and the coordinator) replaces 1a. The job keeps 4 nodes
     Kueue admits 7c and finishes 1a: the job is resized to 6 nodes, 1a is deleted
     Kueue evicts 7c: the pods end gracefully, then 7c is released and waits in its place
 
 Example of a job with nodes=4 and elastic.minNodes=2:
 
-    Kueue admits 3 pods of Workload 1a: the job trains with slots 0 to 2, and Workload 9f asks for 1
+    Kueue admits 3 pods of Workload 1a: slots 0 to 2 train, and Workload 9f asks for 1 pod
     Kueue admits 9f: slot 3 joins
-    Kueue evicts 9f: slot 3 ends, and 9f waits again. The others continue to train
-    Kueue evicts 1a: all pods end, 9f is deleted, and 1a waits in its place
+    Kueue evicts 9f: slot 3 ends, and 9f waits again. Slots 0 to 2 continue to train
 
-The label that names the queue is read when a job begins, and while it is suspended. On a running
-job, a new label has no effect, and removing the label does not release the quota.
+The label of the queue is read when a job begins, and while it is suspended. A new or removed label
+has no effect on a running job.
 
 Why: docs/decisions/0017 and 0032.
 """
@@ -64,7 +58,7 @@ MOST_PARTS = 16
 ONE_DOMAIN = "kueue.x-k8s.io/podset-required-topology"
 """The annotation of podTemplate that requires one topology domain for all pods of a Workload."""
 _OFFSET = "kueue.x-k8s.io/pod-index-offset"
-"""The annotation that tells Kueue which slot is the first one of a Workload."""
+"""The annotation with the index of the first slot of a Workload."""
 _STAYS = "the job does not grow, because spec.podTemplate requires one topology domain for all of its pods"
 _NO_LABEL = "the job's label kueue.x-k8s.io/queue-name was removed, so the job does not request a different quota"
 
