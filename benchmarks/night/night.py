@@ -51,7 +51,7 @@ class Look:
     longest: float
     """Longest time in seconds that a job has waited although it fits."""
     fits: dict[str, str]
-    """For each job that fits, the kind of its need (Lack)."""
+    """The kind of need (Lack) of each job that fits."""
 
 
 @dataclass

@@ -224,7 +224,7 @@ class Bucket:
         """
         found = CopyManifest.read(self._get(entry.key), entry)
         if found is None:
-            raise Damaged(f"{self.url}/{entry.key} is not a checkpoint's list of files")
+            raise Damaged(f"{self.url}/{entry.key} is not a checkpoint's manifest")
         return found
 
     def fetch_file(self, manifest: CopyManifest, file: File, to: Path) -> None:

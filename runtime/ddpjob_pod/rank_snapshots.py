@@ -128,7 +128,7 @@ class RankExchange(Protocol):
 
 
 class Cost(NamedTuple):
-    """What copies cost one rank, in seconds; 0 if unknown, as at the first copy."""
+    """Cost of copies for one rank, in seconds; 0 if unknown, as at the first copy."""
 
     copy: float = 0.0
     exchange: float = 0.0
@@ -804,7 +804,7 @@ def _inventory(rank: int, content: bytes) -> tuple[list[Held], Moment | None]:
     try:
         return decode(content)
     except ValueError as error:
-        _warn(f"rank {rank} sent {error}")
+        _warn(f"rank {rank} sent a bad inventory: {error}")
         return [], None
 
 
@@ -920,7 +920,7 @@ def _read(
         if place.whole is None:
             return tensor if views else tensor.clone()
         if rebuild is None:
-            raise TypeError(f"the state has a sharded tensor at {path}, and nothing rebuilds it")
+            raise TypeError(f"the state has a sharded tensor at {path} that nothing rebuilds")
         return rebuild(path, tensor.clone(), place.whole)
 
     return put_together(skeleton, ()), owns, recent

@@ -95,7 +95,7 @@ class NoRoom(Exception):
     """The volume cannot hold two states of a part. `needed` and `room` are in bytes."""
 
     def __init__(self, needed: int, room: int) -> None:
-        super().__init__(f"two states need {needed} bytes, and there is room for {room}")
+        super().__init__(f"two states need {needed} bytes, but there is room for {room}")
         self.needed, self.room = needed, room
 
 
@@ -366,7 +366,7 @@ def decode(content: bytes) -> tuple[list[Held], Moment | None]:
     """Return the arguments of `encode`. Raises ValueError if the content is malformed."""
     held, made = [], None
     if len(content) > MOST_INVENTORY_BYTES:
-        raise ValueError(f"no inventory of snapshots: {len(content)} bytes")
+        raise ValueError(f"not an inventory of snapshots: {len(content)} bytes")
     try:
         for generation, round_, step, size, name in _HELD.iter_unpack(content):
             part, moment = name.rstrip(b"\0").decode("ascii"), Moment((generation, round_), step)
@@ -375,7 +375,7 @@ def decode(content: bytes) -> tuple[list[Held], Moment | None]:
             elif _SLOT.fullmatch(f"{part}.0"):
                 held.append(Held(part, moment, size))
             else:
-                raise ValueError(f"no part of a state: {part[:20]!r}")
+                raise ValueError(f"not a part of a state: {part[:20]!r}")
     except (struct.error, UnicodeDecodeError) as error:
-        raise ValueError(f"no inventory of snapshots: {error}") from None
+        raise ValueError(f"not an inventory of snapshots: {error}") from None
     return held, made

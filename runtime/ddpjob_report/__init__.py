@@ -194,7 +194,7 @@ def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = 
         raise ValueError(f"ddpjob_report.copy_checkpoint: path {saved} does not exist")
     if checkpoint_dir().resolve().is_relative_to(saved.resolve()):  # The next copies would include restored ones.
         raise ValueError(
-            f"ddpjob_report.copy_checkpoint: path {saved} holds all checkpoints: give one file or folder in it"
+            f"ddpjob_report.copy_checkpoint: path {saved} contains all checkpoints; pass one file or folder in it"
         )
     if copies is None:
         from ddpjob_report.copies import record

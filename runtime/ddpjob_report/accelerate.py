@@ -192,8 +192,8 @@ def _home(accelerator: Any, folder: str | Path | None) -> Path:
     check_group("Accelerate", accelerator.num_processes, remedy)
     if accelerator.project_configuration.automatic_checkpoint_naming:
         raise ValueError(
-            "ddpjob_report.accelerate: set automatic_checkpoint_naming=False in ProjectConfiguration: "
-            "with it Accelerate saves to a folder of its own choice"
+            "ddpjob_report.accelerate: set automatic_checkpoint_naming=False in ProjectConfiguration, because "
+            "otherwise Accelerate saves to a folder of its own choice"
         )
     return checkpoint_dir() if folder is None else Path(folder)
 

@@ -251,7 +251,7 @@ def _post() -> None:
 
 
 def finish(seconds: float | None) -> bool:
-    """Wait until the last copy is in the bucket, at most `seconds` (None: no limit).
+    """Wait until the last copy is in the bucket, at most `seconds` (None means no limit).
 
     Return whether it is there.
     """
@@ -333,7 +333,7 @@ def recorded(folder: Path) -> Path | None:
     except (ValueError, KeyError, TypeError):
         raise ValueError(
             f"{folder / RECORD}, which names the newest checkpoint, is damaged: to continue from one, write its name"
-            f' there as {{"name": "snapshot.pt"}}; to begin from scratch, remove the file'
+            f' there as {{"name": "snapshot.pt"}}; to start from scratch, remove the file'
         ) from None
     return path if path.exists() else None
 

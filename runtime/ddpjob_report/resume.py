@@ -65,7 +65,7 @@ def check_group(framework: str, processes: int, remedy: str) -> None:
     """
     world = os.environ.get("WORLD_SIZE", "1")
     if processes == 1 and world != "1" and JobEnvironment.read().coordinator:
-        what = f"{framework} has formed no group, and each of the job's {world} ranks would train a model of its own"
+        what = f"{framework} has formed no group, and each of the job's {world} ranks would train a separate model"
         raise Refusal(f"ddpjob_report: {what}: {remedy}")
 
 

@@ -84,14 +84,14 @@ class Snapshots:
         if not objects or not job.may_have_snapshots or not (job.snapshot_folder or stop.torch_distributed()):
             return
         if Snapshots._current is not None and Snapshots._current() is not None:
-            what = "there is one already, and both would write to the same memory"
-            raise RuntimeError(f"ddpjob_report.Snapshots: {what}; give all objects to one")
+            what = "one exists already, and both would write to the same memory"
+            raise RuntimeError(f"ddpjob_report.Snapshots: {what}; pass all objects to one")
         if job.snapshot_folder:
             self._refuse_shards()
         self._exchange = current_exchange()
         given = {names.decode() for names in self._exchange.gather_bytes(", ".join(sorted(objects)).encode())}
         if len(given) > 1:
-            what = f"the ranks must give the same names, and they give {' or '.join(sorted(given))}"
+            what = f"the ranks must give the same names, but they give {' or '.join(sorted(given))}"
             raise ValueError(f"ddpjob_report.Snapshots: {what}; keep the others in your own checkpoint")
         snapshots = open_memory(job, self._exchange)
         found = snapshots.restore(views=True)
@@ -218,7 +218,7 @@ class Snapshots:
         for name, thing in self._objects.items():
             remedy = "give the same objects as before the restart, or set recovery.snapshots: none"
             if name not in states:
-                what = f"memory has the state of {', '.join(sorted(states))}, and not of {name}"
+                what = f"memory has the state of {', '.join(sorted(states))}, but not of {name}"
                 raise ValueError(f"ddpjob_report.Snapshots: {what}; {remedy}")
             try:
                 bare(thing).load_state_dict(_for_loading(bare(thing), states[name]))
@@ -235,7 +235,7 @@ class Snapshots:
         for name, thing in self._objects.items():
             if sharding := sharding_of(thing):
                 what = f"{name} is sharded over the ranks ({sharding}), and only whole states are kept"
-                raise TypeError(f"ddpjob_report.Snapshots: {what}; save it by torch.distributed.checkpoint instead")
+                raise TypeError(f"ddpjob_report.Snapshots: {what}; save it with torch.distributed.checkpoint instead")
 
 
 def open_memory(job: JobEnvironment, exchange: TorchExchange, *, together: bool = False) -> RankSnapshots:
@@ -302,12 +302,12 @@ def set_generators(states: dict[str, Any]) -> None:
 def _check(unnamed: tuple[Any, ...], objects: dict[str, Any]) -> None:
     """Reject objects without a name, and objects without a state dict. Raises TypeError."""
     if unnamed or not objects:
-        what = "name what it keeps: Snapshots(model=model, optimizer=optimizer)"
+        what = "pass what it keeps, as in Snapshots(model=model, optimizer=optimizer)"
         raise TypeError(f"ddpjob_report.Snapshots: {what}")
     for name, thing in objects.items():
         if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
             what = f"{name} needs state_dict() and load_state_dict(), and a {type(thing).__name__} lacks them"
-            remedy = "skip the first batches yourself, or take torchdata's StatefulDataLoader"
+            remedy = "skip the first batches yourself, or use torchdata's StatefulDataLoader"
             is_loader = hasattr(thing, "batch_sampler")
             raise TypeError(f"ddpjob_report.Snapshots: {what}; {remedy if is_loader else 'leave it out'}")
 

@@ -97,7 +97,7 @@ def _listen() -> None:
         if not _State.warned:
             _State.warned = True
             sys.stderr.write(
-                "ddpjob_report: SIGTERM ends this process unsaved: call should_stop() in the main thread\n"
+                "ddpjob_report: SIGTERM ends this process without saving; call should_stop() in the main thread\n"
             )
         return
     _State.flag.listen()

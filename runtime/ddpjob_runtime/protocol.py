@@ -1,4 +1,4 @@
-"""What the coordinator, launchers and operator share: words, numbers, lines and the report.
+"""Words, numbers, lines and the report that the coordinator, launchers and operator share.
 
 docs/protocol.md describes how they are used. This module needs only the standard library of Python
 3.9 or later, because it runs in users' images.
@@ -68,7 +68,7 @@ class Hangs(Word):
 
 
 class WaitKind(Word):
-    """What a worker waits for, as far as the kernel shows it."""
+    """The reason why a worker waits, as far as the kernel shows it."""
 
     STOPPED = "stopped"
     TRACED = "traced"
@@ -856,7 +856,7 @@ class Recovery(Record):
 
 @dataclass(frozen=True)
 class RankLook(Record):
-    """What one rank did between two looks, and where it is.
+    """The activity of one rank between two looks, and its position.
 
     `digest` is a hash of the whole stack, of which `text` is a part. In the `seconds` since the
     last look, the worker's session used `cpu` seconds of a processor and transferred `bytes`

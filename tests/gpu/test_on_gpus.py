@@ -317,7 +317,7 @@ def test_the_times_of_a_step_are_those_of_the_device(tmp_path: Path, figure: Fig
 
 
 @two_devices
-def test_a_late_rank_is_told_from_those_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_rank_is_distinguished_from_waiting_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1's model is slow on the host, and rank 0 waits for it on the device."""
     (tmp_path / "late.py").write_text(
         "import os, time\n"

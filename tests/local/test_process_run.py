@@ -318,7 +318,7 @@ def test_a_terminal_that_closes_behind_another_signal_leaves_the_time_to_save(ma
     assert (machine.folder / "saved").exists(), run.everything()
 
 
-def test_a_request_that_is_not_done_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_is_not_carried_out_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the commands printed `scaled to 3 nodes` on a machine with one GPU, and `resumed`
     for a job that was ending.
     """

@@ -95,7 +95,7 @@ HOSTILE = {
     "file and folder": [member("a", b"1"), member("a/b", b"2")],
     "folder and file": [member("a/b", b"1"), member("a", b"2")],
     "the marker": [member(".ddpjob-code-0", b"1")],
-    "a path of Windows": [member("C:\\a", b"1")],
+    "a Windows path": [member("C:\\a", b"1")],
     "a control character": [member("a\nb", b"1")],
     "a name that is too long": [member("x" * 300, b"1")],
 }

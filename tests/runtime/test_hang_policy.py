@@ -179,7 +179,7 @@ def test_short_pauses_end_nothing(begins: float, seconds: float) -> None:
 def test_ranks_that_are_stopped_by_a_signal_are_reported_and_not_ended() -> None:
     group = Group(between(0, 40, {**NO_STACK, **waits("stopped")}, WORKS), WAITS)
     group.pass_time(21)
-    assert "rank 0 in no Python frame (a process of it is stopped" in group.world.report()["overdue"]["where"]
+    assert "rank 0 in no Python frame (one of its processes is stopped" in group.world.report()["overdue"]["where"]
     group.pass_time(40)
     assert group.world.report()["overdue"] is None and group.world.report()["state"] == "Running"
 

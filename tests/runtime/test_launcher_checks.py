@@ -84,7 +84,7 @@ def test_arguments_of_a_script_are_not_taken_for_options_of_torchrun(option: str
     assert parsed.module == (len(program) == 2)
 
 
-def test_a_refused_option_is_named_without_the_other_arguments() -> None:
+def test_a_refused_option_is_reported_without_the_other_arguments() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rdzv-conf")
     parser.add_argument("program", nargs="*")

@@ -71,6 +71,14 @@ def test_randaugment_is_as_strong_as_timms() -> None:
         assert float(found) == pytest.approx(abs(angle(level, {})[0]))
 
 
+@pytest.mark.parametrize("flag", ["bucket_cap_mb", "static_graph"])
+def test_an_option_that_ddp_leaves_alone_is_not_said_to_be_set(flag: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"'{flag}': there is no key for it; strategy=ddp leaves it at torch's default"
+    ):
+        config.load(None, [f"{flag}=50"])
+
+
 @pytest.mark.parametrize("flag", sorted(set(FLAGS) - OF_LAUNCHERS))
 def test_a_flag_of_theirs_is_answered(flag: str) -> None:
     """A flag has an entry of its own, or is the last part of a key's name."""

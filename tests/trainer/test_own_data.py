@@ -334,7 +334,7 @@ def test_scores_and_targets_of_one_value_are_not_broadcast() -> None:
     assert float(loss.sum(scores[:0], Batch(scores[:0], targets[:0]))) == 0
 
 
-def test_bce_of_classes_and_what_cannot_be_read() -> None:
+def test_bce_of_classes_with_unreadable_samples() -> None:
     scores, loss = torch.randn(3, 4), Loss(OptimConfig(loss="bce"))
     whole = loss.sum(scores, Batch(scores, torch.tensor([1, 3, -100]), unreadable=1))
     shares = torch.tensor([[0.0, 1, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]])
@@ -343,7 +343,7 @@ def test_bce_of_classes_and_what_cannot_be_read() -> None:
     assert loss.sum(scores, Batch(scores, shares)) > whole, "without any label, a sample still counts"
 
 
-def test_a_sample_draws_alike_in_each_process_and_nobody_else_notices() -> None:
+def test_a_samples_random_numbers_are_the_same_in_each_process_and_isolated() -> None:
     state = torch.get_rng_state(), random.getstate()
     data = [open_data(DataConfig(name="somebodys_data:noisy", workers=workers)) for workers in (0, 1)]
     assert torch.equal(state[0], torch.get_rng_state()) and state[1] == random.getstate()
@@ -395,13 +395,13 @@ def test_ragged_targets_and_objects_are_not_in_the_fingerprint() -> None:
     assert first.fingerprint() == again.fingerprint()
 
 
-def test_a_mistake_that_a_worker_meets_is_named_as_one_in_this_process_is() -> None:
+def test_a_mistake_in_a_worker_is_reported_as_in_this_process() -> None:
     data = open_data(DataConfig(name="somebodys_data:strange", workers=1))
     with pytest.raises(ConfigError, match=r"^data.name=somebodys_data:strange: the target of a sample of train is obj"):
         next(data.train_batches([[3, 70]], 0))
 
 
-def test_ranks_with_other_data_are_refused(tmp_path: Path) -> None:
+def test_ranks_with_different_data_are_refused(tmp_path: Path) -> None:
     def change(rank: int) -> None:
         import somebodys_data
 
@@ -435,12 +435,12 @@ def test_ranks_with_other_data_are_refused(tmp_path: Path) -> None:
         ("somebodys_data:endless", r"train is a .*iterator; provide a torch Dataset with __len__ and __getitem__"),
     ],
 )
-def test_mistakes_in_data_are_named_before_training(name: str, message: str) -> None:
+def test_mistakes_in_data_are_reported_before_training(name: str, message: str) -> None:
     with pytest.raises(TrainerError, match=message):
         open_data(DataConfig(name=name))
 
 
-def test_a_sample_of_another_shape_is_named() -> None:
+def test_a_sample_of_a_different_shape_is_reported() -> None:
     data = open_data(DataConfig(name="somebodys_data:growing", workers=0))
     with pytest.raises(DataError, match=r"the input of train\[60\] is torch.float32 of shape \(5,\), .*pad or crop"):
         next(data.train_batches([[3, 60]], 0))
@@ -470,7 +470,7 @@ def test_a_sample_of_another_shape_is_named() -> None:
         ([REGRESSION, "optim.loss=bce"], r"optim.loss=bce: a target is .*; use probabilities from 0 to 1"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_together_is_refused(keys: list[str], message: str, tmp_path: Path) -> None:
+def test_contradictory_options_are_refused(keys: list[str], message: str, tmp_path: Path) -> None:
     from ddpjob_trainer import train
 
     model = [] if REGRESSION in keys else ["model.name=small_cnn"]

@@ -232,8 +232,8 @@ def test_any_other_missing_value_is_reported(name: str) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ("metrics.port=8080", "metrics.port: 8080 is healthPort, too"),
-        ("healthPort=9090", "metrics.port: 9090 is healthPort, too"),
+        ("metrics.port=8080", "metrics.port: 8080 is also healthPort"),
+        ("healthPort=9090", "metrics.port: 9090 is also healthPort"),
         ("metrics.port=0,metrics.rules.enabled=true", "metrics.rules.enabled: metrics.port is 0"),
         (
             "networkPolicy.enabled=true,metrics.serviceMonitor.enabled=true",
@@ -293,7 +293,7 @@ def test_values_too_large_for_the_operators_environment_are_reported(values: Any
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(subprocess.CalledProcessError) as refused:
         template("--set", "key.existingSecret=given", "--values", str(tmp_path / "values.yaml"))
-    assert f"{name}: 1" in refused.value.stderr and "takes at most 100000" in refused.value.stderr
+    assert f"{name}: 1" in refused.value.stderr and "accepts at most 100000" in refused.value.stderr
 
 
 @needs_helm
@@ -649,7 +649,7 @@ def test_a_spread_constraint_replaces_the_default_and_selects_the_operator(tmp_p
         ("extraVolumeMounts", [{"name": "ca", "mountPath": "ca"}], "/extraVolumeMounts/0/mountPath"),
     ],
 )
-def test_a_value_of_pods_with_a_slip_is_named(value: str, given: Any, words: str) -> None:
+def test_a_mistake_in_a_value_of_pods_is_reported(value: str, given: Any, words: str) -> None:
     with pytest.raises(subprocess.CalledProcessError) as refused:
         template("--set", "key.existingSecret=given", "--set-json", f"{value}={json.dumps(given)}")
     assert words in refused.value.stderr

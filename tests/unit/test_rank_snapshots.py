@@ -569,7 +569,7 @@ def test_a_sharded_state_ends_where_a_neighbours_part_has_no_room(
 
 
 @pytest.mark.parametrize("fault", ["missing", "a file", "none"])
-def test_training_goes_on_without_a_usable_volume(
+def test_training_continues_without_a_usable_volume(
     fault: str, nodes: Callable[[int], Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = {"missing": nodes(0) / "missing", "a file": nodes(0) / "file", "none": None}[fault]

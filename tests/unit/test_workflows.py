@@ -229,7 +229,7 @@ def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", *settings, *words], cwd=folder, check=True, capture_output=True)
 
 
-def test_a_tag_beside_main_is_not_released(tmp_path: Path) -> None:
+def test_a_tag_outside_main_is_not_released(tmp_path: Path) -> None:
     origin, checkout = tmp_path / "origin", tmp_path / "checkout"
     origin.mkdir()
     git(origin, "init")

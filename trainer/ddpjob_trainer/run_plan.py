@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from ddpjob_trainer.checkpoints.snapshot import Snapshot
 from ddpjob_trainer.config.config import Config
-from ddpjob_trainer.config.sections import Metric, StrategyName
+from ddpjob_trainer.config.sections import AmpDtype, AmpLevel, Metric, StrategyName
+from ddpjob_trainer.config.strategy_limits import INTEGERS
 from ddpjob_trainer.data import mixup
 from ddpjob_trainer.data.dataset import DataSet, Targets
 from ddpjob_trainer.data.sampler import Dealing, Dividing, SamplerState, steps_per_epoch
@@ -85,8 +87,8 @@ def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
             f"data.mixup={keys.mixup}: blends inputs, but the inputs {inputs} are integers; leave it out",
         ),
         (
-            data.whole_numbers and config.strategy in (StrategyName.PIPELINE, StrategyName.DDP_MP),
-            f"strategy={config.strategy.value}: needs a model with float inputs, but the inputs {inputs} are"
+            data.whole_numbers and config.strategy in INTEGERS.reasons,
+            f"strategy={config.strategy.value}: {INTEGERS.reasons.get(config.strategy)}, but the inputs {inputs} are"
             " integers; set strategy=ddp or fsdp",
         ),
     )
@@ -268,6 +270,12 @@ def note_choices(
         ranks = ", ".join(map(str, float32_for[:8])) + ", ..." * (len(float32_for) > 8)
         notes.append(
             f"computing in float32 on all ranks, since the devices of rank(s) {ranks} have no bfloat16 (amp.level=auto)"
+        )
+    given = config.amp.level is AmpLevel.AUTO and config.amp.dtype is not AmpDtype.AUTO
+    if given and strategy.precision.dtype is torch.float32 and not float32_for:
+        notes.append(
+            f"amp.dtype={config.amp.dtype.value}: has no effect on this device with amp.level=auto; set amp.level=O1"
+            " to compute in it"
         )
     if strategy.depths is not None:
         notes.append(describe_shares(strategy.depths, config.optim.layer_decay))

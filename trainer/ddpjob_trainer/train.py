@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import tee
+from typing import Any
 
 import torch
 from ddpjob_pod import late_dynamo
@@ -25,7 +26,7 @@ from ddpjob_trainer.data import mixup
 from ddpjob_trainer.data.augment import build_erasers
 from ddpjob_trainer.data.catalog import open_data
 from ddpjob_trainer.data.corrupt import CorruptCount, check_test_images
-from ddpjob_trainer.data.dataset import Batch, DataSet
+from ddpjob_trainer.data.dataset import Batch, DataSet, describe
 from ddpjob_trainer.data.sampler import Dividing, ElasticSampler, Micro, SamplerState, Step
 from ddpjob_trainer.distributed import devices
 from ddpjob_trainer.distributed.init_method import join_group
@@ -116,7 +117,7 @@ class Trainer:
         """`flops` is per sample, and `fingerprint` is the data's; 0 means unknown."""
         self.config, self.group, self.device = config, group, device
         self.data, self.checkpoints = data, checkpoints
-        self._fingerprint, self._other_data = fingerprint, False
+        self._fingerprint, self._other_data, self._changed = fingerprint, False, ""
         claim = agree_on_incarnation(group)
         checkpoints.claim(claim)
 
@@ -126,6 +127,7 @@ class Trainer:
         model = build_model(config.model, data.shape, data.classes, config.data.seed, device)
         if is_own(config.model):  # It may draw from generators that have not been seeded.
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
+        parameters = sum(weight.numel() for weight in model.parameters())
         self._erasers = build_erasers(config.data, data.shape)
         tied = is_tied_to_micro_batches(model)
         with run_plan.explain_sizes(config, data):
@@ -150,7 +152,13 @@ class Trainer:
         self.ledger = Ledger(config.run_dir, group, claim, wanted=config.train.ledger)
         ahead = Plan(config.train.epochs, self._steps_left, data.train_size, claim.round)
         self.reporter = Reporter(
-            ahead, config, group, writes=checkpoints.writes, class_names=data.class_names, device=device.type
+            ahead,
+            config,
+            group,
+            writes=checkpoints.writes,
+            class_names=data.class_names,
+            device=device.type,
+            model=f"{config.model.name} with {parameters:,} parameters",
         )
         if (copies := checkpoints.copies) is not None:
             copies.on_copied = lambda: self.reporter.post_copies(copies.figures())
@@ -381,7 +389,8 @@ class Trainer:
         # After a resume within the next epoch with a different train.eval_every, the weights are no
         # longer those at the end of the last complete epoch.
         passed = self.sampler.state.consumed > 0 and complete < epochs
-        due = (complete % self.config.train.eval_every == 0 and not passed) or complete == epochs
+        every = self.config.train.eval_every
+        due = every > 0 and ((complete % every == 0 and not passed) or complete == epochs)
         if complete == 0 or complete <= self.epochs_evaluated or not due:
             return False
         strategy = self.strategy
@@ -444,8 +453,17 @@ class Trainer:
             "epochs_evaluated": self.epochs_evaluated,
             "micro_batches": self.division.micro_batches,
             **self.strategy.state(),
-            "config": self.config.flat(),
+            "config": self._recorded,
+            "data": describe(self.data),
         }
+
+    @property
+    def _recorded(self) -> dict[str, Any]:
+        """The configuration as checkpoints hold it, with the shape and classes that the data has.
+
+        Other data sets than synthetic ignore the keys of that name.
+        """
+        return {**self.config.flat(), "data.shape": list(self.data.shape), "data.classes": self.data.classes}
 
     def resume(self) -> None:
         """Continue from the newest state in the nodes' memory or checkpoint, if there is one.
@@ -465,7 +483,9 @@ class Trainer:
             self.division.check_smallest_micro_batch(self.sampler.state)
             self._load_weights()
             return
-        compatibility.check_resume(snapshot, self.strategy.state()["model"], self.config.flat(), self.checkpoints.path)
+        now = self._recorded
+        compatibility.check_resume(snapshot, self.strategy.state()["model"], now, self.checkpoints.path)
+        self._changed = compatibility.describe_changes(snapshot["config"], now)
         try:
             self.strategy.load(snapshot)
         except (RuntimeError, ValueError, KeyError) as error:
@@ -501,7 +521,9 @@ class Trainer:
         return self.division.steps_left(self.sampler.state)
 
     def _list_notes(self) -> list[str]:
-        changed = [run_plan.note_changed_data(self.sampler.state.epoch + 1)] if self._other_data else []
+        changed = [f"changed since the checkpoint: {self._changed}"] if self._changed else []
+        if self._other_data:
+            changed.append(run_plan.note_changed_data(self.sampler.state.epoch + 1))
         steps = range(self.step + 1, self.step + 1 + self._steps_left)
         return changed + run_plan.note_choices(
             self.config, self.strategy, self._float32_for, steps, self._peaks, self._flops

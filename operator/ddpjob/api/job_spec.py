@@ -54,7 +54,7 @@ class WhenDeleted(StrEnum):
 
 
 class SlowRanks(StrEnum):
-    """What is done about a clearly slow rank."""
+    """The reaction to a clearly slow rank."""
 
     MOVE = "Move"
     REPORT = "Report"
@@ -303,7 +303,7 @@ class Recovery:
     """auto, none, or the number of steps between two copies."""
     hangs: Hangs
     hang_after_seconds: int | None = None
-    """None: only a proven hang is ended."""
+    """None means that only a proven hang is ended."""
     slow_ranks: SlowRanks
 
     @property
@@ -329,11 +329,11 @@ class Scheduling:
     one_pod_per_node: bool
     topology_key: str
     same_topology: str | None = None
-    """Label whose value must be the same on the Kubernetes nodes of all node pods; None: no such
-    constraint."""
+    """Label whose value must be the same on the Kubernetes nodes of all node pods; None if their
+    values may differ."""
     disruption_budget: bool
     gang: bool | None = None
-    """None: use a gang if the cluster supports gangs."""
+    """None means that a gang is used if the cluster supports gangs."""
 
     @property
     def by_volcano(self) -> bool:
@@ -379,10 +379,10 @@ class JobSpec:
 
     __pydantic_config__ = CONFIG
     managed_by: str | None = None
-    """The controller that runs the job; None: this operator."""
+    """The controller that runs the job; None means this operator."""
     class_name: str = ""
     image: str = ""
-    """Empty: the image comes from a class that the job has not taken yet."""
+    """Empty if the image comes from a class that the job has not taken yet."""
     image_pull_policy: str | None = None
     image_pull_secrets: tuple[Annotated[str, BeforeValidator(_name_of)], ...] = ()
     script: str | None = None

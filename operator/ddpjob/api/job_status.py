@@ -394,12 +394,12 @@ class JobStatus:
     round: _Number = 0
     rendezvous: RendezvousStatus = field(default_factory=RendezvousStatus)
     gang: Annotated[GangStatus | None, _OMIT_EMPTY] = None
-    """None: the generation's pods are scheduled one by one."""
+    """None if the generation's pods are scheduled one by one."""
     queue: Annotated[QueueStatus | None, _OMIT_EMPTY] = None
-    """None: the job has no quota, because it is not in a queue or is still waiting in one."""
+    """None if the job has no quota, because it is not in a queue or is still waiting in one."""
     job_class: Annotated[JobClass | None, _OMIT_EMPTY] = None
-    """The class as it was when the job started or was last resumed; None: no class has been
-    taken."""
+    """The class as it was when the job started or was last resumed; None if the job has not taken
+    a class."""
     active: Annotated[_Number, _below("nodes", "active")] = 0
     """Number of pods that exist and have not ended, spares excluded."""
     ready: Annotated[_Number, _below("nodes", "ready")] = 0
@@ -418,7 +418,7 @@ class JobStatus:
     gpu_seconds: Annotated[_Seconds, _OMIT_EMPTY] = 0
     """GPU seconds of all pods since the job began, up to `gpu_use.since`; see core/status."""
     gpu_use: Annotated[GpuUse | None, _OMIT_EMPTY] = None
-    """None: the job's pods hold no GPUs."""
+    """None if the job's pods hold no GPUs."""
     progress: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
     own_folder: Annotated[bool, _OMIT_EMPTY] = False
     """Whether the job began under an operator that gives each job a checkpoint folder."""

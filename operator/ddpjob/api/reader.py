@@ -133,7 +133,7 @@ def read_manifests(source: Path | str, label: str = "the manifest") -> list[Mani
 def _read_file(path: Path) -> str:
     try:
         if path.is_dir():
-            raise _error(path, "is a folder; name a file")
+            raise _error(path, "is a folder; specify a file")
         if path.is_file() and path.stat().st_size > MAX_BYTES:
             raise _error(path, f"is larger than {MAX_BYTES // 1024**2} MiB, the API server's limit")
         return path.read_text(encoding="utf-8-sig")

@@ -44,7 +44,7 @@ _FILTER_CHARACTERS = 40
 
 
 class JobList:
-    """What the list shows and where its cursor is."""
+    """The content of the list and the position of its cursor."""
 
     def __init__(self) -> None:
         self.selected = self.filter = ""

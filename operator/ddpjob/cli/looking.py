@@ -42,7 +42,7 @@ class _Output(click.Choice[str]):
 @click.argument("job", required=False, shell_complete=complete_job, callback=bare)
 @click.option("-o", "--output", type=_Output(), default="table")
 @click.option("-w", "--watch", is_flag=True, help="Print a line for each change, until Ctrl-C.")
-@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="List jobs of all namespaces of the cluster.")
+@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="List jobs in all namespaces of the cluster.")
 @in_place
 def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, everywhere: bool) -> None:
     """List jobs, the newest last, or print one job.
@@ -53,7 +53,7 @@ def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, 
              ddpjob get first -o jsonpath='{.status.phase}'
     """
     if everywhere and job is not None:
-        raise click.UsageError("-A lists jobs; name the job's namespace with -n")
+        raise click.UsageError("-A lists jobs; specify the job's namespace with -n")
     backend = place.backend(everywhere=everywhere)
     backend.whole = output in ("json", "yaml") or isinstance(output, PathTemplate)
     bodies = [backend.job(job)] if job is not None else backend.jobs()
@@ -123,7 +123,7 @@ def top(backend: Backend, job: str | None, once: bool, interval: float) -> None:
 
 
 @root.command()
-@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Show jobs of all namespaces of the cluster.")
+@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Show jobs in all namespaces of the cluster.")
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
 @click.option(
     "--port",
@@ -138,7 +138,7 @@ def dashboard(place: Place, everywhere: bool, host: str, port: int, folder: Path
     """Serve a dashboard for the browser until Ctrl-C.
 
     It shows all jobs live, each with its restarts, curves, pods, events and logs. It is read-only
-    and uses your rights. The printed address contains a token of this session, and anyone who has
+    and uses your rights. The printed address contains a token for this session, and anyone who has
     it can see what you can see. From another machine, use `ssh -L 8300:127.0.0.1:8300`, because the
     connection itself is not encrypted.
 
@@ -165,7 +165,7 @@ def dashboard(place: Place, everywhere: bool, host: str, port: int, folder: Path
 @click.option("--by", type=click.Choice(AXES), help="Horizontal axis. Default for several jobs: step.")
 @with_backend
 def plot(backend: Backend, jobs: tuple[str, ...], output: Path | None, by: str | None) -> None:
-    """Draw the curves of a job across its restarts, or of several jobs over each other.
+    """Draw the curves of a job across its restarts, or of several jobs in one chart.
 
     The numbers come from run/metrics.jsonl in the checkpoint folder, which the built-in trainer and
     ddpjob_report.report with a `step` write. On this machine they can be drawn at any time, and on

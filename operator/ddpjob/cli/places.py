@@ -65,7 +65,7 @@ _OPTIONS = (
     click.option("-n", "--namespace", metavar="NAMESPACE", help="Namespace on the cluster; default: the context's."),
     click.option("--context", metavar="CONTEXT", help="Context of the kubeconfig."),
     click.option("--kubeconfig", metavar="FILE", help="Default: $KUBECONFIG, else ~/.kube/config."),
-    click.option("--local/--cluster", "local", default=None, help="Use jobs of this machine, or of the cluster."),
+    click.option("--local/--cluster", "local", default=None, help="Use jobs on this machine or on the cluster."),
 )
 
 

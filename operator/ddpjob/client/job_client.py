@@ -222,7 +222,7 @@ class Client:
         """Create a job that runs a function, a script, a folder with a script, or a module.
 
         `program`: the program to run. A function is sent as source code, so it must import and
-        define everything that it uses. A script or folder of this machine is also sent to a
+        define everything that it uses. A script or folder on this machine is also sent to a
         cluster; a folder of more than 1 MiB is uploaded to a bucket. A job of this machine runs it
         in place. Any other absolute path is a file in the image, and any other text is a module's
         name.
@@ -393,7 +393,9 @@ class Client:
         curve = MetricCurve(metric, [(row["step"], row[metric]) for row in rows if metric in row], series.starts[1:])
         if len(curve.points) < 2:
             known = sorted({column for row in rows for column in row} - {"step"})
-            raise Mistake(f"{name} has no {metric} of two steps yet; its metrics are {', '.join(known) or 'empty'}")
+            raise Mistake(
+                f"{name} has fewer than two values of {metric} so far; its metrics are {', '.join(known) or 'empty'}"
+            )
         if output is not None:
             Path(output).write_text(curve._repr_svg_(), encoding="utf-8")
         return curve

@@ -75,7 +75,7 @@ def _in_a_new_folder(manifest: Json, uid: str) -> tuple[Json, str]:
                 "--fresh: the checkpoint folder is set by the job's class or podTemplate, and not by "
                 "storage.checkpoints; submit the job under a different name"
             )
-        return manifest, "it starts from scratch, because its checkpoints ended with its pods"
+        return manifest, "it starts from scratch, because its checkpoints were lost with its pods"
     if checkpoints.get("readOnly"):
         raise Mistake("--fresh: storage.checkpoints.readOnly is set, so the job writes no checkpoints; leave it out")
     if url := checkpoints.get("url"):
@@ -86,7 +86,7 @@ def _in_a_new_folder(manifest: Json, uid: str) -> tuple[Json, str]:
     new = {**manifest, "spec": {**spec, "storage": {**storage, "checkpoints": {**checkpoints, field: value}}}}
     if faults := validate(new):
         raise Mistake("\n".join(f"--fresh: {fault}" for fault in faults))
-    return new, f"it starts from scratch: storage.checkpoints.{field} is now {value}, and the old checkpoints stay"
+    return new, f"it starts from scratch: storage.checkpoints.{field} is now {value}, and the old checkpoints are kept"
 
 
 def _mounts(spec: Json) -> list[str]:

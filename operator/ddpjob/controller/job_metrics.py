@@ -326,13 +326,13 @@ _TEXTS = {
     "ddpjob_job_gpu_seconds":
         "GPU seconds of a job since it began (status.gpuSeconds), written at least every ten minutes",
     "ddpjob_job_gpus": "GPUs that a job's pods hold, spares included; no sample without GPUs",
-    "ddpjob_job_repeated_steps": "Complete steps that were taken again after restarts of a job, as far as known",
+    "ddpjob_job_repeated_steps": "Complete steps that were repeated after restarts of a job, as far as known",
     "ddpjob_job_repeated_seconds": "Time in which a job repeated steps after restarts, as far as known",
     "ddpjob_job_unknown_repeats": "Restarts of a job with an unknown number of repeated steps",
     "ddpjob_job_snapshots_refused":
-        "1 while the states of the training do not fit into the pods' memory (condition SnapshotsHeld), else 0",
+        "1 while the training states do not fit into the pods' memory (condition SnapshotsHeld), else 0",
     "ddpjob_job_slow_rank":
-        "1 while a clearly slow rank stays in its place (condition RanksKeepPace), else 0",
+        "1 while a clearly slow rank is not moved (condition RanksKeepPace), else 0",
     "ddpjob_train_checkpoint_timestamp_seconds": "Unix time at which the newest checkpoint was on disk, as reported",
     "ddpjob_train_copy_timestamp_seconds":
         "Unix time at which the newest checkpoint in the bucket was saved, as reported",

@@ -112,10 +112,10 @@ def _change(view: View) -> tuple[Cause, str]:
     """Return why a job that has not been suspended needs different pods."""
     template, _, rest = view.status.template_hash.partition("-")
     if template != view.job.spec.template_hash:
-        return Cause.SPEC_CHANGED, "the part of the spec that pods are made from has changed"
+        return Cause.SPEC_CHANGED, "spec fields that pods are built from have changed"
     if rest.partition("-")[0] != view.world.key_mark:
         return Cause.KEY_CHANGED, "the operator's key has changed, and with it the token that the job's pods share"
-    return Cause.RUNTIME_CHANGED, "the upgraded operator cannot work with the runtime in the job's present pods"
+    return Cause.RUNTIME_CHANGED, "the upgraded operator cannot work with the runtime in the job's current pods"
 
 
 def _resize(view: View) -> tuple[JobStatus, list[Event]]:
@@ -163,7 +163,7 @@ def _new_size(view: View) -> str:
         return f"spec.spares changed from {len(view.status.slots) - before} to {spec.spares}"
     asked = view.job.written.get("nodes", spec.nodes)
     if asked > spec.nodes:
-        return f"spec.nodes changed from {before} to {asked}, of which class {spec.class_name} allows {spec.nodes}"
+        return f"spec.nodes changed from {before} to {asked}, but class {spec.class_name} allows only {spec.nodes}"
     return f"spec.nodes changed from {before} to {spec.nodes}"
 
 

@@ -180,7 +180,7 @@ def _deadline_exceeded(job: DDPJob) -> Failure:
     known = (job.status.condition(kind) for kind in (ConditionType.SCHEDULED, ConditionType.RUNNING))
     missing = next((c for c in known if c is not None and not c.status), None)
     if missing is not None:
-        message += f"; at the deadline: {missing.reason}: {missing.message}"
+        message += f"; at the deadline, {missing.reason}: {missing.message}"
     return Failure("DeadlineExceeded", message)
 
 

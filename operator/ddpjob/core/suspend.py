@@ -72,7 +72,7 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
         said = "pods are deleted, checkpoints are kept" if had_pods else "no pods are created"
         events = [Event(False, reason, f"runPolicy.suspend is true: {said}")] if fresh else []
     message = (
-        f"{count(len(leaving), 'pod')} still there: {deletion_refused(view.world)}"
+        f"{count(len(leaving), 'pod')} not deleted yet: {deletion_refused(view.world)}"
         if leaving and view.world.deletion_refused
         else f"{count(len(leaving), 'pod')} still terminating{_overdue(leaving, now)}"
         if leaving
@@ -137,4 +137,4 @@ def _overdue(leaving: list[PodView], now: datetime) -> str:
     if pod is None:
         return ""
     host = f", or its Kubernetes node {pod.host} is unreachable" if pod.host else ""
-    return f"; pod {pod.name} should have ended by {format_time(pod.deleted_at)}: a finalizer holds it{host}"
+    return f"; pod {pod.name} should have ended by {format_time(pod.deleted_at)}, but a finalizer holds it{host}"

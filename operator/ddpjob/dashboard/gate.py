@@ -139,7 +139,7 @@ class OneSession:
         if given is None and self._is_token(request.cookies.get(cookie, "")):
             return self._view
         raise AccessRefused(
-            401, "Open the address that `ddpjob dashboard` printed", "It holds a token of this session."
+            401, "Open the address that `ddpjob dashboard` printed", "It contains a token for this session."
         )
 
     def _is_token(self, given: str) -> bool:

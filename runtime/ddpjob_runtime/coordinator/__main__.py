@@ -56,7 +56,7 @@ async def _host_store(server: Server, host: str, port: int) -> int:
         log(why)
         write_termination_log(IncidentKind.INIT_FAILURE, why)
         return code
-    log(f"the store ended with exit code {code}, and this coordinator with it")
+    log(f"the store ended with exit code {code}, so this coordinator ends")
     return 1
 
 

@@ -308,7 +308,7 @@ class Coordinator:
         places = {pod: place for place, pod in enumerate(pods)}
         if len(places) < len(pods):
             twice = next(pod for place, pod in enumerate(pods) if places[pod] != place)
-            raise ValueError(f"pods: {twice!r:.80} is named twice")
+            raise ValueError(f"pods: {twice!r:.80} is listed twice")
         if self.rounds.reorder(RankOrder(bool(places), places)):
             self._bump()
             self._advance()

@@ -1,4 +1,4 @@
-"""What is known so far about why a round broke, while reports are still arriving.
+"""The evidence so far about why a round broke, while reports are still arriving.
 
 The verdict is the first of these that exists:
 

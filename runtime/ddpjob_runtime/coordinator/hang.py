@@ -99,7 +99,7 @@ class HangWatch:
         self.since: float | None = None
         """When the last step was made, or the round began to run; None while no round runs."""
         self.activity = TRAINING
-        """What the script reports doing between steps, such as evaluating."""
+        """The script's reported activity between steps, such as evaluating."""
         self._in_round = 0
         self._suspicion: Suspicion | None = None
 
@@ -215,7 +215,7 @@ class HangDump:
     def __init__(self, loop: Loop, done: Callable[[], None], stacks: Stacks | None = None) -> None:
         self._loop, self._done = loop, done
         self.stacks = Stacks({}, {}) if stacks is None else stacks
-        self._idle: dict[int, bool | None] = {}  # rank -> whether it has not moved; None: unknown
+        self._idle: dict[int, bool | None] = {}  # rank -> whether it has not moved; None if unknown
         self._answered: set[int] = set()  # the members' indices
 
     def request(self, number: int, members: list[Member]) -> None:

@@ -288,7 +288,7 @@ async def _wait(server: Any, reader: asyncio.StreamReader, query: dict[str, list
             await asyncio.wait({change, client}, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED)
             change.cancel()
             if client.done():
-                raise ConnectionResetError("the client went away")
+                raise ConnectionResetError("the client disconnected")
     finally:
         client.cancel()
 

@@ -46,7 +46,7 @@ NUMBERS = ("epoch", "epochs", "step", "steps", "loss", "samplesPerSecond", "eta"
 AUTOMATIC = "automatic"
 """Marks reports from the step counter, which are used until the script reports its own step."""
 ACTIVITY = "activity"
-"""What the script is doing between steps, such as evaluating. It applies until the next report."""
+"""The script's activity between steps, such as evaluating. It applies until the next report."""
 
 
 def check(body: Any) -> dict[str, Any]:

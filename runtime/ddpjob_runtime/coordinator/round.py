@@ -49,7 +49,7 @@ QUIET_SECONDS = 2.5 * HEARTBEAT_SECONDS
 
 
 class RoundOwner(Protocol):
-    """What a round needs from the sequence that it belongs to."""
+    """The interface of the sequence that a round belongs to."""
 
     @property
     def over(self) -> bool: ...

@@ -152,9 +152,7 @@ class Rounds:
 
     def _begin(self, chosen: list[Member]) -> None:
         last = self.current
-        assert last is None or (last.judged and not last.drains), (
-            f"round {last.number} would run together with the next one"
-        )
+        assert last is None or (last.judged and not last.drains), f"round {last.number} would overlap the next one"
         self.last_number = max(self.last_number, self._least_number) + 1
         self.current = Round(self.last_number, len(chosen), dict(enumerate(chosen)), self, self._loop)
         self._enough_since = None

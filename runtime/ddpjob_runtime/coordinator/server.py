@@ -336,7 +336,7 @@ class Server:
             if hello["t"] != FromMember.HELLO:
                 raise ValueError('the second line must be "hello", not {!r}'.format(hello["t"]))
             if not protocol.is_sealed(hello.get("proof"), self.token, "member", *nonces):
-                raise ValueError("the proof is not made with this job's token")
+                raise ValueError("the proof was not made with this job's token")
             index = whole(hello, "index", protocol.MAX_PODS - 1)
             attempt, pid = whole(hello, "attempt"), whole(hello, "pid")
             pod, resume = hello.get("pod"), hello.get("resume")
@@ -390,7 +390,7 @@ class Server:
             except Exception as defect:
                 return f"it sent a line that cannot be processed: {_unexpected(defect)}"
             if member.given_up:
-                return "it is heard again and has to reconnect"  # with a new hello, because this member is lost
+                return "it responds again and must reconnect"  # with a new hello, because this member is lost
             if writer.is_closing() and reader.exception() is None:  # `send` closed it; a reset raises at the next read
                 return "it did not read what was sent to it"
 

@@ -98,7 +98,7 @@ class Look:
 
 
 class Standstill:
-    """What consecutive looks have shown since the last step."""
+    """The results of consecutive looks since the last step."""
 
     def __init__(self) -> None:
         self._before: Look | None = None
@@ -164,7 +164,7 @@ def _compare(before: dict[int, RankLook], now: dict[int, RankLook]) -> tuple[fro
 
 def _describe_wait(look: RankLook) -> str:
     if look.wait is WaitKind.STOPPED:
-        return "a process of it is stopped (SIGSTOP)"
+        return "one of its processes is stopped (SIGSTOP)"
     if look.wait is WaitKind.STORAGE:
         return f"it waits for storage in {look.call or 'the kernel'}"
     return ""
@@ -219,7 +219,7 @@ class Stacks:
             self.texts, key=lambda rank: (not self.texts[rank].startswith(over), rank not in self._apart, rank)
         )
         if not ranks:
-            return "no rank gave its stack", ""
+            return "no rank reported its stack", ""
         named = [self._describe_rank(rank) for rank in ranks[:NAMED_RANKS]]
         more = f" and {len(ranks) - NAMED_RANKS} more ranks" if len(ranks) > NAMED_RANKS else ""
         share = max(200, protocol.MAX_TRACEBACK // len(ranks) - 20)

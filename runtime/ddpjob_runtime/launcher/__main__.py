@@ -358,7 +358,7 @@ def torchrun_options() -> str:
 def why_cold(parsed: Any) -> str:
     """Return why the arguments do not allow workers to be forked; empty if they do."""
     if parsed.no_python:
-        return "with --no-python every worker starts a separate program; name a Python script or module instead"
+        return "with --no-python every worker starts a separate program; specify a Python script or module"
     if parsed.run_path:
         return "with --run-path torchrun starts the workers itself; remove it"
     return ""

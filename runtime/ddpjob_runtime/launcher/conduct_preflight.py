@@ -188,12 +188,12 @@ class NodePreflight:
                 verdict = judge(world, self._procs, results, self.settings.least)
                 store.set(f"{stage}/verdict", json.dumps(None if verdict is None else verdict.write()))
             text = _await(store, f"{stage}/verdict", until + 2 * MARGIN_SECONDS, cancelled)
-            known = json.loads(text) if text else LinkVerdict(failed="rank 0 gave no verdict", ends=0).write()
+            known = json.loads(text) if text else LinkVerdict(failed="rank 0 reported no verdict", ends=0).write()
             if known is not None:
                 verdict = LinkVerdict.read(known)
                 self.passed_group = not verdict.failed
                 return verdict
-        raise AssertionError("the last stage has a verdict")
+        raise AssertionError("the last stage returned no verdict")
 
     def _join(self, store: Any, stage: str, group: Group, rank: int, host: str, cancelled: Cancelled) -> NodeResult:
         """Run this node's part of one all-reduce among the nodes of `group`."""
@@ -339,7 +339,7 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]
     first = min(faults)
     alone = results.get("alone", group if world == 1 else {})
     culprits = {
-        rank: f"the ranks of {result.name} fail among each other: {fault}"
+        rank: f"the ranks of {result.name} fail on their own: {fault}"
         for rank, result in alone.items()
         if (fault := result.fault(least))
     }

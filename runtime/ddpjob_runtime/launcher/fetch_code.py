@@ -146,7 +146,7 @@ class CodeFetch:
             if error.errno in _FULL:
                 raise Unfit(f"the disk of {self._folder} is full: {error.strerror}") from None
             if error.errno in _UNWRITABLE:
-                text = f"{where}: {error.strerror}: the container's user cannot write there"
+                text = f"{where}: {error.strerror}, so the container's user cannot write there"
                 raise BucketRefusal(f"{text}; leave workingDir out, or set podTemplate's fsGroup") from None
             raise
         finally:
@@ -192,7 +192,7 @@ class CodeFetch:
             except Away as error:
                 failures += 1
                 pause = min(LONGEST_PAUSE, 2.0 ** (min(failures, 10) - 1))
-                log(f"code: {error}; tries again in {pause:.0f} s")
+                log(f"code: {error}; retrying in {pause:.0f} s")
                 self._say(f"waiting for the bucket with the code: {error}")
                 self._pause(pause)
                 continue
@@ -342,7 +342,7 @@ def _malformed() -> Iterator[None]:
     try:
         yield
     except _MALFORMED as error:
-        raise BadArchive(f"it is not a .tar.gz that can be read ({type(error).__name__}: {str(error)[:200]})") from None
+        raise BadArchive(f"it is not a readable .tar.gz ({type(error).__name__}: {str(error)[:200]})") from None
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ def take_keys(what: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class FetchSettings:
-    """What to fetch, and into which folder."""
+    """The source of the data, and the folder to fetch it into."""
 
     place: BucketPlace
     credentials: Credentials
@@ -145,7 +145,7 @@ class Fetch:
             if error.errno in _NO_ROOM:
                 raise Unfit(f"the disk of {self._folder} is full: {error.strerror}") from None
             if error.errno in _NO_LOCKS:
-                text = f"{self._folder}: {error.strerror}: its file system cannot lock files"
+                text = f"{self._folder}: {error.strerror}, because its file system cannot lock files"
                 raise Unfit(f"{text}; storage.data.cache must be a folder on a disk of the Kubernetes node") from None
             if error.errno in _NOT_ALLOWED:
                 text = f"{error.filename or self._folder}: {error.strerror}"
@@ -169,7 +169,7 @@ class Fetch:
                     break
                 except BlockingIOError:
                     if not waited:
-                        log(f"data: another pod of this node fetches {self._url}; waits for it")
+                        log(f"data: another pod of this node is fetching {self._url}; waiting")
                     waited = True
                 self._pause(0.5, self._cancelled)
                 self._say(protocol.DATA_WAITS)
@@ -203,12 +203,12 @@ class Fetch:
         if missing:
             self._clear_parts({self._part(o).name for o in missing})
             self._check_room(missing)
-            log(f"data: {len(missing)} of {len(objects)} objects of {self._url} are fetched, {self._figures()} there")
+            log(f"data: {len(missing)} of {len(objects)} objects of {self._url} to fetch, {self._figures()} present")
         self._write_record(kept)
         if missing:
             self._download_all(missing)
         took = time.monotonic() - self._began
-        fetched = f"{size_text(self._total - self._had)} fetched in {took:.1f} s" if missing else "all were there"
+        fetched = f"{size_text(self._total - self._had)} fetched in {took:.1f} s" if missing else "all were present"
         log(f"data: {len(objects)} objects, {size_text(self._total)}, in {self._folder}; {fetched}")
 
     # --- what is there
@@ -401,7 +401,7 @@ class Fetch:
                 with self._lock:
                     known, self._problem = self._problem, str(error)
                 if not known or failures > 3:  # Only one of the eight downloads logs the problem.
-                    log(f"data: {error}; tries again in {pause:.0f} s")
+                    log(f"data: {error}; retrying in {pause:.0f} s")
                 if not self._total:
                     self._say(f"waiting for the bucket with the data: {error}")
             self._pause(pause, ended)
@@ -491,16 +491,16 @@ def check_names(objects: list[Remote], url: str) -> None:
             above = above.rpartition("/")[0]
             if above in names:
                 raise BucketRefusal(
-                    f"{url}: the object {above[:200]!r} cannot be a file and the folder of {name[:200]!r}"
+                    f"{url}: the object {above[:200]!r} cannot be both a file and the folder of {name[:200]!r}"
                 )
 
 
 def why_not_a_file(name: str) -> str:
     """Return why an object's name cannot be a path below a folder; empty if it can."""
     if re.search(r"[\x00-\x1f\x7f]", name):
-        return "its name has a control character"
+        return "its name contains a control character"
     if "\\" in name or re.match(r"[A-Za-z]:", name):
-        return "its name is a path of Windows"
+        return "its name is a Windows path"
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts):
         return "its name has an empty part, '.' or '..'"

@@ -140,8 +140,7 @@ class ForkServer:
         self._importing, self._ready, self._refusal = "", False, ""
         if threads := _threads():
             self._refusal = (
-                f"Python starts threads at its start in this image ({threads}), and forked "
-                f"processes do not survive that"
+                f"Python starts threads at startup in this image ({threads}), and forked processes do not survive that"
             )
 
     def why_not(self, seconds: float = PRELOAD_SECONDS) -> str:

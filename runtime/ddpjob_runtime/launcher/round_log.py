@@ -65,7 +65,7 @@ class RoundLog:
             try:
                 self._append(line)
             except OSError as error:
-                log(f"cannot write {self._path}: {error.strerror}: a line is lost")
+                log(f"cannot write {self._path}: {error.strerror}; a line is lost")
 
     def _append(self, line: bytes) -> None:
         path = self._path

@@ -196,14 +196,14 @@ def _answer(request: urllib.request.Request, what: str) -> bytes:
         with urllib.request.urlopen(request, timeout=SILENCE_SECONDS) as answer:
             body = bytes(answer.read(_ERROR_BYTES))
             if len(body) < _ERROR_BYTES and answer.length:
-                raise Away(f"no credentials by {what}: the answer was cut off")
+                raise Away(f"no credentials from {what}: the answer was cut off")
             return body
     except urllib.error.HTTPError as error:
         text = error.read(_ERROR_BYTES).decode(errors="replace")
         kind = Away if error.code >= 500 or error.code == 429 or _PASSING_OF_KEYS.search(text) else BucketRefusal
-        raise kind(f"no credentials by {what}: HTTP {error.code}: {' '.join(text.split())[:300]}") from None
+        raise kind(f"no credentials from {what}: HTTP {error.code}: {' '.join(text.split())[:300]}") from None
     except (OSError, http.client.HTTPException) as error:
-        raise Away(f"no credentials by {what}: {error}") from None
+        raise Away(f"no credentials from {what}: {error}") from None
 
 
 def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
@@ -213,7 +213,7 @@ def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
         until = datetime.datetime.fromisoformat(text).timestamp()
         return Keys(str(found["AccessKeyId"]), str(found["SecretAccessKey"]), str(found[token]), until)
     except (KeyError, ValueError, TypeError):
-        raise BucketRefusal(f"no credentials by {what}: the answer has none") from None
+        raise BucketRefusal(f"no credentials from {what}: the answer has none") from None
 
 
 class Reader:
@@ -244,7 +244,7 @@ class Reader:
                     count += 1
                 if count > MOST_OBJECTS:
                     text = f"{place.url} has more than {MOST_OBJECTS} objects"
-                    raise BucketRefusal(f"{text}; name a folder with fewer, or pack the files into shards")
+                    raise BucketRefusal(f"{text}; specify a folder with fewer, or pack the files into shards")
             if values.get("IsTruncated") != "true":
                 return
             token = values.get("NextContinuationToken", "")
@@ -340,7 +340,7 @@ class Reader:
         except ssl.SSLCertVerificationError as error:
             self.close()
             text = f"the certificate of {place.server} is not trusted: {error.verify_message}"
-            raise BucketRefusal(f"{text}; set AWS_CA_BUNDLE in env to a file of its authority") from None
+            raise BucketRefusal(f"{text}; set AWS_CA_BUNDLE in env to a file with its CA") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
             raise Away(f"{place.server} does not answer: {_explain(error)}") from None
@@ -366,7 +366,7 @@ class Reader:
             return Changed(text)
         region = re.sub(r"[^-a-z0-9]", "", response.getheader("x-amz-bucket-region") or "")[:30]
         if region and region != place.region:
-            return BucketRefusal(f"{text}; the bucket is in another region: set {place.field}.region to {region}")
+            return BucketRefusal(f"{text}; the bucket is in a different region; set {place.field}.region to {region}")
         if status in (401, 403):
             hint = f"check the keys in {place.field}.secretName and what they may read (s3:ListBucket, s3:GetObject)"
             none = f"there are no credentials, so the request was not signed; set {place.field}.secretName"
@@ -440,7 +440,7 @@ def _object(element: ET.Element, place: BucketPlace, *, quoted: bool) -> Remote:
     values = {_tag(child): child.text or "" for child in element}
     if values.get("ETag", "").startswith("W/"):
         text = f"{place.server} has weak ETags ({values['ETag'][:100]})"
-        raise BucketRefusal(f"{text}, which cannot show that an object is unchanged; use a server with strong ETags")
+        raise BucketRefusal(f"{text}, which cannot prove that an object is unchanged; use a server with strong ETags")
     try:
         key, size = values["Key"], int(values["Size"])
         key = unquote(key.replace("+", " "), errors="strict") if quoted else key

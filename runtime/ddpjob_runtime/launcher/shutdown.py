@@ -86,7 +86,7 @@ def _attempt(act: Callable[[], None]) -> None:
     try:
         act()
     except Exception:
-        log(f"at its end:\n{tracebacks.format_exc()}")
+        log(f"while ending:\n{tracebacks.format_exc()}")
 
 
 def wait_for_the_end() -> NoReturn:

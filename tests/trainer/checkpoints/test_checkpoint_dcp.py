@@ -53,7 +53,7 @@ def written(path: Path, step: int = 7) -> Path:
     return path
 
 
-def test_content_comes_back_with_its_types(tmp_path: Path) -> None:
+def test_loaded_content_keeps_its_types(tmp_path: Path) -> None:
     path = written(tmp_path / "step-000000007.dcp")
     metadata = dcp.check(path)
     assert (metadata.step, metadata.epoch, metadata.world) == (7, 2, 4) and dcp.read_metadata(path) == metadata
@@ -300,7 +300,7 @@ def test_a_save_that_cannot_be_read_back_fails_and_keeps_the_older_ones(
     ]
 
 
-def test_a_state_that_json_cannot_hold_is_refused_before_training_goes_on(tmp_path: Path) -> None:
+def test_a_state_that_json_cannot_represent_is_refused_at_once(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(CheckpointConfig(format=Format.DCP), tmp_path, Group())
     checkpoints.claim(Claim(0, 0, 1))
     with pytest.raises(CheckpointError, match=r"torch.dtype as a value at state\['kind'\]"):

@@ -59,7 +59,7 @@ def test_a_different_model_is_reported_with_its_tensors_and_the_keys_to_set(trai
     message = (
         r"the checkpoint of step 8 in .* belongs to a different model: features.0.weight is \(4, 1, 3, "
         r"3\) in the checkpoint and"
-        r" \(8, 1, 3, 3\) in the model; .*; and \d+ more\. To resume from it set model.width=4, with which it was made;"
+        r" \(8, 1, 3, 3\) in the model; .*; and \d+ more\. To resume from it set model.width=4, which it was made with;"
         r" to start from scratch set checkpoint.dir to a different folder"
     )
     folder = f"checkpoint.dir={trained}"

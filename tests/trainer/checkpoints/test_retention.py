@@ -222,7 +222,7 @@ def test_scores_that_are_not_numbers_are_null_in_the_file(tmp_path: Path) -> Non
     assert scores[30] == 0.5 and math.isnan(scores[10]) and math.isnan(scores[20])
 
 
-def test_scores_of_another_metric_or_a_damaged_file_are_discarded_with_a_message(
+def test_scores_of_a_different_metric_or_a_damaged_file_are_discarded_with_a_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(opened(tmp_path, keep_best=1), 10, accuracy=0.4, loss=1.0)

@@ -53,7 +53,7 @@ def test_a_batch_is_read_whatever_python_and_numpy_wrote_it(writer: str) -> None
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("dump", [pickle.dumps, pickle._dumps], ids=["C", "Python"])  # type: ignore[attr-defined]
-def test_what_this_python_writes_is_read_as_its_own_unpickler_reads_it(dump: Any, protocol: int) -> None:
+def test_batches_of_this_python_are_read_as_its_unpickler_reads_them(dump: Any, protocol: int) -> None:
     own = pixels()
     frozen = own.copy()
     frozen.setflags(write=False)

@@ -153,7 +153,7 @@ def test_a_batch_keeps_its_size_and_the_label_says_that_it_weighs_nothing(folder
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_files_and_the_reasons_are_named_once(
+def test_each_file_and_its_reason_are_reported_once(
     workers: int, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = open_data(config.load(None, arguments(folder, f"data.workers={workers}")).data)
@@ -164,7 +164,7 @@ def test_the_files_and_the_reasons_are_named_once(
         assert reported.count(f"image {path_of(folder, number)} cannot be read (") == 1
 
 
-def test_of_many_a_few_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_few_of_many_files_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(SIZE):
         path_of(folder, number).write_bytes(b"")
     data = open_data(config.load(None, arguments(folder)).data)

@@ -223,7 +223,7 @@ def test_resized_crop_boxes_lie_inside_and_keep_the_ranges() -> None:
         assert 0.07 < height * width / 120000 <= 1 and 0.74 < width / height < 1.35
 
 
-def test_bad_folders_are_named_with_the_remedy(tmp_path: Path) -> None:
+def test_bad_folders_are_reported_with_the_remedy(tmp_path: Path) -> None:
     cases = [
         (["data.name=cifar10"], "needs data.dir"),
         (
@@ -238,7 +238,7 @@ def test_bad_folders_are_named_with_the_remedy(tmp_path: Path) -> None:
             train.run(config.load(None, arguments))
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
+def test_damaged_files_are_reported(tmp_path: Path) -> None:
     write_cifar_binary(tmp_path)
     path = tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin"
     whole = path.read_bytes()
@@ -280,7 +280,7 @@ def test_classes_of_train_and_val_must_agree(tmp_path: Path) -> None:
         opened("data.name=imagefolder", f"data.dir={tmp_path}")
 
 
-def test_values_that_make_no_sense_are_refused() -> None:
+def test_invalid_values_are_refused() -> None:
     for arguments, message in (
         (["data.batch=0"], "data.batch=0: must be at least 1"),
         (["data.name=synthetic", "data.shape=3,32"], "data.shape"),
@@ -444,7 +444,7 @@ def test_ranks_that_see_different_data_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["imagefolder", "cifar10", "shards"])
-def test_data_that_may_not_be_read_is_named_with_the_user(name: str, tmp_path: Path) -> None:
+def test_data_without_read_permission_is_reported_with_the_user(name: str, tmp_path: Path) -> None:
     root = tmp_path / "closed"
     root.mkdir(mode=0)
     before = os.geteuid()

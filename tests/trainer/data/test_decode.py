@@ -139,7 +139,7 @@ def test_pixels_of_32_bits_are_refused_since_their_white_is_not_known(kind: type
         middle(encoded(image, "TIFF"), 8)
 
 
-def test_what_is_no_whole_image_is_unreadable(photograph: Image.Image) -> None:
+def test_a_truncated_image_is_unreadable(photograph: Image.Image) -> None:
     whole = encoded(photograph, quality=90)
     png = encoded(photograph.resize((64, 48)), "PNG")
     huge = encoded(Image.new("1", (40000, 10000)), "PNG")
@@ -259,7 +259,7 @@ def test_a_jpeg_of_thousands_of_scans_is_refused_undecoded(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", ["EPS", "ICO", "PCX", "TGA", "SGI", "PDF"])
-def test_formats_that_are_not_documented_are_not_opened(kind: str) -> None:
+def test_undocumented_formats_are_not_opened(kind: str) -> None:
     """Pillow has about forty decoders and chooses one by a file's bytes. Its EPS decoder runs
     Ghostscript.
     """

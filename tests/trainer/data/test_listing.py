@@ -106,7 +106,7 @@ def test_changed_data_are_seen(change, root: Path, tmp_path: Path) -> None:  # t
     assert after == in_order(root) != before
 
 
-def test_what_changed_just_now_is_not_kept(root: Path, tmp_path: Path, scans: list[str]) -> None:
+def test_a_listing_of_recently_changed_files_is_not_kept(root: Path, tmp_path: Path, scans: list[str]) -> None:
     """Another change within the clock's resolution may leave the modification time unchanged."""
     added(root)
     names(root, tmp_path / "kept")

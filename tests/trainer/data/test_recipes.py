@@ -99,7 +99,7 @@ def test_wrong_values(keys: dict[str, float], shape: tuple[int, ...], message: s
     assert build_erasers(DataConfig(), (5,)) == []
 
 
-def test_what_is_erased_does_not_depend_on_the_ranks(tmp_path: object) -> None:
+def test_erased_areas_do_not_depend_on_the_ranks(tmp_path: object) -> None:
     keys = [*TINY, "train.epochs=1", "data.erase=0.5", "data.cutout=2", "data.mixup=0.2", "data.micro_batches=4"]
     for world in (1, 2, 3):
         good(world, [*keys, f"checkpoint.dir={tmp_path}/{world}"])
@@ -209,7 +209,7 @@ def test_encoded_images_in_versions(more: list[str], tmp_path: Path) -> None:
     assert not any(torch.equal(a, b) for a, b in zip(one.images, two.images, strict=True))
 
 
-def test_repeats_that_make_no_sense_are_refused() -> None:
+def test_invalid_repeats_are_refused() -> None:
     for keys, error in (
         (["data.repeats=0"], r"data.repeats=0: must be from 1 to data.batch=128"),
         (["data.repeats=3", "data.batch=2"], r"data.repeats=3: must be from 1 to data.batch=2"),

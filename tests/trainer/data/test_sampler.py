@@ -189,7 +189,7 @@ def test_share_gives_empty_parts_when_ranks_outnumber_samples() -> None:
     assert [share([7, 8], rank, 4) for rank in range(4)] == [[7], [8], [], []]
 
 
-def test_another_data_set_is_refused() -> None:
+def test_a_different_data_set_is_refused() -> None:
     sampler = ElasticSampler(10, 2, Dealing(), SamplerState())
     with pytest.raises(CheckpointError, match="11 training samples, but the data set has 10"):
         sampler.load_state_dict({"epoch": 0, "consumed": 0, "seed": 0, "size": 11})

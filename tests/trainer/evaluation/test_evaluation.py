@@ -195,7 +195,7 @@ def test_binned_is_exact_on_binned_scores_and_close_on_all(world: int) -> None:
     assert fine is not None and fine.average_precision == pytest.approx(wanted.tolist(), abs=2e-3)
 
 
-def test_bins_hold_apart_what_a_sure_model_is_sure_of() -> None:
+def test_bins_separate_the_scores_of_a_confident_model() -> None:
     sure = torch.tensor([[0.999, 0.9999, 0.99999, 1e-5, 1e-4, 0.0, 1.0]])
     places = curves.bin_of(sure, 1000)[0].tolist()
     assert len(set(places)) == 7 and max(places) == 999 and min(places) == 0
@@ -298,7 +298,7 @@ def test_unreadable_samples_count_nowhere() -> None:
     assert (result.samples, result.unreadable) == (16, 4) and result.scalars() == pytest.approx(rest.scalars())
 
 
-def test_bad_input_is_named() -> None:
+def test_bad_input_is_reported() -> None:
     accumulator = Accumulator(5, EvalConfig())
     with pytest.raises(DataError, match=r"a label outside 0\.\.4: 1\.\.5; correct the labels"):
         accumulator.add(torch.zeros(2, 5), torch.tensor([1, 5]))
@@ -441,7 +441,7 @@ def test_the_command_names_what_is_wrong(trained: Path, tmp_path: Path) -> None:
         evaluate_checkpoint.main([path, "eval.prr=exact"])
 
 
-def test_a_folder_that_cannot_be_written_is_named_before_the_evaluation(
+def test_a_folder_that_is_not_writable_is_reported_before_the_evaluation(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the only output was a traceback."""

@@ -62,7 +62,7 @@ def test_a_compiled_training_has_the_same_curve(tmp_path: Path) -> None:
     assert saved.keys() == build_model(config.load(None, keys).model, (1, 8, 8), 10, 0).state_dict().keys()
 
 
-def test_without_a_compiler_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler_the_message_has_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     message = (

@@ -79,7 +79,7 @@ def test_evaluation_leaves_nothing_out_and_a_copy_has_its_own() -> None:
         ({"name": "resnet18_cifar", "drop_path": 0.1, "sync_batchnorm": True}, r"leave out model.drop_path"),
     ],
 )
-def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_unsuitable_models_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_model(ModelConfig(**settings), (3, 32, 32), 10, 0)
 

@@ -389,6 +389,6 @@ def test_loss_of_numbers_shares_and_weights(smoothing: float) -> None:
         (OptimConfig(schedule=ScheduleName.ONE_CYCLE, rise=1.0), r"optim.rise=1.0 .* for example optim.rise=0.3"),
     ],
 )
-def test_values_that_make_no_sense(config: OptimConfig, message: str) -> None:
+def test_invalid_values_are_refused(config: OptimConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_optimizer(config, named([nn.Parameter(torch.zeros(1))]))

@@ -307,7 +307,7 @@ def test_the_dynamic_scale_falls_and_grows_as_gradscaler_says() -> None:
     )
 
 
-def test_another_window_counts_from_a_resume_on() -> None:
+def test_a_different_window_applies_after_a_resume() -> None:
     """Regression: the checkpoint's window was used silently."""
     keys = "amp.level=O1", "amp.dtype=float16"
     before, after = opened(*keys, "amp.scale_window=2000"), opened(*keys, "amp.scale_window=3")
@@ -350,7 +350,7 @@ def overflow_on_the_last_rank(step: int, folder: Path, defect: bool) -> object:
     ("amp", "defect"),
     [(["amp.level=O0"], False), (["amp.level=O0"], True), (["amp.level=O2", "amp.dtype=float16"], False)],
 )
-def test_all_ranks_leave_out_the_same_step(amp: list[str], defect: bool, tmp_path: Path) -> None:
+def test_all_ranks_skip_the_same_step(amp: list[str], defect: bool, tmp_path: Path) -> None:
     arguments = [
         *TINY,
         *amp,
@@ -462,12 +462,14 @@ def test_another_level_continues_from_a_checkpoint() -> None:
         (AmpConfig(loss_scale="dynamic", scale_window=0), r"amp.scale_window=0: must be at least 1"),
     ],
 )
-def test_values_that_make_no_sense(amp: AmpConfig, message: str) -> None:
+def test_invalid_values_are_refused(amp: AmpConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Precision(amp)
 
 
-def test_a_device_that_cannot_is_named_before_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_device_without_the_format_is_reported_before_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """torch has no float16 convolution for some processors."""
 
     def refuse(*_: object, **__: object) -> torch.Tensor:
@@ -564,6 +566,13 @@ def test_auto_is_one_format_on_all_ranks(
     without = [rank for rank in (0, 1) if rank not in with_it]
     assert out.count("computing in float32 on all ranks") == len(without)
     assert all(f"the devices of rank(s) {rank} have no bfloat16" in out for rank in without)
+
+
+def test_a_format_that_the_device_does_not_use_by_default_is_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    good(1, [*TINY, "train.epochs=1", "amp.dtype=bfloat16", f"checkpoint.dir={tmp_path}"])
+    assert "amp.dtype=bfloat16: has no effect on this device with amp.level=auto; set" in capfd.readouterr().out
 
 
 def test_the_default_is_float32_to_the_bit_on_the_cpu(tmp_path: Path) -> None:

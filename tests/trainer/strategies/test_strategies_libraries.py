@@ -339,7 +339,9 @@ def test_deepspeed_computes_in_short_formats_and_needs_no_launcher(deepspeed: No
     assert deviation(tmp_path / "deepspeed", tmp_path / "single") < TOLERANCE
 
 
-def test_gradients_that_are_not_finite_leave_the_step_out(tmp_path: Path, library: Callable[[str], Prepare]) -> None:
+def test_a_step_with_gradients_that_are_not_finite_is_skipped(
+    tmp_path: Path, library: Callable[[str], Prepare]
+) -> None:
     """The rate overflows float32 at once. The weights must not change, whatever the strategy is."""
 
     def explodes(rank: int) -> None:
@@ -359,7 +361,7 @@ def test_gradients_that_are_not_finite_leave_the_step_out(tmp_path: Path, librar
 # ------------------------------------------------------------ bad input
 
 
-def test_one_rank_is_no_parameter_server(tmp_path: Path) -> None:
+def test_a_single_rank_cannot_be_a_parameter_server(tmp_path: Path) -> None:
     (ended,) = run(1, [*TINY, SERVER, f"checkpoint.dir={tmp_path}"])
     assert ended.code == 1 and "ConfigError" in ended.error and "start at least 2 ranks" in ended.error
 
@@ -367,7 +369,7 @@ def test_one_rank_is_no_parameter_server(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "remedy"), [("horovod", "scripts/install_horovod.py"), ("deepspeed", "pip install deepspeed")]
 )
-def test_a_missing_library_is_named_with_how_to_get_it(name: str, remedy: str, tmp_path: Path) -> None:
+def test_a_missing_library_is_reported_with_the_command_to_install_it(name: str, remedy: str, tmp_path: Path) -> None:
     def without(rank: int) -> None:
         for module in [module for module in sys.modules if module.split(".")[0] == name]:
             del sys.modules[module]
@@ -382,7 +384,7 @@ def read(*arguments: str) -> config.Config:
     return config.load(None, ["strategy=deepspeed", *arguments])
 
 
-def test_deepspeed_file_gives_way_to_the_trainer_and_says_so(
+def test_the_trainer_overrides_the_deepspeed_file_and_reports_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "ds.json"
@@ -410,7 +412,6 @@ def test_deepspeed_file_gives_way_to_the_trainer_and_says_so(
         ("[]", [], "is not a JSON object"),
         ('{"zero_optimization": {"stage": 3}}', ["deepspeed.stage=1"], "set deepspeed.stage=3"),
         ("{}", ["deepspeed.stage=4"], "use 0, 1, 2 or 3"),
-        ("{}", ["amp.level=O2"], "set amp.level=O1 with amp.dtype=bfloat16"),
         ("{}", ["deepspeed.stage=1", "optim.name=lars"], "set deepspeed.stage=0"),
         ("{}", ["deepspeed.stage=3", "optim.ema_decay=0.9"], "set deepspeed.stage=2"),
     ],

@@ -236,7 +236,7 @@ def test_a_defect_shows(what: str, world: int, keys: list[str], alone: Path, tmp
         (2, ["strategy=fsdp", "ddp.ordered=true"], "ddp.ordered: strategy=fsdp adds gradients up"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_training(
+def test_unsuitable_settings_are_refused_before_training(
     world: int, keys: list[str], message: str, tmp_path: Path
 ) -> None:
     ended = run(world, [*PROBLEM, *keys, f"checkpoint.dir={tmp_path}"])

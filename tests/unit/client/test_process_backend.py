@@ -42,7 +42,7 @@ def recorded(runs: Path, monkeypatch: pytest.MonkeyPatch, **local: Any) -> JobFo
 
 def test_a_job_given_instead_of_a_pod_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded(tmp_path, monkeypatch)
-    with pytest.raises(Mistake, match=r"^j is a job; name one of its pods, such as j-0-0 \(`ddpjob describe j`\)$"):
+    with pytest.raises(Mistake, match=r"^j is a job; specify one of its pods, such as j-0-0 \(`ddpjob describe j`\)$"):
         ProcessBackend().kill("j")
     with pytest.raises(Mistake, match=r"^no job k was run in"):
         ProcessBackend().kill("k-0-0")

@@ -395,7 +395,7 @@ def test_a_suspended_job_reports_which_pod_should_have_ended(placed: dict[str, s
     suspended = after(job, a_pod(1, deleted_at=NOW), held).status.condition(ConditionType.SUSPENDED)
     assert suspended is not None
     said = "2 pods still terminating; pod job-0-0 should have ended by 2025-12-31T23:59:51Z"
-    assert suspended.message == f"{said}: {why}"
+    assert suspended.message == f"{said}, but {why}"
 
 
 @pytest.mark.parametrize("trained", [True, False])

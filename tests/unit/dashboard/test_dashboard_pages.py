@@ -134,7 +134,7 @@ async def test_filters_sorting_and_wrong_queries(names: list[str]) -> None:
         assert re.findall(r'href="/jobs/default/([^"]+)"', await web.get("/?q=RESNET50+0008")) == [
             "resnet50-imagenet-0008"
         ]
-        assert "No job fits" in await web.get("/?q=nowhere")
+        assert "No job matches" in await web.get("/?q=nowhere")
         for query in (
             "page=99999999",
             "page=-1",
@@ -381,7 +381,7 @@ async def test_a_change_is_announced_and_shown_on_the_page(names: list[str], fol
         await web.get(f"/jobs/default/{name}", 404)
 
 
-async def test_a_log_follows_until_its_reader_leaves(names: list[str], folder: Path) -> None:
+async def test_a_log_is_streamed_until_its_reader_disconnects(names: list[str], folder: Path) -> None:
     name = next(name for name in names if record_of(name)["status"]["phase"] == "Running")
     [pod, *_] = record_of(name)["local"]["pods"]
     log = JobFolder(folder / name).run("1").log(pod["name"], "trainer")

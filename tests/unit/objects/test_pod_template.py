@@ -28,7 +28,7 @@ from ddpjob.objects.strategic_merge import merge
     [
         (
             {"spec": {"tolerationz": []}},
-            "spec.podTemplate.spec.tolerationz: there is no such field; did you mean tolerations?",
+            "spec.podTemplate.spec.tolerationz: no such field; did you mean tolerations?",
         ),
         ({"spec": {"tolerations": {}}}, "spec.podTemplate.spec.tolerations: must be a list, not a mapping"),
         (

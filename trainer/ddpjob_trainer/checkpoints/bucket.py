@@ -195,8 +195,8 @@ class Copies:
                 return offered
         if newer and step < 0:
             raise CheckpointError(
-                f"no checkpoint in {self._bucket.url} can be read (the warnings name each); nothing was overwritten."
-                " Restore one, or set checkpoint.url to a different prefix to start from scratch"
+                f"no checkpoint in {self._bucket.url} can be read (see the warnings); nothing was overwritten. Restore "
+                "one, or set checkpoint.url to a different prefix to start from scratch"
             )
         self._there = max((entry.step for entry in entries if entry not in newer), default=-1)
         return None
@@ -275,7 +275,7 @@ class Copies:
         self._scores = scores
         if not self._uploads.wait(0.0) or self._uploads.lost:
             newest = self._uploads.newest
-            there = "no checkpoint from this process is there" if newest is None else f"latest: step {newest}"
+            there = "it has no checkpoint from this process" if newest is None else f"latest: step {newest}"
             _warn(f"warning: the last checkpoint is not in {self._bucket.url} after {waited:.0f} s ({there})")
             return False
         try:

@@ -69,7 +69,7 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
     if not found:
         return
     remedy = (
-        f"set {' '.join(changed)}, with which it was made" if changed else "use the configuration that it was made with"
+        f"set {' '.join(changed)}, which it was made with" if changed else "use the configuration that it was made with"
     )
     raise CheckpointError(
         f"the checkpoint of step {snapshot['step']} in {folder} belongs to a different model: {_summary(found)}."
@@ -79,8 +79,15 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
 
 def changed_keys(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the checkpoint's `key=value` for each key that shapes tensors and has changed."""
-    shaping = (key for key in was if key.startswith(_SHAPING))
+    fixed = () if was.get("data.name") == "synthetic" else ("data.shape", "data.classes")  # By the data set.
+    shaping = (key for key in was if key.startswith(_SHAPING) and key not in fixed)
     return [f"{key}={_written(was[key])}" for key in shaping if key in now and was[key] != now[key]]
+
+
+def describe_changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the settings that differ from a checkpoint's: `optim.lr 0.1 -> 0.05, ...`."""
+    changed = (key for key in now if key in was and was[key] != now[key])
+    return ", ".join(f"{key} {_written(was[key])} -> {_written(now[key])}" for key in changed)
 
 
 def load_weights(
@@ -267,6 +274,8 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def _written(value: Any) -> str:
+    if value is None or value == "":
+        return "(none)"
     return (
         str(value).lower()
         if isinstance(value, bool)

@@ -36,6 +36,11 @@ COMMANDS = {
         "CHECKPOINT [key=value ...]",
         "test a checkpoint, also under torchrun",
     ),
+    "export": (
+        "ddpjob_trainer.commands.export_model",
+        "CHECKPOINT -o FOLDER",
+        "write the model for other programs: safetensors and torch.export",
+    ),
     "plot": (
         "ddpjob_trainer.commands.plot_runs",
         "RUN [RUN ...]",

@@ -188,7 +188,7 @@ class Ranks:
             return code if code > 0 else 1
         first = min(reported, key=lambda entry: entry["time"])
         print(
-            f"error: rank {first['rank']} failed; the others were ended\n{first['text']}", file=sys.stderr, flush=True
+            f"{first['text'].rstrip()}\nrank {first['rank']} failed; the others were ended", file=sys.stderr, flush=True
         )
         return dict(self._blamed).get(first["rank"], 1)
 

@@ -134,7 +134,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise ConfigError(
-            f"configuration file {path} does not exist{where}; give an existing file with --config"
+            f"configuration file {path} does not exist{where}; pass an existing file with --config"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
@@ -145,7 +145,7 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         found = type(tree).__name__
         raise ConfigError(
-            f"configuration file {path} holds a {found}; write sections with keys, such as `optim: {{lr: 0.1}}`"
+            f"configuration file {path} contains a {found}; write sections with keys, such as `optim: {{lr: 0.1}}`"
         )
     return flatten(tree, str(path))
 

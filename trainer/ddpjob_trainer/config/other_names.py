@@ -96,7 +96,8 @@ ADVICE = {
     "multiprocessing_distributed spawn": "--spawn N starts N ranks",
     "evaluate eval test test_only e do_eval": "python -m ddpjob_trainer evaluate CHECKPOINT",
     "num_classes classes": _OWN,
-    "static_graph bucket_cap_mb gradient_as_bucket_view": "strategy=ddp sets it by itself",
+    "gradient_as_bucket_view": "strategy=ddp always sets it",
+    "static_graph bucket_cap_mb": "there is no key for it; strategy=ddp leaves it at torch's default",
     "find_unused_parameters": "strategy=ddp needs a gradient of every parameter; model.freeze=NAMES leaves out what the"
     " forward pass does not use",
     "lr_warmup_method lr_warmup_decay warmup_lr": "the warm-up is linear, from zero",

@@ -425,7 +425,9 @@ class TrainConfig:
     print_seconds: float = 5.0
     """Minimum number of seconds between two progress lines if the output is not a terminal."""
     eval_every: int = 1
-    """Number of epochs between two evaluations. The last epoch is always evaluated."""
+    """Number of epochs between two evaluations. The last epoch is always evaluated. 0: never
+    evaluate, not even the last epoch.
+    """
     eval_batch: int = 512
     """Number of test samples per rank and forward pass."""
     accumulate: int = 1
@@ -556,8 +558,8 @@ class CheckpointConfig:
             )
         if self.format is Format.DCP and not self.shared and not self.url:
             raise ConfigError(
-                "checkpoint.format=dcp: needs a place with the shards of all nodes; set checkpoint.shared=true"
-                " and a folder that every node sees, checkpoint.url (a bucket), or checkpoint.format=torch"
+                "checkpoint.format=dcp: needs storage that holds the shards of all nodes; set checkpoint.shared=true "
+                "and a folder that every node sees, checkpoint.url (a bucket), or checkpoint.format=torch"
             )
         if not 0 <= self.url_wait_seconds < 86400:
             raise ConfigError(f"checkpoint.url_wait_seconds={self.url_wait_seconds}: must be from 0 to 86400")
@@ -597,8 +599,8 @@ class EvalConfig:
     the same bin count as equal.
     """
     pr_bins: int = 2000
-    """binned: number of bins, of equal width in log odds. With 2000 bins, average precision is
-    about 0.001 below the exact value.
+    """binned: number of bins, of equal width in log odds. With 2000 bins, average precision differs
+    from the exact value by about 0.001.
     """
     confusion: bool = True
     """Report the confusion matrix, and precision, recall and F1 of each class. It takes 8 bytes per

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -68,6 +68,7 @@ class Normalize:
     """
 
     def __init__(self, scale: float, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> None:
+        self.scale, self.mean, self.std = scale, mean, std
         spread = torch.tensor(std, dtype=torch.float64)
         self._factor = (1 / (scale * spread)).float().view(1, -1, 1, 1).to(device)
         self._offset = (-torch.tensor(mean, dtype=torch.float64) / spread).float().view(1, -1, 1, 1).to(device)
@@ -83,11 +84,13 @@ class DataSet(Protocol):
     Batches are on one device. `shape` is the shape of an image, (channels, height, width); in the
     user's own data it may be any. `class_names` are in the order of class numbers, or None if the
     classes have no names. If targets are float, `classes` is the number of values. `whole_numbers`
-    is whether inputs are whole numbers, such as tokens.
+    is whether inputs are whole numbers, such as tokens. `normalize` maps pixels to inputs, unless
+    samples are stored as inputs.
     """
 
     targets: Targets = Targets.CLASSES
     whole_numbers: bool = False
+    normalize: Normalize | None = None
 
     shape: tuple[int, ...]
     classes: int
@@ -117,6 +120,18 @@ class DataSet(Protocol):
 
         Two data sets have the same hash if each sample number stands for the same image and label.
         """
+
+
+def describe(data: DataSet) -> dict[str, Any]:
+    """Return what a program needs to know about the data in order to use the model.
+
+    Checkpoints hold it. Pixels become inputs by `(pixels / scale - mean) / std`, per channel.
+    """
+    found = data.normalize
+    pixels = {} if found is None else {"scale": found.scale, "mean": list(found.mean), "std": list(found.std)}
+    names = None if data.class_names is None else list(data.class_names)
+    described = {"shape": list(data.shape), "classes": data.classes, "names": names}
+    return {**described, "whole_numbers": data.whole_numbers, **pixels}
 
 
 def fingerprint(*parts: bytes | np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:

@@ -84,7 +84,7 @@ class ImageData(DataSet):
         self.shape = (3, config.image_size, config.image_size)
         self._test_size = config.test_image_size or config.image_size
         self.train_size, self.test_size = len(train.labels), len(test.labels)
-        self._normalize = Normalize(255.0, _MEAN, _STD, device)
+        self.normalize: Normalize = Normalize(255.0, _MEAN, _STD, device)
         self._randaugment = RandAugment.of(config) if config.augment else None
         self._warnings = Warnings()
         # The test set has its own pool, so that the next epoch's first batches are ready when an
@@ -135,7 +135,7 @@ class ImageData(DataSet):
             whole = next((index for index in range(len(numbers)) if index not in bad), None)
             pixels[bad] = 0 if whole is None else pixels[whole].clone()
             labels[bad] = UNREADABLE
-        return Batch(self._normalize(pixels), labels.to(self._device, non_blocking=True), len(bad))
+        return Batch(self.normalize(pixels), labels.to(self._device, non_blocking=True), len(bad))
 
     def _shape_of(self, source: Encoded) -> tuple[int, int, int]:
         size = self._config.image_size if source is self._train else self._test_size

@@ -164,7 +164,7 @@ class Owner:
         return bool(self.cluster and other.cluster) and self.cluster != other.cluster
 
     def __str__(self) -> str:
-        who = f"job {self.namespace}/{self.name}" if self.name else "a training outside any job"
+        who = f"job {self.namespace}/{self.name}" if self.name else "a training run outside any job"
         return f"{who} ({'pod' if self.name else 'host'} {self.pod})"
 
 

@@ -74,8 +74,11 @@ def read(run: Path) -> History:
     Raises TrainerError if the run has no metrics.
     """
     path = run / METRICS if run.is_dir() else run
-    if run.is_dir() and not path.is_file() and (run / "run" / METRICS).is_file():
-        path = run / "run" / METRICS  # `run` is a checkpoint.dir.
+    if run.is_dir() and not path.is_file():
+        # `run` is a checkpoint.dir, or the folder of checkpoints in a run folder.
+        folder = run.resolve()
+        near = [folder / "run", *([folder.parent] if folder.name == "checkpoints" else [])]
+        path = next((place / METRICS for place in near if (place / METRICS).is_file()), path)
     if not path.is_file():
         raise TrainerError(
             f"{path} does not exist; name the run folder, which contains {METRICS} and which training names in its "

@@ -101,10 +101,15 @@ class Reporter:
         writes: bool,
         class_names: Sequence[str] | None = None,
         device: str = "cpu",
+        model: str = "",
     ) -> None:
-        """Raises ConfigError if a configured sink is not available."""
+        """`device` and `model` are for the first line.
+
+        Raises ConfigError if a configured sink is not available.
+        """
         check_report(config.report)
-        self._plan, self._config, self._group, self._device = plan, config, group, device
+        self._plan, self._config, self._group = plan, config, group
+        self._device = f"{device}, {model}" if model else device
         self._log = open_log(config.run_dir) if writes else None
         self.restarts = max(plan.round, self._log.incarnations if self._log else 0)
         self._display: Display = open_display(
@@ -158,7 +163,7 @@ class Reporter:
             )
         ranks = "1 rank" if world == 1 else f"{world} ranks"
         folders = f"run folder {self._config.run_dir}, checkpoints {self._config.checkpoint_dir}"
-        self._display.note(f"{ranks} on {self._device}: {where}; {folders}")
+        self._display.note(f"{ranks} on {self._device}, in {precision}: {where}; {folders}")
         if precision != "float32":
             self._display.note(f"computing in {precision} where that is safe; set amp.level=O0 for float32")
         for note in notes:

@@ -201,7 +201,7 @@ class Pipeline(Strategy):
         micro, batch = self._running.pairs[int(number)]
         loss = self.loss(scores, batch, micro)
         self._running.losses += loss.detach()
-        return self.precision.scaled(loss * self.weight(self._running.count))
+        return self.precision.scaled(self.weighted(loss, self._running.count))
 
     def _sum_gradients(self) -> None:
         """Add up gradients over the replicas."""
@@ -279,17 +279,6 @@ def _checked_stages(config: Config, group: Group) -> int:
         )
     if config.pipeline.micro_batches < 1:
         raise ConfigError(f"pipeline.micro_batches={config.pipeline.micro_batches}: must be at least 1, for example 4")
-    if config.train.accumulate != 1:
-        raise ConfigError(
-            "train.accumulate: strategy=pipeline uses pipeline.micro_batches instead; set that, and leave out "
-            "train.accumulate"
-        )
-    if config.model.sync_batchnorm:
-        raise ConfigError(
-            "model.sync_batchnorm: not supported by strategy=pipeline, whose ranks compute different layers and"
-            " micro-batches; leave it out (statistics then come from micro-batches, the same on any number of"
-            " ranks), or set strategy=ddp"
-        )
     return given or world
 
 

@@ -171,7 +171,7 @@ class Strategy:
             # contribute to them.
             images = batch.images if micro.counts or not self.config.model.sync_batchnorm else batch.images[:0]
             loss = self.loss(self.network(images), batch, micro)
-        weighted = loss * self.weight(count)
+        weighted = self.weighted(loss, count)
         if apart := self.waits_apart:
             self.clock.lap(StepPhase.FORWARD)
             self.clock.watch(weighted)
@@ -196,6 +196,14 @@ class Strategy:
         global mean.
         """
         return 1 / count
+
+    def weighted(self, loss: torch.Tensor, count: int) -> torch.Tensor:
+        """Return a micro-batch's sum of losses with the factor of `weight`.
+
+        If the loss is not finite, the factor is NaN. All gradients are then NaN on all ranks, so
+        that they skip the step even if the loss's own gradients are finite.
+        """
+        return loss * (loss.detach().float() * 0.0 + self.weight(count))
 
     def without_exchange(self) -> AbstractContextManager[Any]:
         """Accumulate gradients inside this `with` without sending them.

@@ -313,7 +313,7 @@ class BearerServer(ApiServer):
         import urllib3
 
         if self._closed:
-            raise Mistake("the viewer has left")
+            raise Mistake("the viewer has disconnected")
         connect, read = timeout if isinstance(timeout, tuple) else (timeout, timeout)
         seconds = urllib3.Timeout(connect=connect, read=read)
         headers = {**self._headers, "Content-Type": content_type, "Accept": "application/json, */*"}
@@ -357,7 +357,7 @@ def _tls_context(ca: str) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=ca)
     except OSError as error:
-        raise NoAnswer(f"the certificates of the API server's authorities in {ca} cannot be read: {error}") from error
+        raise NoAnswer(f"the CA certificates of the API server in {ca} cannot be read: {error}") from error
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     return context
 

@@ -396,7 +396,7 @@ class ClusterBackend:
             which = "no pod has" if len(pods) == len(running) else f"none of its first {len(pods)} pods has"
             raise Mistake(f"{name}: {which} {METRICS} in its checkpoint folder; it is written by {METRICS_WRITERS}")
         raise Mistake(
-            f"{name}: no pod is running; `python -m ddpjob_trainer plot` draws its checkpoint folder's {METRICS}"
+            f"{name}: no pod is running; `python -m ddpjob_trainer plot` plots {METRICS} in its checkpoint folder"
         )
 
     def _has_ended(self, pod: str) -> bool:

@@ -82,7 +82,7 @@ class LeftBehind:
 def read_left_behind(folder: Path) -> LeftBehind:
     """Read a checkpoint folder or a folder of `ddpjob run`. Raises Mistake."""
     if not folder.is_dir():
-        raise Mistake(f"{folder}: there is no such folder here; name the folder of the job's checkpoints")
+        raise Mistake(f"{folder}: no such folder on this machine; specify the folder with the job's checkpoints")
     place = _place(folder)
     text = _end_of(place / f"{ROUNDS_FILE}.1") + _end_of(place / ROUNDS_FILE)
     metrics = _end_of(place / METRICS)

@@ -132,7 +132,7 @@ class ProcessBackend:
         folder = job_folder(name)
         if "/" in name or _record(folder) is None:
             known = ", ".join(job["metadata"]["name"] for job in self.jobs())
-            elsewhere = f"{RUNS_VARIABLE} names a different folder; -n and --context choose a cluster"
+            elsewhere = f"{RUNS_VARIABLE} selects a different folder; -n and --context select a cluster"
             raise NoSuchJob(f"no job {name} was run in {runs_folder()}; jobs there: {known or 'none'} ({elsewhere})")
         return folder
 
@@ -225,7 +225,7 @@ class ProcessBackend:
         fitting = [name for name in jobs if pod.startswith(f"{name}-")]
         if not fitting:
             if pod in jobs:
-                raise Mistake(f"{pod} is a job; name one of its pods, such as {pod}-0-0 (`ddpjob describe {pod}`)")
+                raise Mistake(f"{pod} is a job; specify one of its pods, such as {pod}-0-0 (`ddpjob describe {pod}`)")
             raise Mistake(f"no job {pod.rsplit('-', 2)[0]} was run in {runs_folder()}")
         exact = [name for name in fitting if _OF_POD.fullmatch(pod.removeprefix(f"{name}-"))]
         folder = job_folder(max(exact or fitting, key=len))

@@ -172,7 +172,7 @@ def find_files(folder: Path) -> Found:
         walk.visit(folder, "", ())
     except OSError as error:
         raise Mistake(
-            f"{error.filename or folder}: {error.strerror}; make it readable, or name it in {IGNORE_FILE}"
+            f"{error.filename or folder}: {error.strerror}; make it readable, or list it in {IGNORE_FILE}"
         ) from None
     return Found(dict(sorted(walk.files.items())), tuple(sorted(walk.secrets)), tuple(sorted(walk.links)))
 
@@ -288,7 +288,7 @@ def _remedy(found: Found) -> str:
         sizes[top] = sizes.get(top, 0) + path.stat().st_size
     largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
     shown = ", ".join(f"{name} {_size(sizes[name])}" for name in largest)
-    return f"name what the job does not need in {IGNORE_FILE} (largest: {shown}), or put data into storage.data"
+    return f"list files that the job does not need in {IGNORE_FILE} (largest: {shown}), or move data to storage.data"
 
 
 def _size(size: float) -> str:
@@ -321,7 +321,7 @@ def send(found: Found, source: str, place: CodePlace, say: Callable[[str], None]
         if upload:
             _upload(packed, place, say)
         else:
-            say(f"{packed.name} ({_size(packed.size)}) is not uploaded; `ddpjob submit` without --dry-run does that")
+            say(f"{packed.name} ({_size(packed.size)}) is not uploaded; `ddpjob submit` without --dry-run uploads it")
     return {"archive": f"{place.url.rstrip('/')}/{packed.name}", "digest": f"sha256:{packed.sha256}"}
 
 
@@ -340,7 +340,7 @@ def _upload(packed: Packed, place: CodePlace, say: Callable[[str], None]) -> Non
     except LibraryMissing:
         raise Mistake(f"an upload to {place.url} needs the package obstore: {INSTALL.format(extra='s3')}") from None
     except BucketError as error:
-        remedy = "check the bucket's name, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL of this shell"
+        remedy = "check the bucket name, and AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL here"
         raise Mistake(f"the code cannot be uploaded: {error}; {remedy}") from None
 
 

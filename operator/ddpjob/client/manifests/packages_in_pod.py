@@ -78,7 +78,9 @@ def install_missing(requirements: list[str], folder: Path) -> None:
     missing = [f"{entry['name']}=={entry['version']}" for entry in found]
     replaced = [pin for pin in missing if pin.partition("==")[0].lower() in KEPT]
     if replaced:
-        refuse(f"they would replace the image's torch by {replaced[0]}; use an image that has it, or other versions")
+        refuse(
+            f"they would replace the image's torch with {replaced[0]}; use an image that has it, or different versions"
+        )
     if missing:
         run_pip(["--no-deps", "--target", str(partial), *missing])
     partial.rename(folder)

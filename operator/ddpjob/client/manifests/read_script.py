@@ -59,7 +59,7 @@ class Named:
 
 @dataclass
 class TrainingScript:
-    """What a script trains with, and how its ranks find each other."""
+    """The parts that a script trains with, and how its ranks find each other."""
 
     text: str
     framework: str = ""

@@ -157,6 +157,6 @@ def _gang(made: CompletedTrainJob, policy: Mapping[str, Any]) -> None:
         made.scheduling["schedulerName"] = "volcano"
     elif "coscheduling" in policy:
         made.notes.append(
-            "podGroupPolicy.coscheduling of the runtime: the operator places gangs by Kubernetes' own PodGroups, where "
-            "the cluster serves them (scheduling.gang)"
+            "podGroupPolicy.coscheduling of the runtime: the operator places gangs with Kubernetes' own PodGroups, "
+            "where the cluster serves them (scheduling.gang)"
         )

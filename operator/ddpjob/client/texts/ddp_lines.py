@@ -36,7 +36,7 @@ _OF_FRAMEWORK = {
     ),
     "lightning": (
         'strategy="ddp", num_nodes=int(os.environ["GROUP_WORLD_SIZE"]), devices=int(os.environ["LOCAL_WORLD_SIZE"])',
-        "Lightning's Trainer forms the group itself, if it gets the number of nodes and processes.",
+        "Lightning's Trainer forms the group itself if it is given the number of nodes and processes.",
         ("import os", "num_nodes", "docs/own-scripts.md#lightning"),
     ),
     "accelerate": (
@@ -84,7 +84,7 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
         yield f"If they do not, add these lines ({TUTORIAL}):"
         yield from general_form()
         return
-    yield f"{path} is written for one process. In a job, each rank would train a model of its own."
+    yield f"{path} is written for one process. In a job, each rank would train a separate model."
     lines = added_lines(script)
     if not lines:
         yield f"It needs these lines ({TUTORIAL}). Their places are not certain, because {' and '.join(script.doubts)}:"
@@ -103,8 +103,8 @@ def general_form(script: TrainingScript | None = None) -> Iterator[str]:
         loader, data = script.loader.name, _dataset(script.loader.call)
     rows = (
         ("at the top", "import os, torch"),
-        ("first of all", _INIT),
-        ("after it", _DEVICE),
+        ("then", _INIT),
+        ("after that", _DEVICE),
         ("training loader", f"{loader} = DataLoader({data}, ..., sampler={_SAMPLER}({data}))  # without shuffle"),
         ("before the epochs", f"{model} = {_DDP}({model})"),
         ("in each epoch", f"{loader}.sampler.set_epoch(epoch)"),

@@ -116,7 +116,7 @@ def warnings(bodies: Sequence[Json]) -> Iterator[str]:
         running = status.condition(ConditionType.RUNNING)
         if running is not None and running.status and running.reason == NO_GROUP and not status.terminal:
             name = body["metadata"]["name"]
-            yield f"warning: {name}: {NO_GROUP}: each rank trains a model of its own; see `ddpjob why {name}`"
+            yield f"warning: {name}: {NO_GROUP}: each rank trains a separate model; see `ddpjob why {name}`"
 
 
 # --- describe ---------------------------------------------------------------------------------------------------

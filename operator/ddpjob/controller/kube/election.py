@@ -43,7 +43,7 @@ log = logging.getLogger("ddpjob.election")
 
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 15, 10, 2
 """The defaults of Kubernetes' own components."""
-assert RETRY_SECONDS < RENEW_SECONDS < LEASE_SECONDS, "a holder must have stopped when another replica may act"
+assert RETRY_SECONDS < RENEW_SECONDS < LEASE_SECONDS, "a holder must stop before another replica may act"
 _AGAIN_SECONDS = 0.5
 """Seconds until the next attempt after a failed renewal."""
 _RELEASE_SECONDS = 3.0

@@ -86,7 +86,7 @@ def _came_back(view: View) -> list[Finding]:
         return []
     if any(restart.time >= last.time - SAME_BREAK for restart in recent):
         return []
-    message = f"the group lost pod {last.pod}, which then came back: {last.message}"
+    message = f"the group lost pod {last.pod}, which then reconnected: {last.message}"
     return [Finding(_restart(view, last, Cause.PEER_LOST, message, counted=False))]
 
 

@@ -59,7 +59,7 @@ LINK_LOSSES = 3
 """Number of consecutive lost connections after which a pod is replaced. It is one more than for
 failures, because a restarting switch may cause two."""
 _BEYOND = (
-    "the required affinity, spread constraints, claims or amounts of this job's podTemplate and resources, or the "
+    "the required affinity, spread constraints, claims or quantities in this job's podTemplate and resources, or the "
     "topology of its queue"
 )
 
@@ -115,7 +115,7 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
         elif host.name in left:
             reason, why = (
                 "MovedBefore",
-                "the job has left this Kubernetes node within the last hour, and found no better one",
+                "the job left this Kubernetes node within the last hour, and found no better one",
             )
         elif _came_after(pod, host):
             reason, why = "PlacedThere", "the scheduler chose this Kubernetes node when it was already unhealthy"
@@ -127,7 +127,7 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
         elif spares:
             reason, why, spares = "", "", spares - 1
         elif wants.more:
-            reason, why = "NoOtherNode", f"no spare is ready, and only the scheduler can judge {_BEYOND}"
+            reason, why = "NoOtherNode", f"no spare is ready, and only the scheduler can evaluate {_BEYOND}"
         elif not wants.admitted_to(host):
             why = (
                 "no spare is ready, and this Kubernetes node is cordoned or tainted, so it could not take the pod back"
@@ -191,7 +191,7 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     """Return why the pod must be replaced after this failure; empty if it may stay."""
     if failure.reason == Cause.PEER_LOST:
         often = _link_breaks(view, failure, within) and not _has_moved_too_often(view, within)
-        return f"has lost its connection {LINK_LOSSES} times in a row while other pods did not" if often else ""
+        return f"has lost its connection {LINK_LOSSES} times in a row while no other pod did" if often else ""
     said = find_lost_device(view.job.spec, failure.message, trained=view.trained)
     if said:
         return f"has lost its device ({said})"
@@ -205,7 +205,7 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     # are not consecutive.
     if not again or restored or len(view.status.slots) < 2 or names_program_error(failure.message):
         return ""
-    return "" if _has_moved_too_often(view, within) else "has failed twice in a row while other pods did not"
+    return "" if _has_moved_too_often(view, within) else "has failed twice in a row while no other pod did"
 
 
 def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> bool:

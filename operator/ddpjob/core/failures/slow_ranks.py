@@ -144,15 +144,15 @@ def _why_it_stays(view: View, found: _Slow, slow: list[_Slow]) -> str:
     if spec.recovery.slow_ranks is SlowRanks.REPORT:
         return "recovery.slowRanks is Report"
     if found.cost is None or not spec.under_torchrun:
-        return "the script does not report what the rank costs, or spec.command is set, so the rank is only named"
+        return "the time that the rank costs is not reported, or spec.command is set, so the rank is only reported"
     if len(slow) > max(1, SHARE * spec.nodes):
         return "more than a quarter of the pods are slow, so none of them is an exception"
     if found.index == 0 and spec.rendezvous.placement is Placement.MASTER:
-        return "its pod has the coordinator, because rendezvous.placement is Master"
+        return "its pod runs the coordinator, because rendezvous.placement is Master"
     if any(restart.rank is not None and restart.rank // procs == found.rank // procs for restart in moved):
-        return "the same rank was slow in a different place within the last hour, so its work may be the reason"
+        return "the same rank was slow in a different pod within the last hour, so its work may be the reason"
     if not view.world.one_host and found.pod.host in avoided | {restart.node for restart in moved}:
-        return "the job has left this Kubernetes node within the last hour, and found no better one"
+        return "the job left this Kubernetes node within the last hour, and found no better one"
     if often:
         return f"there were {MAX_MOVES} moves, or {RECENT} restarts of any kind, within the last hour"
     return "" if spares else "no spare is ready on a different Kubernetes node; set spec.spares"

@@ -128,7 +128,7 @@ def _host_lost(view: View, pod: PodView, since: datetime | None) -> End:
     seconds, hosts = _seconds(view, since), view.world.hosts
     if not is_down(pod.host, hosts):
         return End(Cause.NODE_LOST, f"pod {pod.name} on Kubernetes node {pod.host} has been silent for {seconds} s")
-    what = "is deleted" if (hosts or {})[pod.host].deleted else f"has not been ready for {seconds} s"
+    what = "has been deleted" if (hosts or {})[pod.host].deleted else f"has not been ready for {seconds} s"
     return End(Cause.NODE_LOST, f"Kubernetes node {pod.host} of pod {pod.name} {what}")
 
 
@@ -260,11 +260,11 @@ def _suspect_host(view: View, ended: Ended | None) -> Ended | None:
         return ended
     where = f"the coordinator's pod {pod.name} on Kubernetes node {pod.host}"
     if ended is None and pod.prepared is False and view.now - (pod.scheduled or view.now) >= UNPREPARED:
-        why = f"{where} has had no volumes or no network for {_seconds(view, pod.scheduled)} s"
+        why = f"{where} has had no volumes or network for {_seconds(view, pod.scheduled)} s"
         return Ended(End(Cause.START_ERROR, f"{why}; the next coordinator starts elsewhere"), pod, pod.name)
     if ended is None or ended.end.cause is not Cause.EXIT_CODE or not _ended_soon(view, pod):
         return ended
-    why = f"{where} ended before the operator reached it; the next one starts elsewhere: {ended.end.message}"
+    why = f"{where} ended before the operator reached it; the next coordinator starts elsewhere: {ended.end.message}"
     return replace(ended, end=replace(ended.end, cause=Cause.START_ERROR, message=why))
 
 
@@ -286,7 +286,7 @@ def _judge_preflights(ends: Ends) -> Ends:
     passed = view.report is not None and any(m.state in _PASSED for m in view.report.members)
     if passed or view.trained or before + len(failed) <= min(2 * len(view.status.slots), RECENT):
         return ends
-    why = "no pod has passed: "
+    why = "no pod has passed the preflight: "
     judged = {
         i: replace(e, end=replace(e.end, cause=Cause.INIT_FAILURE, message=why + e.end.message))
         for i, e in failed.items()

@@ -163,7 +163,7 @@ def _budget_spent(view: View) -> Failure | None:
     restarts, limit = view.status.restarts, view.job.spec.recovery.max_restarts
     if restarts.counted <= limit:
         return None
-    spent = f"{count(restarts.counted, 'failure')}, recovery.maxRestarts is {limit}"
+    spent = f"{count(restarts.counted, 'failure')}, but recovery.maxRestarts is {limit}"
     last = next((r for r in reversed(restarts.recent) if r.counted), None)
     if last is not None:
         spent = f"{last.reason}: {put_cause_first(without_wait(last.message), spent)}"

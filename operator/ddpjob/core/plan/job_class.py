@@ -39,7 +39,7 @@ def find_class_fault(view: View) -> tuple[str, str] | None:
         known = ", ".join(offer.known[:10]) or "none"
         message = (
             f'spec.className: "{job.spec.class_name}" is not one of the classes that namespace {job.namespace} may use '
-            f"({known}); suspend the job and name one of these, or ask the platform team to add the class to the "
+            f"({known}); suspend the job and choose one of these, or ask the platform team to add the class to the "
             "chart's jobClasses"
         )
         return CLASS_MISSING, message
@@ -75,5 +75,5 @@ def with_class_applied(view: View) -> JobStatus:
         # The job runs with the values of the class and with as many nodes as the class allows.
         message = "not applied: " + "; ".join(exceeded)
         return with_condition(status, ConditionType.CLASS_APPLIED, False, CLASS_EXCEEDED, message, view.now)
-    message = f"the job keeps the values of class {taken.name} from its start; status.jobClass contains them"
+    message = f"the job keeps the values that class {taken.name} had when it started; status.jobClass contains them"
     return with_condition(status, ConditionType.CLASS_APPLIED, True, "Applied", message, view.now)

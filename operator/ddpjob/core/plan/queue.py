@@ -50,8 +50,8 @@ REPLACED = "WorkloadSliceReplaced"
 """Kueue's reason for a finished Workload whose quota goes to its successor. It finishes a moment
 before the successor is admitted."""
 _NOT_SERVED = (
-    "the job's label names queue {}, and the operator finds no Workloads in this cluster (kueue.x-k8s.io/v1beta2, of "
-    "Kueue 0.15 or later); install Kueue, or remove the label kueue.x-k8s.io/queue-name to run the job without a queue"
+    "the job's label names queue {}, but this cluster does not serve Workloads (kueue.x-k8s.io/v1beta2, in Kueue 0.15 "
+    "or later); install Kueue, or remove the label kueue.x-k8s.io/queue-name to run the job without a queue"
 )
 MOST_PARTS = 16
 """Maximum number of additional Workloads that may be admitted in part. It bounds the status."""

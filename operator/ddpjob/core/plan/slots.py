@@ -129,7 +129,7 @@ def _lacks_pods(view: View) -> bool:
 def with_slots(status: JobStatus, slots: list[Slot]) -> JobStatus:
     """Return the status with these slots, and the highest attempt of any slot so far."""
     grow = all(new.attempt >= old.attempt for old, new in zip(status.slots, slots, strict=False))
-    assert grow, "an attempt of a slot is planned again, so the name of its pod would be used twice"
+    assert grow, "an attempt of a slot was planned twice, so two pods would have the same name"
     highest = max([status.highest_attempt, *(slot.attempt for slot in slots)])
     return replace(status, slots=tuple(slots), highest_attempt=highest)
 

@@ -114,7 +114,7 @@ def judge_snapshots(view: View) -> JobStatus:
     condition = partial(with_condition, status, ConditionType.SNAPSHOTS_HELD, now=view.now)
     needed, risk = figures.get(protocol.SNAPSHOT_BYTES), figures.get(protocol.AT_RISK)
     if is_number(needed) and needed > 0:
-        why = f"two states of the training need {needed / 2**30:.1f} GiB of each pod's memory"
+        why = f"two training states need {needed / 2**30:.1f} GiB of each pod's memory"
         remedy = "raise storage.snapshotMemory and resources.limits.memory, or set recovery.snapshots: none"
         cost = "so a loss repeats the work since the last checkpoint"
         return condition(False, "NoRoom", f"{why}, which is more than is available, {cost}; {remedy}")

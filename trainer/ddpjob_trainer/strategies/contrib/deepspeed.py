@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpjob_trainer.config.config import Config
-from ddpjob_trainer.config.sections import AmpLevel, OptimizerName
+from ddpjob_trainer.config.sections import OptimizerName
 from ddpjob_trainer.distributed import devices
 from ddpjob_trainer.distributed.process_group import Group, destroy
 from ddpjob_trainer.errors import ConfigError
@@ -302,14 +302,9 @@ def settings(config: Config, group: Group) -> dict[str, Any]:
 
 
 def _check(config: Config) -> None:
-    stage, amp = config.deepspeed.stage, config.amp
+    stage = config.deepspeed.stage
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"deepspeed.stage: {stage} is unknown; use 0, 1, 2 or 3")
-    if amp.level in (AmpLevel.O2, AmpLevel.O3):
-        raise ConfigError(
-            f"amp.level={amp.level}: strategy=deepspeed uses float32 weights and does not scale losses; set"
-            " amp.level=O1 with amp.dtype=bfloat16, or amp.level=O0, or strategy=ddp or fsdp"
-        )
     if stage and config.optim.name in (OptimizerName.LARS, OptimizerName.LAMB):
         raise ConfigError(
             f"optim.name={config.optim.name}: needs whole layers, but deepspeed.stage={stage} gives the"

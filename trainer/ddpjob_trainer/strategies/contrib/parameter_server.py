@@ -50,11 +50,6 @@ class ParameterServer(Strategy):
                 "strategy=parameter_server: one rank is the server, so start at least 2 ranks (torchrun"
                 " --nproc-per-node=2, --spawn 2, a DDPJob of 2 pods), or set strategy=single"
             )
-        if config.model.sync_batchnorm:
-            raise ConfigError(
-                "model.sync_batchnorm: the server of strategy=parameter_server has no samples; leave it out, or set"
-                " strategy=ddp"
-            )
         super().__init__(config, group, device)
         self._serves = group.rank == _SERVER
         _join(group, config.train.timeout_seconds)
