@@ -4,7 +4,7 @@ Kueue grants quota through its own objects, Workloads. Their owner creates a Wor
 it is admitted, stops when it is evicted, and releases the quota. The operator is such an owner.
 
 - The job runs while one of its Workloads is admitted and holds quota for pods of this shape
-  (`_holding`). `status.queue` is the grant. Pods are built from it, so its size replaces the spec's.
+  (`_holding`). `status.queue` is the grant. Pods are built from it, so its size applies.
 - A different size needs a new Workload, which names the current one as its predecessor. Kueue
   admits it without stopping the job (Kueue calls this a "slice").
 - An elastic job starts with the pods that have quota, at least `minNodes` (Kueue's "partial
