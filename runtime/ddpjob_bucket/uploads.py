@@ -127,7 +127,9 @@ class Uploads:
         return behind if newest is None else {"copyStep": newest.step, "copyTime": round(newest.time), **behind}
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait up to `seconds` (None means no limit) for all uploads. Return whether they are done."""
+        """Wait up to `seconds` for all uploads; None means no limit. Return whether they are
+        done.
+        """
         limit = None if seconds is None else max(0.0, seconds)
         with self._changed:
             self._awaited = limit != 0

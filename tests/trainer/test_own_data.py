@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from ddpjob_trainer import config
 from ddpjob_trainer.commands.check_ledger import read, verify
 from ddpjob_trainer.config.sections import DataConfig, OptimConfig
 from ddpjob_trainer.data import own
+from ddpjob_trainer.data.augment import CropAndFlip
+from ddpjob_trainer.data.batch_transform import BatchTransform
 from ddpjob_trainer.data.catalog import open_data
-from ddpjob_trainer.data.dataset import Batch, Targets
+from ddpjob_trainer.data.dataset import Batch, Normalize, Targets
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError, DataError, TrainerError
 from ddpjob_trainer.evaluation.accumulate import ValueAccumulator
@@ -127,8 +130,45 @@ def bytes_(folder):
     return ((X * 10).byte(), Y), ((X * 10).byte(), Y)
 
 
+PIXELS = torch.randint(256, (120, 3, 12, 16), generator=GENERATOR, dtype=torch.uint8)
+CLASSES = torch.arange(120) % 5
+
+
+class Pictures(torch.utils.data.Dataset):
+    """uint8 images with the channels last, as numpy arrays."""
+
+    def __init__(self, first, size):
+        self.first, self.size = first, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, number):
+        return PIXELS[self.first + number].permute(1, 2, 0).numpy(), CLASSES[self.first + number]
+
+
+def pictures(folder):
+    return Pictures(0, 90), Pictures(90, 30), 5
+
+
+def pixels(folder):
+    return (PIXELS[:90], CLASSES[:90]), (PIXELS[90:], CLASSES[90:]), 5
+
+
+def grey(folder):
+    return (PIXELS[:90, 0], CLASSES[:90]), (PIXELS[90:, 0], CLASSES[90:]), 5
+
+
 def other_test(folder):
     return (X, Y), (X[:, :3], Y)
+
+
+def same(images, labels, generator):
+    return 2 * images, labels
+
+
+def shares(images, labels, generator):
+    return 2 * images, nn.functional.one_hot(labels, 2).float()
 
 
 class Growing(Noisy):
@@ -401,6 +441,58 @@ def test_a_mistake_in_a_worker_is_reported_as_in_this_process() -> None:
         next(data.train_batches([[3, 70]], 0))
 
 
+@pytest.mark.parametrize("name", ["pictures", "pixels"])
+@pytest.mark.parametrize(("shift", "flip"), [(2, True), (0, True), (3, False)])
+def test_bytes_are_shifted_mirrored_and_normalized_as_cifars(name: str, shift: int, flip: bool) -> None:
+    """They stay bytes until the device has cropped them, whether in memory or read by workers."""
+    import somebodys_data
+
+    mean, std, numbers = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7), [5, 88, 0, 91]
+    keys = DataConfig(
+        name=f"somebodys_data:{name}", shift=shift, flip=flip, mean=mean, std=std, workers=1, seed=3, repeats=2
+    )
+    data = open_data(keys)
+    assert (data.shape, data.whole_numbers, data.train_size) == ((3, 12, 16), False, 90)
+    normalize = Normalize(255.0, mean, std, torch.device("cpu"))
+    of_cifar = CropAndFlip(somebodys_data.PIXELS[:90], 3, padding=shift, flip=flip, repeats=2)
+    for epoch in range(2):
+        batch = next(data.train_batches([numbers], epoch))
+        assert torch.equal(batch.images, normalize(of_cifar(torch.tensor(numbers), epoch)))
+        assert batch.labels.tolist() == [0, 3, 0, 1]
+    assert torch.equal(next(data.test_batches([[4]])).images, normalize(somebodys_data.PIXELS[94:95]))
+    assert next(data.train_batches([[]], 0)).images.shape == (0, 3, 12, 16)
+    plain = open_data(replace(keys, augment=False, repeats=1))
+    assert torch.equal(next(plain.train_batches([[91]], 0)).images, normalize(somebodys_data.PIXELS[1:2]))
+
+
+def test_grey_images_without_channels_have_one() -> None:
+    batch = next(open_data(DataConfig(name="somebodys_data:grey")).train_batches([[3, 5]], 0))
+    assert batch.images.shape == (2, 1, 12, 16) and -1 <= float(batch.images.min()) < 0 < float(batch.images.max()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "regression", "flip": True}, r"data.flip: needs uint8 images, but the inputs .* are torch.float32"),
+        ({"name": "pixels", "mean": (0.5,)}, r"data.mean=\[0.5\], .* have 3 channels; set a finite mean"),
+        ({"name": "pixels", "std": (1.0, 0.0, 1.0)}, r"and a std above 0 for each of them"),
+        ({"name": "pixels", "shift": 12}, r"data.shift=12: must be from 0 to 11 pixels"),
+    ],
+)
+def test_what_does_not_suit_bytes_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_data(DataConfig(**{**keys, "name": f"somebodys_data:{keys['name']}"}))
+
+
+def test_a_transform_does_not_see_what_cannot_be_read() -> None:
+    labels = torch.tensor([1, -100, 0])
+    batch = Batch(torch.ones(3, 1, 2, 2), labels, unreadable=1)
+    for name, expected in (("same", [1, -100, 0]), ("shares", [[0, 1], [0, 0], [1, 0]])):
+        found = BatchTransform(f"somebodys_data:{name}", torch.device("cpu"))(batch, 7)
+        assert found.labels.tolist() == expected and found.unreadable == 1
+        assert found.images.flatten(1).sum(1).tolist() == [8, 0, 8]
+
+
 def test_ranks_with_different_data_are_refused(tmp_path: Path) -> None:
     def change(rank: int) -> None:
         import somebodys_data
@@ -427,7 +519,7 @@ def test_ranks_with_different_data_are_refused(tmp_path: Path) -> None:
         ("somebodys_data:unnamed", r"returned no classes, .*; return \(train, test, classes\) with the number"),
         ("somebodys_data:flags", r"returned array\(\[ True, False\]\) as classes, .*; return \(train, test, classes\)"),
         ("somebodys_data:outside", r"the target of train\[100\] is outside 0..99; correct it"),
-        ("somebodys_data:bytes_", r"the input of a sample of train is torch.uint8; use .*x.float\(\) / 255"),
+        ("somebodys_data:bytes_", r"the input of a sample of train is torch.uint8; use .* for images uint8 of shape"),
         (
             "somebodys_data:other_test",
             r"the input of test\[0\] is torch.float32 of shape \(3,\), .* \(6,\); pad or crop",

@@ -31,6 +31,9 @@ from ddpjob_trainer.model.models import (
     needs_two_samples,
 )
 from ddpjob_trainer.model.shared_parts import can_be_shared
+from ddpjob_trainer.optim.optimizers import Position, learning_rate
+from ddpjob_trainer.optim.own_schedule import check_own
+from ddpjob_trainer.optim.parameter_groups import check_rules
 from ddpjob_trainer.strategies.strategy import Strategy
 
 _WORTH_A_NOTE = 1.1
@@ -83,6 +86,11 @@ def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
             f" the shape {data.shape}; leave it out, or set data.mixup",
         ),
         (
+            keys.batch_transform and mixup.is_wanted(keys),
+            f"data.batch_transform={keys.batch_transform}: cannot be combined with data.mixup and data.cutmix; mix in"
+            " the function",
+        ),
+        (
             data.whole_numbers and keys.mixup,
             f"data.mixup={keys.mixup}: blends inputs, but the inputs {inputs} are integers; leave it out",
         ),
@@ -102,6 +110,27 @@ def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
             " checkpoint.best_by=loss",
         )
     )
+
+
+def check_optimizer(config: Config, data: DataSet, model: nn.Module) -> list[str]:
+    """Return notes on optim.groups and on the user's own schedule.
+
+    Raises ConfigError if they do not suit the model or the steps of the training.
+    """
+    notes, optim, size, batch = [], config.optim, data.train_size, config.data.batch
+    if optim.groups:
+        trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+        notes.append(check_rules(optim, trained, config.model.name))
+    if ":" in optim.schedule:
+        starts = [epoch * size + taken for epoch in range(config.train.epochs) for taken in range(0, size, batch)]
+        notes.append(
+            check_own(
+                optim.schedule,
+                lambda consumed: learning_rate(optim, Position(consumed, size, batch, config.train.epochs)),
+                starts,
+            )
+        )
+    return notes
 
 
 def make_accumulator(config: Config, data: DataSet, strategy: Strategy) -> Adding:
@@ -136,13 +165,13 @@ class Division:
 
         `tied` means that the output of `model` for a sample depends on its micro-batch.
         """
-        tied = tied or config.ddp.ordered or mixup.is_wanted(config.data)
+        tied = tied or config.ddp.ordered or mixup.is_wanted(config.data) or bool(config.data.batch_transform)
         parts = strategy.data_share.parts * max(group.world, wanted_world()) // group.world
         micro_batches = config.data.micro_batches or (parts * strategy.portions if tied else 0)
         # Sums over parts differ from sums over whole micro-batches in the last bits.
         if config.ddp.ordered or not strategy.divides:
             return cls(config, data, strategy, micro_batches, Dividing.NO)
-        exact = Dividing.EXACT if can_be_shared(model) else Dividing.NO
+        exact = Dividing.EXACT if can_be_shared(model) and not config.data.batch_transform else Dividing.NO
         return cls(config, data, strategy, micro_batches, exact if config.data.exact else Dividing.LOCAL)
 
     def resume(self, snapshot: Snapshot) -> Division:

@@ -19,11 +19,14 @@ from ddpjob_trainer.checkpoints import compatibility
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
 from ddpjob_trainer.checkpoints.index import prepare_folder
 from ddpjob_trainer.checkpoints.memory import NodeMemory
+from ddpjob_trainer.checkpoints.pretrained import load_pretrained
 from ddpjob_trainer.checkpoints.snapshot import Snapshot
+from ddpjob_trainer.checkpoints.snapshot import check as check_state
 from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.config.sections import StrategyName
 from ddpjob_trainer.data import mixup
 from ddpjob_trainer.data.augment import build_erasers
+from ddpjob_trainer.data.batch_transform import BatchTransform
 from ddpjob_trainer.data.catalog import open_data
 from ddpjob_trainer.data.corrupt import CorruptCount, check_test_images
 from ddpjob_trainer.data.dataset import Batch, DataSet, describe
@@ -41,6 +44,7 @@ from ddpjob_trainer.model.models import build_model, is_own, is_tied_to_micro_ba
 from ddpjob_trainer.optim.nonfinite import NonFiniteGuard
 from ddpjob_trainer.optim.optimizers import Position, learning_rate
 from ddpjob_trainer.optim.precision import Update, agree_on_amp
+from ddpjob_trainer.reporting.callbacks import Callbacks
 from ddpjob_trainer.reporting.flops import device_peak, flops_of_run
 from ddpjob_trainer.reporting.ledger import Ledger
 from ddpjob_trainer.reporting.profiler import Profile
@@ -125,10 +129,13 @@ class Trainer:
         self.strategy = open_strategy(replace(config, amp=amp), group, device)
         run_plan.check_fit(config, data, self.strategy)
         model = build_model(config.model, data.shape, data.classes, config.data.seed, device)
+        self._notes = run_plan.check_optimizer(config, data, model)
         if is_own(config.model):  # It may draw from generators that have not been seeded.
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
         parameters = sum(weight.numel() for weight in model.parameters())
         self._erasers = build_erasers(config.data, data.shape)
+        own = config.data.batch_transform
+        self._transform = BatchTransform(own, device) if own else None
         tied = is_tied_to_micro_batches(model)
         with run_plan.explain_sizes(config, data):
             self.strategy.prepare(model, data.shape)
@@ -141,8 +148,11 @@ class Trainer:
         self.sampler = ElasticSampler(
             data.train_size, config.data.batch, self.division.dealing, first, config.data.repeats
         )
+        self.callbacks = Callbacks(config.train.callbacks)
+        check_state({"sampler": {}, "callbacks": self.callbacks.state()})
         self.step = 0
         self.epochs_evaluated = 0
+        self.ended_early = False
         self.last_update = Update(0.0, False)
         self._first_pass = True
         self._clock, self._window = self.strategy.clock, (0, 0)
@@ -187,10 +197,11 @@ class Trainer:
         self.reporter.start(
             self.step, self._steps_left, epoch, self.division.explain_waits(), precision, self._list_notes()
         )
+        self.callbacks.call("on_train_begin", self.strategy.model)
         stopped = self._evaluate_if_due()
         self._steps, ahead = tee(self.sampler.upcoming(self.config.train.epochs))
         self._batches = self._load(ahead)
-        while not stopped and self.sampler.state.epoch < self.config.train.epochs:
+        while not (stopped or self.ended_early) and self.sampler.state.epoch < self.config.train.epochs:
             stopped = self._train_epoch()
         self.stop.over()
         self._save()  # Does nothing if exactly this state is already saved.
@@ -200,7 +211,7 @@ class Trainer:
         if stopped:
             self.reporter.stopped(self.step)
         else:
-            self.ledger.end(self.step)
+            self.ledger.end(self.step, self.sampler.state.epoch if self.ended_early else None)
             self.checkpoints.release()
             self.reporter.end(self.step, time.monotonic() - began)
         self.reporter.close()
@@ -293,6 +304,8 @@ class Trainer:
             for erase in self._erasers:
                 erase(batch.images, mixup.samples_for(self.config.data, micro), epoch)
             mixed = mixup.mix_micro(self.config.data, batch, micro, self.data.classes)
+            if self._transform is not None:
+                mixed = self._transform(mixed, micro.key)
             if micro.counts and self.strategy.data_share.counts:
                 self.corrupt.met(mixed.unreadable)
             self._clock.lap(StepPhase.DATA)
@@ -335,6 +348,7 @@ class Trainer:
             corrupt_images=self.corrupt.epoch,
             machines=machines,
         )
+        self.callbacks.call("on_step", self.step, mean)
 
     def _exchange_figures(self, loss: torch.Tensor) -> tuple[float, Machines]:
         """Return the ranks' sum of `loss`, (1,), and each machine's figures since the last report.
@@ -403,7 +417,7 @@ class Trainer:
                 self.config.train.eval_batch,
                 self.group,
                 self.stop,
-                adding=run_plan.make_accumulator(self.config, self.data, strategy),
+                adding=self.callbacks.summing(run_plan.make_accumulator(self.config, self.data, strategy)),
                 alive=self._report_alive,
             )
         strategy.train_mode(True)
@@ -413,6 +427,9 @@ class Trainer:
         self.epochs_evaluated = complete
         self.reporter.evaluated(complete, self.step, result)
         self.checkpoints.scored(self.step, result.scalars())
+        if names := self.callbacks.ends(complete, result.scalars(), self.group):
+            self.ended_early = True
+            self.reporter.ended_early(complete, names)
         return False
 
     def _report_alive(self) -> None:
@@ -452,6 +469,7 @@ class Trainer:
             "fingerprint": self._fingerprint,
             "epochs_evaluated": self.epochs_evaluated,
             "micro_batches": self.division.micro_batches,
+            **({"callbacks": self.callbacks.state(), "ended": self.ended_early} if self.config.train.callbacks else {}),
             **self.strategy.state(),
             "config": self._recorded,
             "data": describe(self.data),
@@ -497,12 +515,15 @@ class Trainer:
         self.sampler.load_state_dict(snapshot["sampler"])
         self._other_data = snapshot.get("fingerprint", self._fingerprint) != self._fingerprint
         self.step, self.epochs_evaluated = int(snapshot["step"]), int(snapshot["epochs_evaluated"])
+        self._notes += self.callbacks.load(snapshot.get("callbacks", {}))
+        # Without callbacks, training continues after an early end.
+        self.ended_early = bool(self.config.train.callbacks) and bool(snapshot.get("ended"))
         self.division = self.division.resume(snapshot)
         self.sampler.dealing = self.division.dealing
         self.division.check_smallest_micro_batch(self.sampler.state)
 
     def _load_weights(self) -> None:
-        """Start from the weights in checkpoint.load, if set."""
+        """Start from the weights in checkpoint.load or model.pretrained, if set."""
         if (path := self.config.checkpoint.load) is not None:
             state = self.strategy.state()
             keys = self.config.checkpoint
@@ -515,6 +536,12 @@ class Trainer:
                 alive=self.stacks.alive,
             )
             self.strategy.load({**state, "model": weights})
+        elif self.config.model.pretrained:
+            state = self.strategy.state()
+            weights = load_pretrained(
+                self.config.model, self.data.shape[0], state["model"], self.group, self.stacks.alive
+            )
+            self.strategy.load({**state, "model": weights})
 
     @property
     def _steps_left(self) -> int:
@@ -525,6 +552,8 @@ class Trainer:
         if self._other_data:
             changed.append(run_plan.note_changed_data(self.sampler.state.epoch + 1))
         steps = range(self.step + 1, self.step + 1 + self._steps_left)
-        return changed + run_plan.note_choices(
-            self.config, self.strategy, self._float32_for, steps, self._peaks, self._flops
+        return (
+            changed
+            + self._notes
+            + run_plan.note_choices(self.config, self.strategy, self._float32_for, steps, self._peaks, self._flops)
         )

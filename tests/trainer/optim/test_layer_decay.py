@@ -20,7 +20,8 @@ from ddpjob_trainer.config.sections import ModelConfig, OptimConfig, OptimizerNa
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.depths import depths, describe_shares
 from ddpjob_trainer.model.models import SmallCnn, build_model
-from ddpjob_trainer.optim.optimizers import build_optimizer, set_learning_rate
+from ddpjob_trainer.optim.optimizers import build_optimizer
+from ddpjob_trainer.optim.parameter_groups import set_learning_rate
 from ranks import TINY, good
 from torch import nn
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from ddpjob_trainer.config.sections import OptimConfig, OptimizerName, ScheduleName
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.loss import loss_sum
-from ddpjob_trainer.optim.optimizers import Position, build_optimizer, learning_rate, set_learning_rate
+from ddpjob_trainer.optim.optimizers import Position, build_optimizer, learning_rate
+from ddpjob_trainer.optim.parameter_groups import set_learning_rate
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn

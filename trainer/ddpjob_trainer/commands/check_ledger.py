@@ -169,6 +169,7 @@ def _add(incarnation: Incarnation, row: dict[str, Any]) -> None:
         incarnation.checkpoints.append(row["checkpoint"])
     elif "end" in row:
         incarnation.end = row["end"]
+        incarnation.epochs = row.get("epochs", incarnation.epochs)
 
 
 def verify(incarnations: list[Incarnation]) -> LedgerSummary:

@@ -137,6 +137,11 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
             f" checkpoint.every_epochs={saved} does not save a checkpoint, so the best may be lost; set"
             f" checkpoint.every_epochs=1, or train.eval_every to a multiple of {saved}"
         )
+    if config.model.pretrained and config.checkpoint.load is not None:
+        raise ConfigError(
+            f"model.pretrained={config.model.pretrained}: checkpoint.load={config.checkpoint.load} replaces all"
+            " weights; leave out one of the two"
+        )
     if config.model.sync_batchnorm:
         _check_synchronized(config)
     strategy_limits.check(config, config.strategy)
@@ -144,8 +149,9 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
 
 
 def _check_synchronized(config: Config) -> None:
-    fixed = {"data.micro_batches": config.data.micro_batches, "ddp.ordered": config.ddp.ordered}
-    for key, value in {**fixed, "data.mixup": config.data.mixup, "data.cutmix": config.data.cutmix}.items():
+    data = config.data
+    fixed = {f"data.{key}": getattr(data, key) for key in ("micro_batches", "mixup", "cutmix", "batch_transform")}
+    for key, value in {**fixed, "ddp.ordered": config.ddp.ordered}.items():
         if value:
             raise ConfigError(
                 f"model.sync_batchnorm: computes statistics over all ranks' samples, but {key} needs fixed"

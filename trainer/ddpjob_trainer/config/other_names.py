@@ -18,10 +18,11 @@ KEYS: dict[str, tuple[str, str]] = {
     "dataset_download": ("data.download", ""),
     "arch a model net network": ("model.name", " (torchvision's models as torchvision:resnet50)"),
     "workers num_workers j dataloader_num_workers": ("data.workers", " (per rank)"),
-    "resume_from_checkpoint pretrained finetune init_checkpoint initial_checkpoint load_from weights": (
+    "resume_from_checkpoint finetune init_checkpoint initial_checkpoint load_from": (
         "checkpoint.load",
         " (weights to start from; a run resumes from checkpoint.dir by itself)",
     ),
+    "pretrained weights": ("model.pretrained", " (default, a name of the library's weights, or a file)"),
     "dist_backend backend ddp_backend distributed_backend accelerator device no_cuda cpu": ("train.backend", ""),
     "amp use_amp fp16 bf16 mixed_precision precision half native_amp apex apex_amp": (
         "amp.level",
@@ -51,6 +52,8 @@ KEYS: dict[str, tuple[str, str]] = {
     " batches_per_allreduce": ("train.accumulate", " (data.batch stays the whole step's)"),
     "smoothing": ("optim.label_smoothing", ""),
     "bce_loss criterion loss_fn": ("optim.loss", " (cross_entropy, bce, mse, l1, huber or package.module:function)"),
+    "callbacks": ("train.callbacks", " (package.module:name)"),
+    "param_groups": ("optim.groups", " (PATTERN=RATE)"),
     "model_ema model_ema_decay ema": ("optim.ema_decay", " (such as 0.999, per step)"),
     "sync_bn syncbn use_sync_bn sync_batchnorm": ("model.sync_batchnorm", ""),
     "torchcompile torch_compile": ("model.compile", ""),

@@ -116,7 +116,27 @@ class DataConfig:
     augment: bool = True
     """Random shift for digits, crop and flip for CIFAR and shapes, random resized crop and flip for
     image folders and shards. false: none of these, and neither RandAugment nor TrivialAugment. Your
-    own data sets augment their samples themselves.
+    own data sets augment their samples themselves, or set data.shift and data.flip.
+    """
+    shift: int = 0
+    """Your own uint8 images: shift training images by up to this number of pixels at random, filled
+    with zeros; usually 4 for images of 32x32 pixels.
+    """
+    flip: bool = False
+    """Your own uint8 images: mirror half of the training images at random."""
+    mean: tuple[float, ...] = ()
+    """Your own uint8 images: mean per channel, from 0 to 1, which is subtracted on the device.
+    Default: ImageNet's for 3 channels, otherwise 0.5.
+    """
+    std: tuple[float, ...] = ()
+    """Your own uint8 images: standard deviation per channel, by which pixels are then divided.
+    Default: ImageNet's for 3 channels, otherwise 0.5.
+    """
+    batch_transform: str = ""
+    """package.module:function: your own transform of training batches, which is called on the
+    device with (images, labels, generator) for each micro-batch and returns (images, labels). The
+    result is the same on any number of ranks. Labels may become shares of classes (n, classes).
+    Ranks do not share micro-batches. May change when a run resumes.
     """
     randaugment_ops: int = 0
     """CIFAR, image folders, shards: RandAugment's operations per image (Cubuk et al., 2019),
@@ -224,7 +244,13 @@ class ModelConfig:
     as torchvision:resnet50), timm:NAME (pip install timm), or your own package.module:function. The
     function is called with the shape of an image (channels, height, width) and the number of
     classes, and returns a torch.nn.Module that maps images (n, channels, height, width) to scores
-    (n, classes). To load weights from a file, set checkpoint.load.
+    (n, classes). To start from trained weights, set model.pretrained or checkpoint.load.
+    """
+    pretrained: str = ""
+    """Weights to start from in a new run. torchvision:NAME, timm:NAME: default, or a name of the
+    library's weights such as IMAGENET1K_V1, which rank 0 downloads. Any model: a file or folder
+    with a state dict (torch.save, safetensors). The last layer keeps its initial values if its shape
+    differs; all other tensors must fit.
     """
     width: int = 32
     """small_cnn: channels of the first layer."""
@@ -284,9 +310,12 @@ class ScheduleName(enum.StrEnum):
 class OptimConfig:
     """The optimizer and its schedule."""
 
-    name: OptimizerName = OptimizerName.SGD
+    name: OptimizerName | str = OptimizerName.SGD
     """sgd (with momentum) or adamw; for large batches, lars (based on sgd) or lamb (based on adam),
-    which scale each layer's learning rate by the norm of its weights.
+    which scale each layer's learning rate by the norm of its weights. package.module:name: your own
+    class or function, such as torch.optim:RMSprop, which is called with (groups, lr=optim.lr,
+    weight_decay=optim.weight_decay) and returns a torch.optim.Optimizer. It cannot change when a
+    run resumes.
     """
     lr: float = 0.1
     """Peak learning rate."""
@@ -300,6 +329,11 @@ class OptimConfig:
     """lars: length of a step as a share of the weights' norm, at a learning rate of 1."""
     weight_decay: float = 5e-4
     """sgd, lars: L2 penalty; adamw, lamb: decoupled decay."""
+    groups: tuple[str, ...] = ()
+    """Learning rates of some parameters: PATTERN=RATE, or PATTERN=RATE/DECAY to set their weight
+    decay too, such as head.*=10,*.bias=2/0. PATTERN matches names (with * and ?), and the first
+    match counts. RATE is a factor of the schedule's learning rate. May change when a run resumes.
+    """
     layer_decay: float = 1.0
     """Below 1, such as 0.75: factor between the learning rates of a block and of the next one, for
     fine-tuning. The head's rate is optim.lr (BEiT, MAE). A model that is not from timm must
@@ -330,10 +364,12 @@ class OptimConfig:
     """Above 0, such as 0.999: keep an exponential moving average of the weights, and evaluate it
     instead of the weights. Checkpoints contain both.
     """
-    schedule: ScheduleName = ScheduleName.COSINE
+    schedule: ScheduleName | str = ScheduleName.COSINE
     """cosine: to zero over the whole training. step: multiply by optim.gamma at each of
     optim.milestones. one_cycle: a rise and a longer fall, both along a cosine (torch's OneCycleLR;
-    momentum stays the same). constant: no change.
+    momentum stays the same). constant: no change. package.module:function: your own function, which
+    is called with (epoch, train.epochs), where epoch is 2.5 in the middle of the third epoch, and
+    returns a factor of optim.lr.
     """
     warmup_epochs: float = 0.0
     """Number of epochs (fractions allowed) over which the learning rate rises linearly from zero to
@@ -434,6 +470,11 @@ class TrainConfig:
     """Gradient accumulation steps: the number of parts in which a rank computes its share of a
     global batch, to save memory. Gradients are exchanged once for all parts. May change when a run
     resumes. Cannot be combined with data.micro_batches, which already divides the batch.
+    """
+    callbacks: tuple[str, ...] = ()
+    """Your own objects, each as package.module:name, which is called without arguments. Their
+    methods compute metrics, end the training early, or do anything else between steps. May change
+    when a run resumes.
     """
     nonfinite_limit: int = 3
     """Number of consecutive skipped steps after which training ends. A step whose loss or gradient

@@ -19,6 +19,9 @@ from ddpjob_trainer.errors import ConfigError, DataError
 UNREADABLE = -100
 """Label of an unreadable image; cross entropy ignores this label (its `ignore_index`)."""
 
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Mean and standard deviation of ImageNet's channels, from 0 to 1."""
+
 
 class Targets(enum.Enum):
     """Kinds of targets."""

@@ -20,13 +20,12 @@ from ddpjob_trainer.config.sections import Corrupt, DataConfig, Decoder
 from ddpjob_trainer.data.augment import RandAugment, resized_crop_box
 from ddpjob_trainer.data.corrupt import Warnings
 from ddpjob_trainer.data.dali import DaliDecoder
-from ddpjob_trainer.data.dataset import UNREADABLE, Batch, DataSet, Normalize, fingerprint
+from ddpjob_trainer.data.dataset import IMAGENET_MEAN, IMAGENET_STD, UNREADABLE, Batch, DataSet, Normalize, fingerprint
 from ddpjob_trainer.data.decode import Box, UnreadableImage, crop, middle
 from ddpjob_trainer.data.pool import Chunk, Pool, Request
 from ddpjob_trainer.data.randomness import uniform
 from ddpjob_trainer.errors import ConfigError, DataError
 
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _DRAWS = 41
 # Errors of the machine, not of an image. EIO may be a single bad sector, so it counts as a corrupt
 # image; if the mount is failing, data.corrupt_limit ends the training.
@@ -84,7 +83,7 @@ class ImageData(DataSet):
         self.shape = (3, config.image_size, config.image_size)
         self._test_size = config.test_image_size or config.image_size
         self.train_size, self.test_size = len(train.labels), len(test.labels)
-        self.normalize: Normalize = Normalize(255.0, _MEAN, _STD, device)
+        self.normalize: Normalize = Normalize(255.0, IMAGENET_MEAN, IMAGENET_STD, device)
         self._randaugment = RandAugment.of(config) if config.augment else None
         self._warnings = Warnings()
         # The test set has its own pool, so that the next epoch's first batches are ready when an

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,6 +49,8 @@ class Evaluation:
     """Root of the mean of (score - target)^2 over all values, for a regression."""
     f1: float | None = None
     """F1 over all values (micro), for optim.loss=bce with float targets; 0 without positives."""
+    own: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the user's callbacks, by name."""
 
     def scalars(self) -> dict[str, float]:
         """Return every number under its name in logs."""
@@ -56,7 +58,7 @@ class Evaluation:
         values = {"loss": self.loss} | {name: value for name, value in numbers.items() if value is not None}
         if self.curves is not None:
             values |= {"macroAP": self.curves.macro, "microAP": self.curves.micro}
-        return values
+        return values | dict(self.own)
 
 
 Each = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

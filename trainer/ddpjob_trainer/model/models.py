@@ -6,7 +6,6 @@ The small CNN adapts to the image size. The user's own model is named by a funct
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import importlib
 import itertools
 import os
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ddpjob_trainer.config import patterns
 from ddpjob_trainer.config.sections import ModelConfig, NormName
 from ddpjob_trainer.data.randomness import seed_draws
 from ddpjob_trainer.errors import ConfigError, TrainerError, first_line
@@ -83,13 +83,7 @@ def _freeze(model: nn.Module, config: ModelConfig) -> None:
     """
     parameters = dict(model.named_parameters())
     for pattern in config.freeze:
-        names = fnmatch.filter(parameters, pattern)
-        if not names:
-            near = difflib.get_close_matches(pattern, parameters, n=1, cutoff=0.3) or list(parameters)[:1]
-            raise ConfigError(
-                f"model.freeze: no parameter of {config.name} matches {pattern!r}; use, for example, {near[0]}"
-            )
-        for name in names:
+        for name in patterns.select("model.freeze", pattern, parameters, config.name):
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError(

@@ -5,7 +5,6 @@ The strategy determines the sum's weight in the global batch.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 from ddpjob_trainer.config.sections import DataConfig, OptimConfig
 from ddpjob_trainer.data.dataset import UNREADABLE, Batch, Targets, check_probabilities
 from ddpjob_trainer.errors import ConfigError, TrainingError
-from ddpjob_trainer.own_functions import load_function
+from ddpjob_trainer.own_functions import check_name, load_function
 
 Each = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Maps float32 scores and targets, both (n, k), to losses (n, k)."""
@@ -46,12 +45,7 @@ class Loss:
         self.name, self._smoothing = config.loss, config.label_smoothing
         self._own = load_function("optim.loss", config.loss) if ":" in config.loss else None
         self._classes = 0
-        if self._own is None and self.name not in _NAMES:
-            near = difflib.get_close_matches(self.name, _NAMES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"optim.loss: {self.name!r} is unknown; use {', '.join(_NAMES)} or package.module:function{hint}"
-            )
+        check_name("optim.loss", self.name, _NAMES)
 
     @property
     def of_decisions(self) -> bool:

@@ -80,9 +80,12 @@ class Ledger:
         """Record that a checkpoint after `step` steps is on disk."""
         self._write({"checkpoint": step})
 
-    def end(self, step: int) -> None:
-        """Record that training is complete after `step` steps."""
-        self._write({"end": step})
+    def end(self, step: int, early: int | None = None) -> None:
+        """Record that training is complete after `step` steps.
+
+        `early` is the number of epochs, if a callback ended the training before the last one.
+        """
+        self._write({"end": step, **({} if early is None else {"epochs": early})})
 
     def _write(self, fields: dict[str, Any]) -> None:
         if self._file is not None:

@@ -364,6 +364,11 @@ class Reporter:
         self._display.note(f"stopped by SIGTERM after step {step}; a checkpoint is saved")
         self._sinks.close(complete=False)
 
+    def ended_early(self, epoch: int, names: Sequence[str]) -> None:
+        """Report that callbacks end the training after epoch `epoch`."""
+        self._plan = replace(self._plan, epochs=epoch)
+        self._display.note(f"train.callbacks: {', '.join(names)} ends the training after epoch {epoch}")
+
     def end(self, step: int, seconds: float) -> None:
         """Report that training is complete, after `seconds` in this incarnation."""
         self._write("end", step=step)

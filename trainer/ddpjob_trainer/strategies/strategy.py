@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +14,6 @@ from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.data.dataset import Batch, MicroBatches
 from ddpjob_trainer.data.randomness import seed_torch
 from ddpjob_trainer.data.sampler import DataShare, Micro
-from ddpjob_trainer.distributed.dtensors import is_sharded
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.distributed.step_clock import StepClock, StepPhase
 from ddpjob_trainer.errors import ConfigError
@@ -23,7 +22,9 @@ from ddpjob_trainer.model.depths import depths
 from ddpjob_trainer.model.shared_parts import SharedParts
 from ddpjob_trainer.optim.ema import MovingAverage
 from ddpjob_trainer.optim.loss import Loss
-from ddpjob_trainer.optim.optimizers import build_optimizer, set_learning_rate
+from ddpjob_trainer.optim.optimizer_state import laid_out_as, load_named_optimizer_state, named_optimizer_state
+from ddpjob_trainer.optim.optimizers import build_optimizer
+from ddpjob_trainer.optim.parameter_groups import set_learning_rate
 from ddpjob_trainer.optim.precision import Precision, Update
 
 State = dict[str, Any]
@@ -297,58 +298,6 @@ class Strategy:
 
         All ranks must call this together.
         """
-
-
-def named_optimizer_state(optimizer: torch.optim.Optimizer, parameters: list[tuple[str, nn.Parameter]]) -> State:
-    """Return an optimizer's state by parameter name instead of number."""
-    state = {name: optimizer.state[parameter] for name, parameter in parameters if parameter in optimizer.state}
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return {"state": state, "groups": groups}
-
-
-def load_named_optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    parameters: list[tuple[str, nn.Parameter]],
-    state: State,
-    frozen: Collection[str] = (),
-) -> None:
-    """Load a state from `named_optimizer_state`, except for weights that are now `frozen`.
-
-    Raises KeyError or ValueError if names differ.
-    """
-    names = {parameter: name for name, parameter in parameters}
-    numbered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    saved = {name: values for name, values in state["state"].items() if name not in frozen}
-    if unknown := set(saved) - set(numbered):
-        raise KeyError(f"the optimizer's state has {', '.join(sorted(unknown)[:3])}, which the model does not have")
-    # Learning rates, decays and so on come from the configuration, which may have changed.
-    groups, first = [], 0
-    for group in optimizer.param_groups:
-        groups.append({**group, "params": list(range(first, first + len(group["params"])))})
-        first += len(group["params"])
-    own = dict(parameters)
-    if any(isinstance(values.get("momentum_buffer"), torch.Tensor) for values in saved.values()):
-        # A weight that was frozen has no momentum, but fused SGD requires momentum for all weights
-        # or none, so use its initial value, zero.
-        saved = {name: saved.get(name) or {"momentum_buffer": torch.zeros_like(own[name])} for name in numbered}
-    by_number = {
-        number: {key: laid_out_as(value, own[name]) for key, value in saved[name].items()}
-        for number, name in enumerate(numbered)
-        if name in saved
-    }
-    optimizer.load_state_dict({"state": by_number, "param_groups": groups})
-
-
-def laid_out_as(value: Any, weight: torch.Tensor) -> Any:
-    """Return a weight's gradient or moment with the weight's memory layout.
-
-    Other values are returned unchanged. Fused optimizers traverse both tensors in memory order.
-    """
-    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape != weight.shape or is_sharded(weight):
-        return value
-    if value.stride() == weight.stride():
-        return value
-    return torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def flat_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:

@@ -26,7 +26,7 @@ from ddpjob_trainer.config.sections import OptimizerName
 from ddpjob_trainer.distributed import devices
 from ddpjob_trainer.distributed.process_group import Group, destroy
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.optim.optimizers import set_learning_rate
+from ddpjob_trainer.optim.parameter_groups import set_learning_rate
 from ddpjob_trainer.optim.precision import Autocasting, Precision, Update
 from ddpjob_trainer.strategies.strategy import State, Strategy, refuse_scalars
 
@@ -305,7 +305,7 @@ def _check(config: Config) -> None:
     stage = config.deepspeed.stage
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"deepspeed.stage: {stage} is unknown; use 0, 1, 2 or 3")
-    if stage and config.optim.name in (OptimizerName.LARS, OptimizerName.LAMB):
+    if stage and config.optim.name not in (OptimizerName.SGD, OptimizerName.ADAMW):
         raise ConfigError(
             f"optim.name={config.optim.name}: needs whole layers, but deepspeed.stage={stage} gives the"
             " optimizer shards of them; set deepspeed.stage=0"

@@ -24,7 +24,7 @@ from ddpjob_trainer.data.sampler import DataShare
 from ddpjob_trainer.distributed.init_method import open_store
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.optim.optimizers import set_learning_rate
+from ddpjob_trainer.optim.parameter_groups import set_learning_rate
 from ddpjob_trainer.optim.precision import Update
 from ddpjob_trainer.strategies.strategy import (
     State,
