@@ -252,6 +252,12 @@ class Machines:
         """Choose the ready host with the fewest pods, if possible not an avoided one."""
         if pod.removed or pod.deleting:
             return
+        if pod.body["spec"].get("schedulingGates"):
+            message = "Scheduling is blocked due to non-empty scheduling gates"
+            condition = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": message}
+            pod.body["status"] = {"phase": "Pending", "conditions": [condition]}
+            self.clock.later(1.0, lambda: self._schedule(pod))
+            return
         taken = sum(p.is_node and p.host is not NOWHERE and not p.ended and not p.removed for p in self.pods.values())
         ready = [h for h in self.hosts.values() if self._is_ready(h)]
         lacking = "" if not ready else self._lacking(pod, taken)

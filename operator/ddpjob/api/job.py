@@ -74,13 +74,15 @@ class DDPJob:
     def granted(self, status: JobStatus) -> DDPJob:
         """Return the job at the size that its queue has granted.
 
-        This may be less than the spec asks for. The job keeps its current number of nodes and
-        spares until the queue grants quota for more.
+        This may be less than the spec asks for. An elastic job then has fewer spares, or none, and
+        trains with the rest. A different job keeps its current number of nodes and spares until the
+        queue grants quota for more.
         """
         if status.queue is None or status.queue.pods >= self.spec.pods:
             return self
-        least = self.spec.elastic.min_nodes if self.spec.elastic else 1
-        nodes = min(self.spec.nodes, status.queue.pods, max(least, status.rendezvous.nodes or self.spec.nodes))
+        nodes = min(self.spec.nodes, status.queue.pods)
+        if self.spec.elastic is None:
+            nodes = min(nodes, status.rendezvous.nodes or nodes)
         return replace(self, spec=replace(self.spec, nodes=nodes, spares=max(0, status.queue.pods - nodes)))
 
     @property

@@ -218,6 +218,19 @@ class PodChanges:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuotaShare:
+    """Additional quota of an elastic job, granted after its first quota."""
+
+    workload: str
+    """Name of the Workload that holds this quota."""
+    uid: str
+    """UID of the Workload."""
+    pods: _Number = 0
+    """Number of the slots' pods that this quota covers."""
+    node: PodChanges = field(default_factory=PodChanges)
+
+
+@dataclass(frozen=True, kw_only=True)
 class QueueStatus:
     """The quota that Kueue has granted to the job."""
 
@@ -227,9 +240,26 @@ class QueueStatus:
     """UID of the Workload."""
     cluster_queue: Annotated[str, _OMIT_EMPTY] = ""
     pods: _Number = 0
-    """Number of the slots' pods that the quota covers, not counting the coordinator's own pod."""
+    """Number of the slots' pods that the quota covers, with `more`, but without the coordinator's
+    own pod."""
     node: PodChanges = field(default_factory=PodChanges)
     coordinator: PodChanges = field(default_factory=PodChanges)
+    more: Annotated[tuple[QuotaShare, ...], _OMIT_EMPTY] = ()
+    """Additional quota. The last slots use it, in this order."""
+
+    @property
+    def uids(self) -> frozenset[str]:
+        """UIDs of all Workloads that hold the quota."""
+        return frozenset({self.uid, *(share.uid for share in self.more)})
+
+    def changes_of(self, index: int) -> PodChanges:
+        """Return the fields that the queue adds to the pod of a slot."""
+        first = self.pods
+        for share in reversed(self.more):
+            first -= share.pods
+            if index >= first:
+                return share.node
+        return self.node
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -337,7 +337,9 @@ class KubernetesCluster:
         if grant is None or workload.evicted:
             return workload
         if known is not None and known.uid == workload.uid:
-            return replace(workload, grant=known)
+            return replace(workload, grant=replace(grant, node=known.node, coordinator=known.coordinator))
+        if known is not None and workload.uid in known.uids:
+            return workload  # `status.queue.more` keeps the fields of its share.
         changes = [grant.node, grant.coordinator]
         for position, names in enumerate(workload.flavors):
             for name in names:

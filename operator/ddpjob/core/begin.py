@@ -51,6 +51,7 @@ from ddpjob.core.plan.slots import (
     with_slots,
 )
 from ddpjob.core.status.conditions import GROUP_RESTARTS, QUEUED, with_condition
+from ddpjob.core.status.messages import count
 from ddpjob.core.view import View
 
 
@@ -174,13 +175,20 @@ def _restarted(view: View, cause: Cause, message: str) -> View:
 
 
 def _new_size(view: View) -> str:
-    spec, before = view.job.spec, view.status.rendezvous.nodes
+    spec, before, queue = view.job.spec, view.status.rendezvous.nodes, view.status.queue
+    if queue is not None and spec.elastic is not None:
+        old, now = _size(before, len(view.status.slots) - before), _size(spec.nodes, spec.spares)
+        return f"the size changed from {old} to {now}; the queue has granted {count(queue.pods, 'pod')}"
     if spec.nodes == before:
         return f"spec.spares changed from {len(view.status.slots) - before} to {spec.spares}"
     asked = view.job.written.get("nodes", spec.nodes)
     if asked > spec.nodes:
         return f"spec.nodes changed from {before} to {asked}, but class {spec.class_name} allows only {spec.nodes}"
     return f"spec.nodes changed from {before} to {spec.nodes}"
+
+
+def _size(nodes: int, spares: int) -> str:
+    return count(nodes, "node") + (f" and {count(spares, 'spare')}" if spares > 0 else "")
 
 
 def yield_room(view: View) -> Begun:

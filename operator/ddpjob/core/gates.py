@@ -108,7 +108,7 @@ def _without_quota(view: View) -> Decision:
     events, had = list[Event](), view.job.status.queue
     if had is not None:
         held = next((w for w in view.world.workloads if w.uid == had.uid), None)
-        lost = next((w for w in view.world.workloads if w.evicted and w.grant is not None), None)
+        lost = next((w for w in view.world.workloads if w.evicted and w.grant is not None and not w.additional), None)
         # Use the queue that granted the quota, because the label may now name a different one.
         queue = next((w.asks[0] for w in (held, lost) if w is not None and w.asks[0]), view.job.queue)
         if lost is None and held is not None and held.admitted and not (held.finished or held.leaving):

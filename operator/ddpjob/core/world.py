@@ -43,6 +43,8 @@ LABEL_ISOLATED = "ddpjob.io/isolated"
 LABEL_BUDGET = "ddpjob.io/disruption-budget"
 ANNOTATION_GROUP = "scheduling.k8s.io/group-name"
 """Annotation on a pod that names its PodGroup for Volcano."""
+ANNOTATION_WORKLOAD = "kueue.x-k8s.io/workload"
+"""Annotation on a pod that names the Kueue Workload whose topology it follows."""
 ANNOTATION_TEMPLATE = "ddpjob.io/claim-template"
 """Annotation on a claim that a job has made. The value is a hash of the claimTemplate."""
 
@@ -365,6 +367,8 @@ class WorkloadView:
     """Names of the LocalQueue and of the WorkloadPriorityClass or PriorityClass."""
     shape: str = ""
     """The hash of what each pod needs (see `core.plan.queue`)."""
+    additional: bool = False
+    """Whether it requests only additional pods for an elastic job that already has quota."""
     reserved: bool = False
     admitted: bool = False
     """Whether quota is reserved and every admission check has passed."""

@@ -225,8 +225,8 @@ def _manifest(cluster: Cluster, job: DDPJob, status: JobStatus, action: Action) 
             return build_token(job, cluster.platform)
         case CreateGang():
             return build_gang(job, status)
-        case CreateWorkload(name, replaces):
-            return build_workload(job, cluster.platform, name, replaces)
+        case CreateWorkload():
+            return build_workload(job, cluster.platform, action)
         case CreateCoordinator():
             return build_coordinator(job, status, cluster.platform)
         case CreateNode(index, attempt):

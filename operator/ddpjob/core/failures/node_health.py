@@ -45,7 +45,7 @@ from ddpjob.core.failures.classify import PLANNED, Cause, End, without_wait
 from ddpjob.core.failures.policy import COUNTED, find_lost_device, names_program_error
 from ddpjob.core.only_copy import ONLY_COPY, STATE, find_holders
 from ddpjob.core.view import View
-from ddpjob.core.world import TRAINER_CONTAINER, HostView, PodView
+from ddpjob.core.world import ANNOTATION_WORKLOAD, TRAINER_CONTAINER, HostView, PodView
 
 LASTS = timedelta(seconds=60)
 """How long a node must have been unhealthy, by the operator's clock. Pods are not moved because of
@@ -58,7 +58,10 @@ MAX_MOVES = 3
 LINK_LOSSES = 3
 """Number of consecutive lost connections after which a pod is replaced. It is one more than for
 failures, because a restarting switch may cause two."""
-_BEYOND = "the required affinity, spread constraints, claims or quantities in this job's podTemplate and resources"
+_BEYOND = (
+    "the required affinity, spread constraints, claims or quantities in this job's podTemplate and resources, or the "
+    "topology of its queue"
+)
 
 
 @dataclass(frozen=True)
@@ -329,6 +332,8 @@ class Wants:
         pod = _dict(spec.pod_template.get("spec"))
         affinity = _dict(pod.get("affinity"))
         rules = any(name.startswith("required") and v for kind in affinity.values() for name, v in _dict(kind).items())
+        # With a topology, Kueue chooses the Kubernetes node.
+        rules = rules or ANNOTATION_WORKLOAD in added.annotations
         more = rules or any(pod.get(f) for f in ("resourceClaims", "nodeName", "topologySpreadConstraints"))
         amounts: dict[str, Any] = {spec.gpu_resource: spec.gpus_per_node} if spec.gpus_per_node else {}
         amounts |= _extended(spec.resources)
