@@ -7,12 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ddpjob.api.job_spec import Json
-
-if TYPE_CHECKING:
-    from ddpjob.client.backends.kept_logs import KeptLogs
 
 OUTAGE_SECONDS = 300.0
 """`wait`, `logs -f` and others give up after this many seconds without a response from the API
@@ -146,6 +143,16 @@ class LogOptions:
         return self.stop is not None and self.stop.is_set()
 
 
+class EndedLogs(Protocol):
+    """The kept logs of a job's pods, as `kept_logs` reads them."""
+
+    def pods(self, known: Iterable[str] = ()) -> list[PodLine]:
+        """Return the pods whose log is kept, except `known` ones, ordered by slot and attempt."""
+
+    def text(self, pod: str, options: LogOptions) -> bytes:
+        """Return a pod's kept log. Raises Mistake if there is none, or for unsupported options."""
+
+
 class Backend(Protocol):
     """Reads and changes jobs. Every method raises Mistake with a text for the user."""
 
@@ -187,7 +194,7 @@ class Backend(Protocol):
     def events(self, name: str) -> list[Happened]:
         """Return the job's events, the oldest first."""
 
-    def kept_logs(self, name: str) -> KeptLogs:
+    def kept_logs(self, name: str) -> EndedLogs:
         """Return the kept logs of a job's pods, most of which are gone."""
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:

@@ -12,8 +12,15 @@ from dataclasses import dataclass, replace
 
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType, JobStatus, SlotState
-from ddpjob.client.backends.backend import Backend, LogOptions, Mistake, NoSuchJob, OutagePatience, PodLine
-from ddpjob.client.backends.kept_logs import KeptLogs
+from ddpjob.client.backends.backend import (
+    Backend,
+    EndedLogs,
+    LogOptions,
+    Mistake,
+    NoSuchJob,
+    OutagePatience,
+    PodLine,
+)
 
 MOST_PODS = 200
 """Maximum number of logs that are read at the same time."""
@@ -174,7 +181,7 @@ class LogFollower:
             raise Mistake(f"rank: {self.job} runs a command, not torchrun, so it has no ranks; choose pods by index")
         self.backend, self._chosen, self._body = backend, chosen, body
         self.options = replace(options, follow=options.follow and not chosen.gone)
-        self._kept: KeptLogs | None = None
+        self._kept: EndedLogs | None = None
         self.ranks: dict[str, range] = {}
         """Ranks of the training pods when last listed, and former ranks of ended pods."""
         self.notes: list[str] = []
