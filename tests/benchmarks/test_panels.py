@@ -24,7 +24,7 @@ def test_a_query_is_asked_as_grafana_sends_it() -> None:
 
 
 @pytest.mark.parametrize(("interval", "seconds"), [(None, 15), ("1m", 60)])
-def test_a_panel_has_a_value_for_each_scrape_but_for_its_own_least_interval(interval: str | None, seconds: int) -> None:
+def test_a_panel_has_a_value_per_scrape_or_per_minimum_interval(interval: str | None, seconds: int) -> None:
     assert step_of({} if interval is None else {"interval": interval}, SHOWN) == seconds
 
 

@@ -147,7 +147,7 @@ RUNS = [
 ]
 
 
-def test_runs_are_read_as_they_were_written_tabulated_and_drawn(tmp_path: Path) -> None:
+def test_runs_round_trip_and_are_tabulated_and_drawn(tmp_path: Path) -> None:
     path, picture = tmp_path / "runs.jsonl", tmp_path / "trace.png"
     for run in RUNS:
         report.append(path, run)

@@ -142,8 +142,8 @@ async def test_a_failed_creation_is_classified(c: Case, fault: Fault, raised: ty
 )
 @in_case()
 async def test_a_500_is_handled_alike_for_all_changes(c: Case, said: str, *, is_refused: bool) -> None:
-    """A webhook may be unreachable for long and then blocks nothing else. An error of the server
-    itself is soon over.
+    """A webhook may be unreachable for a long time, which must not block anything else. An error of
+    the server itself is soon over.
     """
     await c.reconcile()
     c.server.faults = lambda m, path: Fault(500, message=said) if m != "GET" else None

@@ -1,5 +1,5 @@
-"""The caches keep a limited amount of objects that a tenant creates with a job's labels, however
-large the objects are.
+"""The caches keep a limited amount of data from the objects that a tenant creates with a job's
+labels, however many or large these are.
 """
 
 from __future__ import annotations

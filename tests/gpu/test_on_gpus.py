@@ -1,7 +1,7 @@
 """Checks that need a GPU (`make test-gpu`): the trainings of tests/trainer in separate processes.
 
 The CPU in float32 is the reference. The pytest process does not initialize CUDA before it starts
-others. Only tests of single parts do, which start none.
+others. Only the tests of single parts initialize CUDA, because they start no processes.
 """
 
 from __future__ import annotations

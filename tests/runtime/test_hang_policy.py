@@ -13,7 +13,7 @@ from coordinator_world import World
 from ddpjob_runtime.protocol import RANK_ENDED, Hangs, RankLook, WaitKind
 
 Played = Callable[[float], "dict[str, Any]"]
-"""Function that returns the fields of a rank's look, given the seconds since the last step."""
+"""Function that returns the fields of a check of a rank, given the seconds since the last step."""
 
 
 def stack(place: str, file: str = "/app/train.py") -> str:
@@ -32,7 +32,7 @@ SPINS = {"gpu": True, "cpu": 5.0}
 
 
 class Group:
-    """A running round of `ranks` nodes. `plays` gives the results of looks at them."""
+    """A running round of `ranks` nodes. `plays` gives the results of checks of these nodes."""
 
     def __init__(self, *plays: Played | dict[str, Any], hangs: Hangs = Hangs.END, steps: int = 40, gap: float = 0.5):
         self.world = World(len(plays), hangs=hangs)

@@ -418,7 +418,7 @@ STAYING = {
 
 
 def short_of_patience(folder: Path) -> str:
-    """Source of worker.py with a shorter time that a failed program's process may stay."""
+    """Return worker.py's source with a shorter time limit for the process of a failed program."""
     text = Path(WORKER).read_text()
     assert "STAY_SECONDS = 10.0" in text
     (folder / "worker.py").write_text(text.replace("STAY_SECONDS = 10.0", "STAY_SECONDS = 0.3"))

@@ -29,7 +29,7 @@ APART = 14.0
 certainly counts.
 """
 CALM_SECONDS = 900.0
-"""Seconds within which a job without faults must end."""
+"""How long a job without faults may take to finish, in seconds."""
 TAKES: dict[str, Pace] = {
     "calm": Pace(),
     "quick": Pace(
@@ -478,7 +478,7 @@ def _kubelet(t: Story) -> bool:
 
 
 def _agent(t: Story) -> bool:
-    """Let a health agent report a node of the job: for a moment, for long, or repeatedly."""
+    """Let a health agent report a node of the job: briefly, for a long time, or repeatedly."""
     hosts = [p.host for p in t.s.machines.pods.values() if p.running and not p.host.silent and not p.host.ill]
     if not hosts:
         return False

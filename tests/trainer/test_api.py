@@ -93,7 +93,7 @@ Pair = namedtuple("Pair", "a b")
 def test_a_state_that_a_resume_could_not_read_is_not_saved(
     more: dict[str, Any], where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise, each checkpoint of a training would be written, but torch.load would reject it
+    """Otherwise, each checkpoint of a training run would be written, but torch.load would reject it
     when it is needed.
     """
     monkeypatch.chdir(tmp_path)

@@ -317,7 +317,7 @@ def draws_of_the_process(rank: int) -> None:
     ],
     ids=["regression", "dataset"],
 )
-def test_it_trains_alike_on_1_2_3_1_ranks(keys: list[str], shown: set[str], defect: Any, tmp_path: Path) -> None:
+def test_own_data_trains_alike_on_1_2_3_1_ranks(keys: list[str], shown: set[str], defect: Any, tmp_path: Path) -> None:
     keys = [*KEYS, *keys]
     good(1, [*keys, f"checkpoint.dir={tmp_path / 'alone'}"])
     walk(tmp_path / "walk", keys)
@@ -435,7 +435,7 @@ def test_ragged_targets_and_objects_are_not_in_the_fingerprint() -> None:
     assert first.fingerprint() == again.fingerprint()
 
 
-def test_a_mistake_in_a_worker_is_reported_as_in_this_process() -> None:
+def test_a_mistake_in_a_worker_is_reported_like_one_in_this_process() -> None:
     data = open_data(DataConfig(name="somebodys_data:strange", workers=1))
     with pytest.raises(ConfigError, match=r"^data.name=somebodys_data:strange: the target of a sample of train is obj"):
         next(data.train_batches([[3, 70]], 0))

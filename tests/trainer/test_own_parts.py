@@ -144,7 +144,7 @@ def draws_of_the_process(rank: int) -> None:
     batch_transform.derive = lambda key, stream: rank  # type: ignore[assignment]
 
 
-def test_they_train_alike_to_the_bit_across_a_stop_and_on_two_ranks(tmp_path: Path) -> None:
+def test_own_parts_train_bit_identically_across_a_stop_and_on_two_ranks(tmp_path: Path) -> None:
     for folder, world, stops in (("alone", 1, ()), ("walk", 2, (11,)), ("defect", 2, ())):
         keys = [*EXACT, f"checkpoint.dir={tmp_path / folder}"]
         for stop in stops:

@@ -206,8 +206,8 @@ def opened(
 
 @dataclass
 class Job:
-    """A training whose incarnations are killed at random, with the conditions that each start must
-    fulfill.
+    """A training run whose incarnations are killed at random, with the conditions that must hold
+    after each restart.
     """
 
     folder: Callable[[int], Path]
@@ -306,7 +306,7 @@ class Job:
 
 
 def torment(folder: Callable[[int], Path], seed: int) -> None:
-    """Kill the incarnations of one training at random points. Raises AssertionError."""
+    """Kill the incarnations of one training run at random points. Raises AssertionError."""
     chance = random.Random(seed)
     job = Job(folder, chance, chance.choice((2, 3)), bool(seed % 2), later=seed % 4 == 2)
     for node in range(job.nodes):

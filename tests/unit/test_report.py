@@ -139,7 +139,7 @@ def program(text: str, folder: Path, *words: str, **env: str) -> subprocess.Comp
     )  # fmt: skip
 
 
-def test_outside_of_a_job_it_changes_nothing(tmp_path: Path) -> None:
+def test_report_changes_nothing_outside_of_a_job(tmp_path: Path) -> None:
     text = """
 import signal, sys, threading
 import ddpjob_report

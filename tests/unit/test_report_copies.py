@@ -257,7 +257,7 @@ def test_a_partial_download_before_a_kill_is_removed(
 def test_a_damaged_copy_is_reported_with_the_objects_to_delete(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Regression: the damaged copy was downloaded five times, and every start failed."""
+    """Regression: the damaged copy was downloaded five times, and the job could not start."""
     for step in (10, 20):
         ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", f"weights of {step}"), step, wait=True)
     [data] = (tmp_path / "store").glob("data/*-000000020-*/snapshot.pt")
@@ -468,8 +468,8 @@ def test_a_script_that_removes_its_last_copy_does_not_end_well_and_at_once(bucke
 def test_a_leaving_script_waits_as_long_as_the_grace_period_allows(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the rank ended by the pod's SIGKILL or, if a different pod was asked to end, ten
-    minutes later with exit code 1.
+    """Regression: the rank was killed with its pod or, if a different pod was asked to stop, exited
+    with code 1 ten minutes later.
     """
     monkeypatch.setenv("DDPJOB_GRACE_SECONDS", "5.2")
     done = ends("60", "600", "leaves")

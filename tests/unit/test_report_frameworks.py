@@ -46,7 +46,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Collect (step, source) of each start, as reported."""
+    """Collect the (step, source) that is reported at each start."""
     said: list[tuple[int, str]] = []
 
     def post(figures: dict[str, Any]) -> None:

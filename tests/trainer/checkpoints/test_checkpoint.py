@@ -1,4 +1,4 @@
-"""Checkpoints are atomic, checksummed, and written in parallel to training. A start resumes from
+"""Checkpoints are atomic, checksummed, and written in parallel to training. Training resumes from
 the newest complete one, whichever node holds it.
 """
 
@@ -215,7 +215,7 @@ def test_with_a_folder_per_node_any_node_may_be_lost(lost: int, tmp_path: Path) 
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
-# ------------------------------------------------------------ beside training
+# ------------------------------------------------------------ while training continues
 
 
 @pytest.fixture
@@ -281,8 +281,8 @@ def test_the_ranks_agree_to_wait_longer_for_a_slow_write(
 def test_the_ranks_agree_to_wait_longer_for_a_slow_read(
     format: Format, module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the ranks waited in a collective, which timed out, so no start could read a large
-    checkpoint.
+    """Regression: the ranks waited in a collective, which timed out, so training could not resume
+    from a large checkpoint.
     """
     writer = opened(tmp_path, format=format)
     save(writer, 1)

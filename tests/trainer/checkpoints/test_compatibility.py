@@ -215,8 +215,8 @@ def test_averages_of_other_trainers_are_loaded(kind: str, trained: Path, tmp_pat
 
 
 def test_the_ranks_agree_to_wait_longer_while_rank_0_reads(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: the others waited in a collective, so a large file on a slow disk timed out at
-    each start.
+    """Regression: the others waited in a collective, so with a large file on a slow disk, every
+    attempt to start timed out.
     """
     slow = Slow(monkeypatch)
     monkeypatch.setattr(compatibility, "read_whole", slow(compatibility.read_whole))

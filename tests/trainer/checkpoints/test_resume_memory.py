@@ -1,5 +1,5 @@
-"""A start from a large checkpoint: no tensor is in memory twice, each rank reads only its part, and
-each part is checked once.
+"""Resuming from a large checkpoint: no tensor is in memory twice, each rank reads only its part,
+and each part is checked once.
 """
 
 from __future__ import annotations

@@ -53,13 +53,14 @@ def test_a_batch_is_read_whatever_python_and_numpy_wrote_it(writer: str) -> None
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("dump", [pickle.dumps, pickle._dumps], ids=["C", "Python"])  # type: ignore[attr-defined]
-def test_batches_of_this_python_are_read_as_its_unpickler_reads_them(dump: Any, protocol: int) -> None:
+def test_read_batch_agrees_with_this_pythons_unpickler(dump: Any, protocol: int) -> None:
     own = pixels()
     frozen = own.copy()
     frozen.setflags(write=False)
     for data in (own, np.asfortranarray(own), frozen, own[1:], own[:1]):
         for labels in ([1, 2**40, -5][: len(data)], np.arange(len(data))):
-            names = [f"{number}.png" for number in range(300)]  # more than the memo's one-byte indices
+            # more names than the pickle memo's one-byte indices can address
+            names = [f"{number}.png" for number in range(300)]
             content = dump({"filenames": names, "data": data, "labels": labels}, protocol=protocol)
             found = read_batch(content, "data", "labels")
             assert np.array_equal(found[0], data) and np.array_equal(found[1], labels)

@@ -97,7 +97,7 @@ def test_training_is_that_of_a_plain_loop_over_the_readable_ones_on_1_2_and_3_ra
         assert (counts[3], counts[7]) == (len(CORRUPT), len(CORRUPT)), "reported with the progress, reset in each epoch"
 
 
-def test_the_ledger_shows_them(folder: Path, tmp_path: Path) -> None:
+def test_the_ledger_shows_unreadable_images(folder: Path, tmp_path: Path) -> None:
     good(2, arguments(folder, "train.ledger=true", f"checkpoint.dir={tmp_path / 'c'}"))
     summary = verify(read([tmp_path / "c"]))
     assert summary.unreadable == 2 * len(CORRUPT)

@@ -137,7 +137,7 @@ def test_jpeg_folder_trains_on_two_ranks_like_on_one(workers: int, tmp_path: Pat
     assert verify(read([tmp_path / "2"])).epochs == {1: 12, 2: 12}
 
 
-def test_digits_are_scikit_learns_and_the_split_is_stratified() -> None:
+def test_digits_match_scikit_learn_and_the_split_is_stratified() -> None:
     from ddpjob_trainer.data.digits import read_digits
     from sklearn.datasets import load_digits
 

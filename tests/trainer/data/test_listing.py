@@ -51,7 +51,7 @@ def names(root: Path, kept: Path) -> list[str]:
 
 
 def in_order(root: Path) -> list[str]:
-    """Return the files folder by folder, in the order of torchvision's ImageFolder."""
+    """Return the files folder by folder, ordered like torchvision's ImageFolder."""
     return [
         str(path) for path in sorted(root.rglob("*"), key=lambda path: (str(path.parent), path.name)) if path.is_file()
     ]

@@ -414,10 +414,10 @@ def test_a_damaged_index_is_reported(packed: Path) -> None:
         opened(f"data.dir={packed}")
 
 
-def test_where_a_file_system_has_no_locks_the_index_is_built_all_the_same(
-    packed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Lustre without its option flock has no locks. Regression: the message blamed permissions."""
+def test_the_index_is_built_on_a_file_system_without_locks(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre mounted without the flock option does not support locks. Regression: the message
+    blamed permissions.
+    """
 
     def refused(*_: Any) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")

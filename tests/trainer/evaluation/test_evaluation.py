@@ -60,7 +60,8 @@ class Scores:
 def scores(size: int, classes: int, *, ties: bool = False, absent: int = 0) -> Scores:
     """Return random scores that are often right.
 
-    `ties` rounds them, so that few values differ. The last `absent` classes have no samples.
+    `ties` rounds the scores, so that many of them are equal. The last `absent` classes have no
+    samples.
     """
     generator = torch.Generator().manual_seed(size * classes)
     labels = torch.randint(0, classes - absent, (size,), generator=generator)

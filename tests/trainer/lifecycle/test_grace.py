@@ -1,5 +1,5 @@
-"""How long a rank that must end waits for its peers, and why the processes that it starts still end
-on SIGTERM.
+"""How long a rank that was asked to stop waits for its peers, and why the processes that it starts
+still terminate on SIGTERM.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What starting a rank costs: it imports no compiler and no scikit-learn, and selects devices and
+"""The cost of starting a rank: it imports no compiler and no scikit-learn, and selects devices and
 models by name.
 """
 
@@ -78,7 +78,7 @@ def test_training_imports_no_compiler_and_compiling_still_works(tmp_path: Path) 
         assert "2.0" in out and "_dynamo/__init__.py" in out and "torch._dynamo.config" in out
 
 
-def test_the_collector_is_off_during_imports_and_as_before_after_them() -> None:
+def test_the_collector_is_off_during_imports_and_restored_afterwards() -> None:
     with pytest.raises(ImportError), uncollected():
         assert not gc.isenabled()
         raise ImportError

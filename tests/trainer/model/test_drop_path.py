@@ -121,7 +121,7 @@ def drawn_by_rank(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_1_2_and_3_ranks_train_the_same(tmp_path: Path) -> None:
+def test_1_2_and_3_ranks_train_identically(tmp_path: Path) -> None:
     """Each of 2 ranks takes whole micro-batches; 3 ranks share the four."""
     assert [sampler.Dealing(0, world, 4, dividing=sampler.Dividing.EXACT).passes(24) > 0 for world in (2, 3)] == [
         False,

@@ -45,7 +45,7 @@ def test_which_sizes_are_refused(name: str, side: int, reason: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["torchvision:regnet_y_400mf", "torchvision:alexnet", "small_cnn"])
-def test_others_are_not(name: str) -> None:
+def test_other_sizes_are_accepted(name: str) -> None:
     check_image_size(ModelConfig(name=name), (3, 64, 64), 4, "K")
 
 

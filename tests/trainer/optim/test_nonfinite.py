@@ -20,8 +20,8 @@ WORSE = [*TINY, "train.epochs=1", "optim.lr=0.05"]
 
 
 def broken_at(steps: range, rank: int, *, gradients: bool = True) -> Callable[[int], None]:
-    """Make the loss of one rank NaN at these steps (counted from 1); without `gradients`, infinite,
-    with finite gradients.
+    """Make the loss of one rank NaN at these steps, counted from 1. Without `gradients`, make it
+    infinite, but leave the gradients finite.
     """
 
     def prepare(own: int) -> None:

@@ -488,7 +488,7 @@ def test_a_device_without_the_format_is_reported_before_training(
             Precision(AmpConfig(level=AmpLevel.O3), device=torch.device("cuda"))
 
 
-def test_auto_is_apexs_format_and_scale() -> None:
+def test_auto_uses_apexs_format_and_scale() -> None:
     assert Precision(AmpConfig(level=AmpLevel.O1)).dtype is torch.bfloat16
     assert "scaler" not in Precision(AmpConfig(level=AmpLevel.O1)).state()
     for level, dynamic in ((AmpLevel.O0, False), (AmpLevel.O1, True), (AmpLevel.O2, True), (AmpLevel.O3, False)):

@@ -36,7 +36,7 @@ LATE = 0.1
 
 
 def slow(rank: int, where: str) -> Callable[[int], None]:
-    """Return a hook for `good`: this rank sleeps before, during or after its own work."""
+    """Return a hook for `good` that makes this rank sleep before, during or after its own work."""
 
     def prepare(own: int) -> None:
         from ddpjob_trainer.optim.precision import Precision
@@ -307,8 +307,8 @@ def posts() -> Iterator[tuple[int, list[dict[str, Any]], list[int]]]:
 
 
 def recovering(rank: int, after: int) -> Callable[[int], None]:
-    """Return a hook for `good`: this rank sleeps long in its first `after` forward passes. All
-    ranks sleep for long enough that the noise of a busy machine is small in comparison.
+    """Return a hook for `good` that makes this rank sleep for long in its first `after` forward
+    passes. All ranks sleep for long enough that the noise of a busy machine is small in comparison.
     """
 
     def prepare(own: int) -> None:

@@ -48,7 +48,7 @@ HOROVOD, SERVER = "strategy=horovod", "strategy=parameter_server"
 
 
 def run(world: int, arguments: list[str], prepare: Prepare | None = None) -> list[Ended]:
-    """Run ranks with a long timeout, because importing the libraries takes long on a busy
+    """Run ranks with a long timeout, because importing the libraries takes a long time on a busy
     machine.
     """
     return finish(start(world, arguments, prepare), timeout=180)

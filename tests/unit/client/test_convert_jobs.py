@@ -303,7 +303,7 @@ def _of_four_gpus(command: list[str], **spec: Any) -> dict[str, Any]:
         (["python", "a.py"], 1),
     ],
 )
-def test_torchrun_starts_as_many_processes_as_before(command: list[str], processes: int | None) -> None:
+def test_torchrun_starts_the_same_number_of_processes(command: list[str], processes: int | None) -> None:
     made = convert(_of_four_gpus(command))
     assert valid(made.job).get("procsPerNode") == processes
     assert any("procsPerNode: 1, as before" in note for note in made.notes) == (processes == 1)
@@ -662,7 +662,7 @@ def test_replicas_that_are_null_count_as_one() -> None:
         (2, {"affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}}, False),
     ],
 )
-def test_pods_may_share_a_node_as_before(workers: int, pod: dict[str, Any], shared: bool) -> None:
+def test_pods_may_still_share_a_node(workers: int, pod: dict[str, Any], shared: bool) -> None:
     """Regression: four pods with one GPU each waited for three Kubernetes nodes that do not
     exist.
     """
