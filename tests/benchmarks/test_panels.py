@@ -14,7 +14,7 @@ from benchmarks.panels.scene import ACTS, LAST, MONITORING
 SHOWN = Range(start=1003.0, end=1061.0, scrape=15)
 
 
-def test_a_query_is_asked_as_grafana_sends_it() -> None:
+def test_a_query_is_sent_in_the_form_that_grafana_uses() -> None:
     variables = [{"name": "namespace", "allValue": ".+"}, {"name": "job"}]
     expression = 'rate(x{namespace=~"$namespace", job="${job}"}[$__rate_interval]) + y[$__range]'
     asked = filled(expression, {"templating": {"list": variables}}, {"job": "a"}, SHOWN, 15)

@@ -49,7 +49,7 @@ def test_a_standstill_is_divided_among_the_failures_that_it_spans() -> None:
     assert second == Seen(Kind.CRASH, 5.0, 0)
 
 
-def test_a_training_that_never_continues_is_seen() -> None:
+def test_a_training_run_that_never_continues_is_detected() -> None:
     made = {1: incarnation(1, *(number / 10 for number in range(1, 21)))}
     (seen,) = keep_account(made, [(2.0, Kind.KILL)], 0.0, 30.0).seen
     assert seen == Seen(Kind.KILL, 27.9, 0, recovered=False)

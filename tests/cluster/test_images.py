@@ -93,7 +93,7 @@ def test_the_trainers_image_has_tritons_build_tools(
         (["sh", "-c", "touch /opt/venv/file || touch /etc/file"], "Permission denied"),
     ],
 )
-def test_the_operators_image_lacks_what_it_does_not_need(
+def test_the_operators_image_has_nothing_that_it_does_not_need(
     cluster: Cluster, operator_image: builder.Image, namespace: str, program: list[str], words: str
 ) -> None:
     code, log = run(cluster, namespace, operator_image, program, "n2")

@@ -149,8 +149,8 @@ class MortalRest(Rest):
 
 
 class HttpStory(Story):
-    """A story from a seed with complete operators. Faults of the in-memory operator become HTTP
-    faults here.
+    """A seeded story with complete operators. Here, the faults of the in-memory operator become
+    HTTP faults.
     """
 
     left_out = frozenset({"kill-operator", "conflicts", "watch-gap", "lossy", "key", "init-failure"})

@@ -59,7 +59,7 @@ def test_only_the_main_container_and_bounded_texts_of_a_pod_are_kept() -> None:
 
 
 @pytest.mark.parametrize("number", ["-1", str(2**31), "9" * 60, "1.5"])
-def test_a_pod_whose_number_no_job_has_is_not_a_job_s(number: str) -> None:
+def test_a_pod_with_a_number_that_no_job_has_belongs_to_no_job(number: str) -> None:
     with pytest.raises(ValueError, match=r"must be a number|invalid literal"):
         read_pod(a_pod(**{LABEL_INDEX: number}))
 

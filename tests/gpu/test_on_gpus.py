@@ -257,7 +257,7 @@ def test_a_compiled_training_has_the_same_curve_on_the_gpu(reference: list[float
     np.testing.assert_allclose(losses(trained(tmp_path, "model.compile=true", *WHOLE)), reference, rtol=5e-3)
 
 
-def test_dali_decodes_what_the_workers_do(tmp_path: Path) -> None:
+def test_dali_decodes_the_same_images_as_the_workers(tmp_path: Path) -> None:
     if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None:
         pytest.skip("NVIDIA DALI is not installed: pip install nvidia-dali-cuda130")
     from ddpjob_trainer import config

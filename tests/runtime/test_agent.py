@@ -313,7 +313,7 @@ WORKERS = {
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("kind", WORKERS)
-def test_a_worker_that_was_not_scheduled_since_the_last_look_stands_still(kind: str) -> None:
+def test_a_worker_that_was_not_scheduled_since_the_last_check_stands_still(kind: str) -> None:
     code, idle = WORKERS[kind]
     with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as worker:
         try:

@@ -234,7 +234,7 @@ def test_the_first_step_may_take_long() -> None:
     assert group.ended_after(2000) == pytest.approx(610, abs=2)
 
 
-def test_a_look_that_lacks_a_member_proves_no_hang() -> None:
+def test_a_check_that_lacks_a_member_does_not_prove_a_hang() -> None:
     group = Group(WAITS, LOCK)
     group.pass_time(17)
     group.silent = {0}
@@ -243,7 +243,7 @@ def test_a_look_that_lacks_a_member_proves_no_hang() -> None:
     assert group.ended_after(300) is not None
 
 
-def test_only_looks_that_may_prove_a_hang_are_recorded() -> None:
+def test_only_checks_that_may_prove_a_hang_are_recorded() -> None:
     group = Group(WAITS, {**LOCK, **waits("stopped")})
     assert group.ended_after() is not None
     sent = [fields["record"] for verb, fields in group.world.heard["job-0-0"] if verb == "look"]

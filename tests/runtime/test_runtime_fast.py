@@ -175,7 +175,7 @@ def test_a_hang_is_detected_and_shown(job: Job) -> None:
     finish(job, "job-0-0", "job-1-0")
 
 
-def test_steps_without_an_optimizer_are_no_hang_until_every_rank_stands_still(job: Job) -> None:
+def test_steps_without_an_optimizer_are_not_a_hang_unless_all_ranks_stand_still(job: Job) -> None:
     script = (STEPS, "--steps", "1000", "--sleep", "0.05", "--hang-at", "200")
     job.start_coordinator("--hang-after", "2")
     job.start_node(0, *script)

@@ -212,7 +212,7 @@ def test_ranks_that_begin_at_once_agree(bucket: Bucket) -> None:
     assert found == [None] * 8 and len({one.term for one in ranks}) == 1
 
 
-def test_a_node_s_ranks_fetch_it_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_ranks_of_a_node_fetch_a_copy_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "10"), 10, wait=True)
     there = on_another_node(monkeypatch, tmp_path, "there")
     fetched, fetch = [], Bucket.fetch
@@ -290,7 +290,9 @@ def test_only_the_newest_copies_are_kept(bucket: Bucket, tmp_path: Path) -> None
     assert [entry.step for entry in bucket.entries()] == [6, 5]
 
 
-def test_the_figures_travel_with_the_script_s(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_figures_about_copies_are_sent_with_those_of_the_script(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     sent: list[dict[str, Any]] = []
     monkeypatch.setattr(link, "post", sent.append)
     before = time.time()
@@ -357,7 +359,7 @@ def test_a_note_without_room_leaves_only_the_previous_one(tmp_path: Path, monkey
     assert sorted(entry.name for entry in (tmp_path / "pod").iterdir()) == [copies.RECORD, "other.pt", "snapshot.pt"]
 
 
-def test_a_job_that_gets_a_bucket_on_one_machine_continues_from_what_its_folder_has(
+def test_a_job_that_gets_a_bucket_on_one_machine_continues_from_its_folder(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Regression: the job started from scratch, in the folder from which it had promised to

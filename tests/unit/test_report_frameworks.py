@@ -92,7 +92,7 @@ def survives(
     assert not Path(os.environ["DDPJOB_SNAPSHOT_FOLDER"], "restored").exists(), "training has loaded it"
 
 
-def test_hugging_face_s_trainer_continues_from_memory(
+def test_hugging_faces_trainer_continues_from_memory(
     tmp_path: Path, job: Callable[[], None], starts: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")

@@ -332,7 +332,7 @@ def test_a_save_that_is_due_during_a_write_is_postponed_and_not_dropped(
 @pytest.mark.parametrize(
     ("cost", "waits", "due"), [(0.0, 9.9, 10.1), (0.05, 9.9, 10.1), (0.5, 49.0, 51.0), (7.0, 299.0, 301.0)]
 )
-def test_saves_are_due_as_often_as_costs_a_hundredth_of_the_time(
+def test_saves_are_spaced_so_that_they_take_a_hundredth_of_the_time(
     cost: float, waits: float, due: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = opened(tmp_path)

@@ -81,7 +81,7 @@ def test_a_different_seed_is_refused(trained: Path) -> None:
     refused(message, f"checkpoint.dir={trained}", "data.seed=3")
 
 
-def test_a_checkpoint_of_a_loop_of_ones_own_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_custom_loop_is_refused(tmp_path: Path) -> None:
     snapshot = {"step": 3, "model": {}, "optimizer": {}, "sampler": ElasticSampler(10, 4).state_dict()}
     torch_file.write(tmp_path / "step-000000003.pt", snapshot, Metadata(3))
     message = (

@@ -160,7 +160,7 @@ def test_augmentation_depends_on_sample_and_epoch_only() -> None:
     assert torch.equal(shown(some, 0), whole[some]), "after another epoch, in another order, among others"
 
 
-def test_crop_and_flip_moves_and_mirrors_as_it_says() -> None:
+def test_crop_and_flip_moves_and_mirrors_images() -> None:
     image = torch.arange(1, 26, dtype=torch.uint8).view(1, 1, 5, 5)
     padded = torch.nn.functional.pad(image, (1, 1, 1, 1))[0, 0]
     expected = {
@@ -472,7 +472,7 @@ def test_an_image_that_the_machine_cannot_read_is_not_taken_for_a_damaged_one(tm
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_the_names_of_all_images_are_no_list_that_workers_would_copy(tmp_path: Path) -> None:
+def test_the_names_of_images_are_not_a_list_that_workers_would_copy(tmp_path: Path) -> None:
     write_image_folder(tmp_path)
     strange = tmp_path / "train" / "n01440764" / os.fsdecode(b"z-\xff \xc3\xa4.jpg")
     strange.touch()

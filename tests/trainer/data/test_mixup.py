@@ -1,5 +1,5 @@
-"""Mixup, CutMix and RandAugment agree with torchvision's. They are functions of (seed, epoch,
-sample or micro-batch).
+"""Mixup, CutMix and RandAugment agree with torchvision's. Their results depend only on the seed,
+the epoch, and the sample or micro-batch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_cutmix_matches_torchvision_with_the_same_rectangle(key: int) -> None:
     torch.testing.assert_close(mixed.labels, labels)
 
 
-def test_lambdas_and_areas_are_spread_as_the_papers_say() -> None:
+def test_lambdas_and_areas_follow_the_papers_distributions() -> None:
     """The weights follow Beta(0.3, 0.3) for mixup. The area for CutMix is 1 - Beta(1, 1), minus the
     part beyond the border.
     """

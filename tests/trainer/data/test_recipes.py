@@ -93,7 +93,7 @@ def test_cutout_matches_the_paper() -> None:
         ({"cutout": 4}, (5,), r"data.cutout=4: needs images"),
     ],
 )
-def test_wrong_values(keys: dict[str, float], shape: tuple[int, ...], message: str) -> None:
+def test_invalid_erasing_values_are_refused(keys: dict[str, float], shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_erasers(DataConfig(**keys), shape)  # type: ignore[arg-type]
     assert build_erasers(DataConfig(), (5,)) == []

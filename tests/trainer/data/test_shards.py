@@ -446,7 +446,9 @@ def test_a_damaged_plan_is_reported(text: str, folder: Path, packed: Path) -> No
         pack_shards.pack(folder, packed, 20_000)
 
 
-def test_packing_continues_where_it_was_cut(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_continues_where_it_was_interrupted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     pack_shards.pack(folder, whole, 20_000)
     write, written = pack_shards._write, list[Path]()

@@ -116,7 +116,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_rank_forked_after_preload_trains_and_imports_nothing_of_ours(tmp_path: Path) -> None:
+def test_a_rank_forked_after_preload_trains_and_imports_none_of_our_modules(tmp_path: Path) -> None:
     """The compiler is replaced by its stand-in, and no thread runs that a fork would lose."""
     command = [
         sys.executable,

@@ -178,7 +178,7 @@ def test_an_own_model_trains_alike_on_1_2_1_ranks_and_on_one(own: str, tmp_path:
     assert len(losses[0]) == 16
 
 
-def test_a_model_in_evaluation_mode_trains_as_after_an_evaluation(own: str, tmp_path: Path) -> None:
+def test_a_model_given_in_evaluation_mode_is_trained_in_training_mode(own: str, tmp_path: Path) -> None:
     """Functions that load pretrained weights often return models in this mode. Regression: whenever
     training started, statistics differed and dropout was off until the first evaluation.
     """

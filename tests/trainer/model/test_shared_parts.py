@@ -184,7 +184,7 @@ def test_a_layer_that_gets_no_samples_says_what_to_set(layer: nn.Module) -> None
         model(IMAGES[micro.samples])
 
 
-def test_a_layer_that_drops_nothing_may_get_what_it_likes() -> None:
+def test_a_layer_that_drops_nothing_may_get_any_input() -> None:
     model = Windows(nn.Dropout(0.0))
     (micro, *_) = dealt(3)
     with SharedParts(model, Group(0, 3)).of_micro(micro):

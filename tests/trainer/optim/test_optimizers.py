@@ -238,7 +238,7 @@ def test_tokens_positions_and_layer_scales_are_not_decayed() -> None:
 
 
 @pytest.mark.parametrize("name", [OptimizerName.SGD, OptimizerName.ADAMW])
-def test_weights_in_parts_step_all_at_once(name: OptimizerName) -> None:
+def test_sharded_weights_take_a_step_all_at_once(name: OptimizerName) -> None:
     """torch itself steps through DTensors one by one."""
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
 

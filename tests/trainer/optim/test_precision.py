@@ -97,7 +97,9 @@ def same(ours: nn.Module, by_hand: nn.Module) -> None:
 
 @pytest.mark.parametrize("wrong_order", [False, True])
 @pytest.mark.parametrize(("dtype", "scale"), [("float16", 65536.0), ("bfloat16", 1.0)])
-def test_o1_is_autocast_with_gradscaler_and_clips_what_is_unscaled(dtype: str, scale: float, wrong_order: bool) -> None:
+def test_o1_is_autocast_with_gradscaler_and_clips_unscaled_gradients(
+    dtype: str, scale: float, wrong_order: bool
+) -> None:
     strategy = opened("amp.level=O1", f"amp.dtype={dtype}", "optim.clip_norm=0.5")
     updates = steps(strategy, range(5))
     model = plain()
@@ -176,7 +178,7 @@ def test_o3_is_all_in_half(dtype: str, scale: str) -> None:
     assert {parameter.dtype for parameter in strategy.model.parameters()} == {HALVES[dtype]}
 
 
-def test_o0_clips_as_torch_does() -> None:
+def test_o0_clips_like_torch() -> None:
     strategy = opened("optim.clip_norm=0.5")
     updates = steps(strategy, range(4), parts=2)
     model = plain()
@@ -283,7 +285,7 @@ def test_images_that_are_not_finite_spoil_no_running_statistics(level: str) -> N
     assert all(torch.equal(value, before[name]) for name, value in strategy.model.named_buffers() if name in before)
 
 
-def test_the_dynamic_scale_falls_and_grows_as_gradscaler_says() -> None:
+def test_the_dynamic_scale_falls_and_grows_like_gradscalers() -> None:
     strategy = opened("amp.level=O1", "amp.dtype=float16", "amp.scale_window=3")
     scale = lambda: strategy.precision.state()["scaler"]["scale"]  # noqa: E731
     steps(strategy, range(2))

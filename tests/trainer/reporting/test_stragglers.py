@@ -205,7 +205,7 @@ def test_a_slow_rank_is_reported_after_a_while_and_withdrawn_after_a_while() -> 
     assert [named(judge.add(now, [1, 1, 1.1, 1])) for now in (50, 60, 70, 80)] == [[2], [2], [2], []]
 
 
-def test_a_short_or_a_single_lag_is_nothing() -> None:
+def test_a_short_or_a_single_lag_is_ignored() -> None:
     judge = Stragglers(1.5, 30)
     for now in range(0, 1000, 10):
         times = [1.0, 1.0, 1.0, 9.0 if now % 30 == 0 else 1.0]
@@ -444,7 +444,7 @@ def test_slow_ranks_are_reported_until_a_coordinator_has_responded(posts: Any, c
 # ------------------------------------------------------------ the share of the peak
 
 
-def test_flops_are_those_by_hand_and_nothing_is_computed() -> None:
+def test_flops_match_a_count_by_hand_and_nothing_is_computed() -> None:
     settings = config.load(None, ["model.width=8"])
     state = torch.get_rng_state()
     found = flops.flops_per_sample(settings, (1, 8, 8), 10)

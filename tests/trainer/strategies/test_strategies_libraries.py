@@ -501,7 +501,7 @@ def test_the_installer_uses_every_processor_also_below_make(tmp_path: Path, monk
     assert environment is not None and environment["MAKEFLAGS"] == f"-j{len(os.sched_getaffinity(0))}"
 
 
-def test_the_installer_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installer_reports_missing_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert len(install_horovod.missing_tools()) == 3
@@ -511,7 +511,7 @@ def test_the_installer_names_what_is_missing(tmp_path: Path, monkeypatch: pytest
         install_horovod.install("/bin/false")
 
 
-def test_wheels_are_kept_by_what_they_were_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheels_are_cached_by_the_versions_they_were_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     facts = install_horovod.probe(sys.executable)
     assert facts["torch"] == torch.__version__
