@@ -185,7 +185,7 @@ class Waits:
         return max((w.seconds for w in self._open.values() if w.lack is not Lack.MORE), default=0.0)
 
     def close(self) -> None:
-        """End all waits, because the night is over."""
+        """Close all open waits, because the night is over."""
         self.ended += self._open.values()
         self._open = {}
 

@@ -151,7 +151,7 @@ class Group:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End everything."""
+        """Stop all processes of the group."""
         kill_all(*self.nodes.values())
         self.nodes.clear()
 

@@ -147,7 +147,7 @@ class ApiServer:
         self.break_watches()
 
     def break_watches(self) -> None:
-        """End every watch's connection."""
+        """Close every watch's connection."""
         for response in list(self._watches):
             transport = response._req.transport if response._req is not None else None
             if transport is not None:

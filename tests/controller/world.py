@@ -34,7 +34,7 @@ class ReplicaTasks:
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def stop(self, name: str) -> None:
-        """End the replica's process cleanly, so that it releases the Lease."""
+        """Stop the replica's process cleanly, so that it releases the Lease."""
         task = self.tasks.pop(name)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

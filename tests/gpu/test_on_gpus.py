@@ -188,8 +188,8 @@ def test_the_model_on_two_devices_has_the_curve_of_one(reference: list[float], t
 
 @two_devices
 def test_data_parallel_learns_on_all_devices(tmp_path: Path) -> None:
-    """Statistics are those of each device's part, so the curve is close to the reference but not
-    equal.
+    """Each device computes the statistics of its own part, so the curve is close to the reference
+    but not equal.
     """
     found = losses(trained(tmp_path, "strategy=dp", *WHOLE))
     assert found[-1] < 0.9 * found[0]

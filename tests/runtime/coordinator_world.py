@@ -101,7 +101,7 @@ class World:
         return members
 
     def lose(self, member: Member, why: str = "its connection ended") -> None:
-        """End the member's connection."""
+        """Close the member's connection."""
         self.coordinator.lost(member, why)
 
     @property

@@ -1,5 +1,5 @@
-"""The fetch of code.archive: what is verified first, hostile archives, limits, a second start,
-an absent bucket.
+"""Fetching code.archive: the verification before unpacking, hostile archives, limits, a second
+start, and an absent bucket.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fetch of storage.data.url: signatures, hostile servers and names, checksums, the lock, and
+"""Fetching storage.data.url: signatures, hostile servers and names, checksums, the lock, and
 earlier content.
 """
 

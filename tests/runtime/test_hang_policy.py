@@ -13,7 +13,7 @@ from coordinator_world import World
 from ddpjob_runtime.protocol import RANK_ENDED, Hangs, RankLook, WaitKind
 
 Played = Callable[[float], "dict[str, Any]"]
-"""Function that returns the fields of a check of a rank, given the seconds since the last step."""
+"""A function that returns what a check of the rank finds, given the seconds since the last step."""
 
 
 def stack(place: str, file: str = "/app/train.py") -> str:

@@ -375,7 +375,7 @@ def test_an_extension_that_a_killed_rank_was_building_is_built_again(tmp_path: P
     if torch is None or torch.origin is None:
         pytest.skip("needs torch")
     script, lock = write(tmp_path, "builder.py", BUILDER), tmp_path / "lock"
-    write(tmp_path, "torch/__init__.py", "")  # The rest of it would take seconds.
+    write(tmp_path, "torch/__init__.py", "")  # Importing the rest of torch would take seconds.
     write(tmp_path, "torch/utils/__init__.py", "")
     shutil.copy(Path(torch.origin).parent / "utils" / "file_baton.py", tmp_path / "torch" / "utils")
 

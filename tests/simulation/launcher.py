@@ -347,9 +347,7 @@ class Launcher:
             self._end_workers()
 
     def _end_workers(self) -> None:
-        """End the workers: SIGTERM, then SIGKILL after the grace period. Then this node is
-        ready.
-        """
+        """Stop the workers: SIGTERM, then SIGKILL after the grace period. Then this node is ready."""
         grace = self.grace if self.planned else DRAIN_GRACE[self.mode]
         seconds = 0.05 if self.workers == "finished" else min(grace, self.network.draw("drain"))
         self.workers = "ending"
@@ -410,7 +408,7 @@ class Launcher:
         return True
 
     def finished(self) -> None:
-        """End all its workers with code 0."""
+        """Let all its workers exit with code 0."""
         if self.workers != "running" or self.stuck or self.leaving:
             return
         self.workers, self._idle_since = "finished", self.network.clock.now

@@ -185,7 +185,7 @@ class Simulation:
         self.store.delete("Pod", name)
 
     def end(self, name: str, exit_code: int, reason: str = "Error") -> None:
-        """End the launcher's process."""
+        """Terminate the launcher's process."""
         self.network.say(f"FAULT: the launcher of {name} ends with {exit_code} ({reason})")
         pod = self.pods[name]
         if pod.coordinator is not None and pod.launcher is None:

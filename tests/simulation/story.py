@@ -102,7 +102,7 @@ class Story:
         self.hung_until = -1.0
         self.healthy_since = 0.0
         self.own = 0
-        """Number of failures caused that are the job's own."""
+        """Number of caused failures that count as the job's own."""
         self.certain = 0
         self.replaced: set[str] = set()
         """Pods that were replaced for their failures. The last failure of each may not have
@@ -255,7 +255,7 @@ class Story:
         for pod in list(s.machines.pods.values()):
             pod.isolated = False
             if pod.launcher is not None and pod.launcher.stuck and not pod.removed:
-                s.force_delete(pod.name)  # somebody must: a finished group may wait for it without a limit
+                s.force_delete(pod.name)  # otherwise a finished group may wait for it without a limit
         s.network.changed()
         s.cluster.changed()
         if s.spec.get("runPolicy", {}).get("suspend"):
@@ -392,7 +392,7 @@ def _exit(t: Story) -> bool:
 
 
 def _exit_pair(t: Story) -> bool:
-    """End two pods at the same moment: one break, which counts once."""
+    """Terminate two pods at the same moment. This is one break, and counts once."""
     pods = [p for p in t.current() if not p.host.cut]
     if len(pods) < 2 or not t.s.status.get("progress"):
         return False

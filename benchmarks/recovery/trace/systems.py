@@ -265,7 +265,7 @@ SYSTEMS: dict[str, Callable[[Path, tuple[str, ...], int], Any]] = {
     "torchft-tuned": TunedTorchFT,
     "stock": StockTorchrun,
 }
-"""Systems by name on the command line."""
+"""Systems by their name on the command line."""
 
 
 def kill_worker(folder: Path, node: str) -> bool:

@@ -200,7 +200,7 @@ def test_a_folder_that_is_not_writable_is_found_before_training(tmp_path: Path) 
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_with_a_folder_per_node_any_node_may_be_lost(lost: int, tmp_path: Path) -> None:
-    """Two nodes of one rank; after a stop, one node's folder is gone."""
+    """There are two nodes with one rank each. After a stop, one node's folder is gone."""
     arguments = [*TINY, "checkpoint.shared=false"]
 
     def node(rank: int) -> dict[str, str]:

@@ -57,7 +57,7 @@ def opened(*arguments: str) -> DataSet:
 
 
 def images(data: DataSet, count: int) -> dict[bytes, int]:
-    """Return the labels of the test images without augmentation, by the image's bytes."""
+    """Map the bytes of each test image, which is not augmented, to its label."""
     (batch,) = data.test_batches([list(range(count))])
     return {image.numpy().tobytes(): label for image, label in zip(batch.images, batch.labels.tolist(), strict=True)}
 

@@ -1,4 +1,4 @@
-"""Commands that change a job, which may meanwhile end or become unreachable."""
+"""Commands that change a job, while the job may finish or become unreachable."""
 
 from __future__ import annotations
 

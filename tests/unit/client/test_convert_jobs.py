@@ -613,7 +613,7 @@ def test_settings_that_a_train_job_leaves_to_its_runtime_are_reported() -> None:
 
 
 def test_resources_are_read_under_the_name_of_the_container() -> None:
-    """Regression: the kubelet found no container pytorch."""
+    """Regression: the kubelet did not find a container named pytorch."""
     job = _of_four_gpus(["torchrun", "a.py"])
     pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
 
