@@ -213,7 +213,7 @@ def test_a_run_resumes_on_the_other_kind_of_device(tmp_path: Path) -> None:
     assert lines[-1]["event"] == "end" and losses(lines)[-1] < losses(lines)[0]
 
 
-def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_identical_to_an_undisturbed_one(tmp_path: Path) -> None:
     """Snapshots are copied to pinned memory while training continues."""
     keys = ["ddp.ordered=true", "checkpoint.every_steps=3", "optim.schedule=constant", *WHOLE]
     trained(tmp_path / "straight", *keys)

@@ -553,7 +553,7 @@ def test_a_node_without_room_receives_the_state_and_says_what_it_needs(
     assert Group(4, 2).run(train) == [(0, 2, True, None)] * 2 + [(1, 0, True, None)] * 2
 
 
-def test_a_sharded_state_ends_where_a_neighbours_part_has_no_room(
+def test_a_sharded_state_is_not_kept_if_a_neighbours_part_has_no_room(
     nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = SnapshotStore.room

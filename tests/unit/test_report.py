@@ -406,7 +406,7 @@ def test_lightning_leaves_between_optimizer_steps(
 
 
 @pytest.mark.parametrize("steps", [-1, float("inf")])
-def test_data_whose_length_lightning_does_not_know_have_no_steps(
+def test_data_whose_length_lightning_does_not_know_has_no_steps(
     steps: float, posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The length of an IterableDataset is -1."""

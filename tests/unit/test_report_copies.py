@@ -180,7 +180,7 @@ def test_a_file_modified_during_its_copy_does_not_become_a_checkpoint(
 
 
 @pytest.mark.slow
-def test_all_ranks_get_the_same_although_an_old_upload_completes_meanwhile(
+def test_all_ranks_get_the_same_copy_although_an_old_upload_completes(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "10"), 10, wait=True)
@@ -454,13 +454,13 @@ def test_a_script_ends_when_its_last_copy_is_complete(bucket: Bucket) -> None:
     assert bucket.entries() == [Stored(1, 9)]
 
 
-def test_without_its_last_copy_a_script_does_not_end_well(bucket: Bucket) -> None:
+def test_a_script_without_its_last_copy_fails(bucket: Bucket) -> None:
     done = ends("60", "0.2")
     assert done.returncode == 1 and "the job must not end without it" in done.stderr
     assert bucket.entries() == []
 
 
-def test_a_script_that_removes_its_last_copy_does_not_end_well_and_at_once(bucket: Bucket) -> None:
+def test_a_script_that_removes_its_last_copy_fails_at_once(bucket: Bucket) -> None:
     began = time.monotonic()
     done = ends("1", "600", "removes")
     assert done.returncode == 1 and "will not be copied" in done.stderr and "must not end without it" in done.stderr

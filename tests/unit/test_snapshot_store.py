@@ -244,7 +244,7 @@ def test_a_higher_step_of_an_older_round_is_passed_over() -> None:
     assert choose({0: [cut_off], 1: [others]}, [ALL]) == others.moment
 
 
-def test_of_a_sharded_state_every_part_must_be_held() -> None:
+def test_every_part_of_a_sharded_state_must_be_held() -> None:
     def part(rank: int, step: int) -> Held:
         return Held(f"{rank}of2", Moment((0, 0), step), 9)
 

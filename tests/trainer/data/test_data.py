@@ -190,7 +190,7 @@ def test_crop_and_flip_takes_the_numbers_drawn_for_each_sample() -> None:
 
 
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (3, 2), (2**31, 10**6)])
-def test_numbers_that_a_device_draws_are_those_of_the_host_to_the_bit(seed: int, epoch: int) -> None:
+def test_numbers_drawn_on_a_device_are_bit_identical_to_those_of_the_host(seed: int, epoch: int) -> None:
     from ddpjob_trainer.data.randomness import uniform, uniform_for_all
 
     found = uniform_for_all(seed, epoch, 5000, 3, torch.device("cpu"))
@@ -289,7 +289,7 @@ def test_invalid_values_are_refused() -> None:
             opened(*arguments)
 
 
-def test_a_small_set_lies_on_the_training_device(tmp_path: Path) -> None:
+def test_a_small_data_set_is_kept_on_the_training_device(tmp_path: Path) -> None:
     """`meta` stands for an accelerator: its tensors have no content and cannot be copied back to
     the CPU.
     """

@@ -115,7 +115,7 @@ def test_a_listing_of_recently_changed_files_is_not_kept(root: Path, tmp_path: P
     assert scans
 
 
-def test_where_folders_have_no_times_each_start_lists(
+def test_folders_without_modification_times_are_listed_at_each_start(
     root: Path, tmp_path: Path, scans: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some buckets that are mounted as file systems have no times."""

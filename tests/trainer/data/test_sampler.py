@@ -102,7 +102,7 @@ def joined(dealt: list[Step]) -> list[int]:
     dividing=st.sampled_from([Dividing.EXACT, Dividing.LOCAL]),
 )
 @example(samples=33, world=2, micro_batches=5, stretch=1.25, dividing=Dividing.EXACT)
-def test_where_whole_micro_batches_are_uneven_ranks_share_them_evenly(
+def test_ranks_share_micro_batches_evenly_if_whole_ones_are_uneven(
     samples: int, world: int, micro_batches: int, stretch: float, dividing: Dividing
 ) -> None:
     batch, state = list(range(1000, 1000 + samples)), SamplerState(seed=3, epoch=1, consumed=7)

@@ -269,7 +269,7 @@ def test_in_order_a_weight_without_a_gradient_keeps_its_values_on_all_ranks(own:
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "parameter_server"])
-def test_a_weight_without_a_gradient_keeps_its_values_where_gradients_come_as_one(
+def test_a_weight_without_a_gradient_keeps_its_values_if_gradients_are_one_vector(
     strategy: str, own: str, tmp_path: Path
 ) -> None:
     keys = [*TINY, f"model.name={own}:stages", "data.micro_batches=4", "optim.weight_decay=0.1", "pipeline.stages=1"]

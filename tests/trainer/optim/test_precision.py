@@ -577,7 +577,7 @@ def test_a_format_that_the_device_does_not_use_by_default_is_reported(
     assert "amp.dtype=bfloat16: has no effect on this device with amp.level=auto; set" in capfd.readouterr().out
 
 
-def test_the_default_is_float32_to_the_bit_on_the_cpu(tmp_path: Path) -> None:
+def test_the_default_on_the_cpu_is_bit_identical_to_float32(tmp_path: Path) -> None:
     saved = []
     for number, keys in enumerate([[], ["amp.level=O0"], ["amp.level=O1"]]):
         folder = tmp_path / str(number)

@@ -427,7 +427,7 @@ def test_deepspeed_settings_that_do_not_fit(
 
 
 @pytest.mark.parametrize("arguments", [["amp.level=O1", "amp.dtype=float16"], ["amp.loss_scale=128"]])
-def test_deepspeed_scales_no_losses(arguments: list[str]) -> None:
+def test_deepspeed_does_not_scale_losses(arguments: list[str]) -> None:
     with pytest.raises(
         ConfigError,
         match=r"strategy=deepspeed does not scale losses; set amp.dtype=bfloat16 and leave out amp.loss_scale",

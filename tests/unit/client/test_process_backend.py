@@ -279,7 +279,7 @@ def test_a_stopped_run_is_not_resumed_by_a_field_of_its_spec(tmp_path: Path, mon
         assert ProcessBackend().job("j")["status"]["conditions"][0]["message"] == said
 
 
-def test_of_two_simultaneous_submissions_the_second_finds_the_job_running(
+def test_the_second_of_two_simultaneous_submissions_finds_the_job_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the second one wrote to the first one's log and replaced its manifest."""

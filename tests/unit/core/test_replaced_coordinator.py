@@ -54,7 +54,7 @@ def test_training_is_said_to_continue_only_if_no_pod_is_lost_with_the_coordinato
     assert said == [True, False, False]
 
 
-def test_in_standard_its_members_end_with_their_generation() -> None:
+def test_in_standard_the_members_end_with_their_generation() -> None:
     decision = on_a_dead_host("Standard")
     assert decision.status.rendezvous.generation == 1
     assert messages(decision) == [(ENDPOINT, "stop")]
