@@ -118,7 +118,7 @@ if os.environ.get("DDPJOB_WITHOUT_TORCH"):
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from all tests except tests/gpu.
 
-    Otherwise trainings would use a visible GPU with NCCL and bfloat16, and ranks forked from a
+    Otherwise training runs would use a visible GPU with NCCL and bfloat16, and ranks forked from a
     process that has used it would fail. This happens before CUDA is first queried, and is inherited
     by the tests' processes.
     """

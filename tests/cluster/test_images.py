@@ -52,7 +52,7 @@ def run(
 
 
 def test_the_trainers_image_can_compile(cluster: Cluster, trainer_image: builder.Image, namespace: str) -> None:
-    """The user is one that a platform has chosen (group 0)."""
+    """The container runs as a user that the platform has chosen (in group 0)."""
     code, log = run(
         cluster, namespace, trainer_image, ["python3", "-c", COMPILE], "n1", runAsUser=1000680000, runAsGroup=0
     )

@@ -673,4 +673,4 @@ class AgentStory(Story):
 
 
 KINDS: dict[str, type[Story]] = {"": Story, "kubelets": KubeletStory, "agents": AgentStory}
-"""Story by the option of replay.py that plays it."""
+"""The kinds of story, by the options of replay.py that select them."""

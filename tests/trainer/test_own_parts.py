@@ -1,5 +1,5 @@
-"""Optimizers, schedules, batch transforms, uint8 images and callbacks of the user's own train exactly,
-also across a stop and on any number of ranks.
+"""Training with custom optimizers, schedules, batch transforms, uint8 images and callbacks is
+exact, also across a stop and on any number of ranks.
 
 The parts are those of examples/own_parts.py, which docs/trainer.md shows.
 """

@@ -284,7 +284,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_very_long_word_of_a_file_costs_no_time(tmp_path: Path) -> None:
-    """torch's own search for its message takes minutes for this file."""
+    """torch itself would search this file for minutes to write its message."""
     pickled = b"\x80\x02c" + b"a" * 100_000 + b"\nb\n."
     torch.save({}, tmp_path / "long.pt")
     with zipfile.ZipFile(tmp_path / "long.pt") as whole, zipfile.ZipFile(tmp_path / "words.pt", "w") as made:
