@@ -83,7 +83,7 @@ class Figures:
     """The figures of one run. Times are in seconds.
 
     Attributes:
-        attempts: connections per member until all had arrived at once, and had returned to a second
+        attempts: connections per member until all were welcomed at the start, and until all had rejoined at a second
             coordinator.
         at_rest: the coordinator's share of a processor while all members train.
         report: the size of its report in kB.
@@ -105,7 +105,7 @@ class Figures:
 
 @contextmanager
 def beside(act: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run `act` in a thread during the context. It must end soon after the event is set."""
+    """Run `act` in a thread during the context. `act` must return soon after the event is set."""
     ended = threading.Event()
     thread = threading.Thread(target=act, args=(ended,))
     thread.start()

@@ -65,7 +65,7 @@ QUICK = (
 LONG = (
     "test_coordinator_disorder.py",
     "test_one_coordinator.py",
-    "test_planted_hangs.py::test_planted_hangs_end_by_themselves",
+    "test_planted_hangs.py::test_planted_hangs_are_ended_automatically",
     "test_silent_hosts.py",
     "test_coordinator_sockets.py::test_members_that_fall_silent_together_are_waited_for",
     "test_coordinator_sockets.py::test_a_launcher_that_was_stopped_restarts_no_worker",

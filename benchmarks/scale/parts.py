@@ -40,7 +40,7 @@ TIMEOUT = 600.0
 LOOK = 0.02
 """Seconds between two checks of a condition."""
 ENDED_PODS = 2
-"""Number of finished pods of each ended job."""
+"""Number of succeeded pods of each finished job."""
 PROBES = 5
 WRITES = ("PUT", "PATCH", "POST", "DELETE", "APPLY")
 
@@ -217,7 +217,7 @@ class Parts:
             try:
                 await self.rest.request("DELETE", path, query={"gracePeriodSeconds": "0", **query})
                 return
-            except Unavailable:  # On a busy machine, this may take longer than a request.
+            except Unavailable:  # On a busy machine, this may take longer than a request's timeout.
                 await asyncio.sleep(LOOK)
 
     # --- creation
@@ -320,7 +320,7 @@ class Parts:
         return status / per, reads / per, (counts.total() - status - reads) / per
 
     async def _ended(self) -> None:
-        """Check that ended jobs with ended pods do not change anything."""
+        """Check that finished jobs with succeeded pods do not change anything."""
         options = self.options
         await together(self._create_ended(self.teams[i % len(self.teams)]) for i in range(options.ended))
         usage, counts = await self._at_rest()
@@ -352,9 +352,9 @@ class Parts:
             await self._create_succeeded(pods, {"metadata": meta, "spec": spec})
 
     async def _create_succeeded(self, pods: str, body: Json) -> None:
-        """Create an ended pod, and repeat this if the operator removed the pod.
+        """Create a succeeded pod, and recreate it whenever the operator has removed it.
 
-        The operator does so until it has seen that the suspended job has ended.
+        The operator removes the pod until it has seen that the suspended job is finished.
         """
         while True:
             await self.rest.request("POST", pods, body=body)
@@ -504,7 +504,7 @@ class Parts:
     # --- restart
 
     async def _restart(self) -> None:
-        """Kill the operator. Before its next start, a pod is lost and a job is created."""
+        """Kill the operator. Before it is restarted, a pod is lost and a job is created."""
         self.operator.kill()
         victim = next(pod for pod in pods_of(self.hollow, self.jobs[-1]) if pod.index >= 0)
         path = f"/api/v1/namespaces/{victim.namespace}/pods/{victim.name}"

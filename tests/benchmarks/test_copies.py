@@ -1,5 +1,5 @@
-"""The cost of copies of the state and of a restart from them on a GPU: the arithmetic, and when
-nothing is measured.
+"""The GPU benchmark of state copies, and of a restart from such a copy: its arithmetic, and the
+cases in which it measures nothing.
 """
 
 from __future__ import annotations

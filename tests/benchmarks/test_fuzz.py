@@ -1,5 +1,5 @@
-"""Every parser of untrusted input survives mutations of good input, and inputs that broke one of
-them before.
+"""Every parser of untrusted input survives mutations of good input, and inputs that once broke one
+of them.
 
 `python -m benchmarks.fuzz` tries millions of inputs; here each parser gets a hundred.
 """

@@ -1,5 +1,5 @@
-"""How a night's jobs are judged: which jobs would fit, how long somebody has waited, and the ledger
-of the simulated training.
+"""How a night's jobs are judged: which jobs would fit, how long each has waited, and the simulated
+training's ledger.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_the_missing_nodes_of_a_job_follow_from_its_pods() -> None:
     assert lacks() == []
 
 
-def test_a_wait_is_the_time_for_which_one_fits_without_a_break() -> None:
+def test_a_wait_is_the_time_for_which_a_job_fits_without_a_break() -> None:
     waits, one = Waits(), need("one", 2, 4)
     fits = [[one], [one], [replace(one, whose=Whose.OPERATOR)], [], [one], [one], []]
     longest = [waits.look(float(moment), fit) for moment, fit in enumerate(fits)]
@@ -93,7 +93,7 @@ def test_a_wait_is_the_time_for_which_one_fits_without_a_break() -> None:
 
 
 class Member:
-    """The parts of a launcher that a training uses."""
+    """The parts of a launcher that a training run uses."""
 
     def __init__(self, rank: int, name: str) -> None:
         host = type("Host", (), {"cut": False})()

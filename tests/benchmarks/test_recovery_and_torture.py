@@ -111,7 +111,7 @@ def test_without_a_new_node_launcher_time_is_not_counted() -> None:
     assert found == pytest.approx(wanted)
 
 
-def test_measurements_are_read_as_they_were_written_and_drawn(tmp_path: Path) -> None:
+def test_measurements_round_trip_and_are_drawn(tmp_path: Path) -> None:
     where = {phases.STARTED: 0.5, phases.STEP: 2.0}
     samples = [
         Sample("floor", "loopback", "nothing", 1, 1, 2.0, "torch imported", 0.5),

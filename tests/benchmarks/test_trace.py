@@ -49,7 +49,7 @@ def test_a_standstill_is_divided_among_the_failures_that_it_spans() -> None:
     assert second == Seen(Kind.CRASH, 5.0, 0)
 
 
-def test_a_training_that_never_continues_is_seen() -> None:
+def test_a_training_run_that_never_continues_is_detected() -> None:
     made = {1: incarnation(1, *(number / 10 for number in range(1, 21)))}
     (seen,) = keep_account(made, [(2.0, Kind.KILL)], 0.0, 30.0).seen
     assert seen == Seen(Kind.KILL, 27.9, 0, recovered=False)
@@ -147,7 +147,7 @@ RUNS = [
 ]
 
 
-def test_runs_are_read_as_they_were_written_tabulated_and_drawn(tmp_path: Path) -> None:
+def test_runs_round_trip_and_are_tabulated_and_drawn(tmp_path: Path) -> None:
     path, picture = tmp_path / "runs.jsonl", tmp_path / "trace.png"
     for run in RUNS:
         report.append(path, run)

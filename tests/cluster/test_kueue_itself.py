@@ -1,7 +1,7 @@
 """Jobs in queues of Kueue's own controllers: quota, priority, stops, crashes, resizing and
 deletion.
 
-Skipped unless DDPJOB_TEST_KUEUE is set, because building Kueue's manager takes long.
+Skipped unless DDPJOB_TEST_KUEUE is set, because building Kueue's manager takes a long time.
 """
 
 from __future__ import annotations

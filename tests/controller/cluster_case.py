@@ -112,7 +112,7 @@ class Case:
         return {o["name"] for o in self.server.store.get("ConfigMap", JOBS)["metadata"]["ownerReferences"]}
 
     def asked(self, part: str) -> int:
-        """Number of GETs with this in their path."""
+        """Number of GETs whose path contains this text."""
         return sum(method == "GET" and part in path for method, path, _ in self.server.requests)
 
     def fault_once(self, method: str, part: str, fault: Fault) -> None:

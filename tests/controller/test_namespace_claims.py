@@ -22,7 +22,7 @@ CLAIMS = "/apis/coordination.k8s.io/v1/namespaces/space/leases"
 
 
 @virtual
-async def test_of_two_releases_one_acts_and_the_other_takes_over_when_it_is_gone() -> None:
+async def test_one_of_two_releases_acts_and_the_other_takes_over_when_it_is_gone() -> None:
     async with api_server() as server, connected(server) as rest:
         first, second = NamespaceClaims(rest, "a/operator"), NamespaceClaims(rest, "b/operator")
         replica = NamespaceClaims(rest, "a/operator")

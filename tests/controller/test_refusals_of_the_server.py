@@ -142,8 +142,8 @@ async def test_a_failed_creation_is_classified(c: Case, fault: Fault, raised: ty
 )
 @in_case()
 async def test_a_500_is_handled_alike_for_all_changes(c: Case, said: str, *, is_refused: bool) -> None:
-    """A webhook may be unreachable for long and then blocks nothing else. An error of the server
-    itself is soon over.
+    """A webhook may be unreachable for a long time, which must not block anything else. An error of
+    the server itself is soon over.
     """
     await c.reconcile()
     c.server.faults = lambda m, path: Fault(500, message=said) if m != "GET" else None
@@ -334,7 +334,7 @@ async def test_a_status_that_a_policy_refuses_is_not_a_defect_of_the_operator(c:
 @refused_by(Fault(422, reason="Invalid", message="policy 'nolabel' denied request: pods are immutable here"))
 @in_case()
 async def test_a_refused_label_is_not_an_error_and_retried_with_back_off(c: Case, policy: Fault) -> None:
-    """A policy lets nobody change a pod. Training pods are known without the label."""
+    """A policy does not let anybody change a pod. Training pods are known without the label."""
     await c.reconcile()
     c.server.faults = lambda m, path: policy if m == "PATCH" and "/pods/" in path else None
     job, uid = await c.job(), c.uid("job-0-0")

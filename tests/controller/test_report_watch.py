@@ -117,7 +117,7 @@ async def test_the_first_report_and_news_wake_the_job_at_once(world: World, c: C
 
 
 @in_virtual_time
-async def test_however_it_flaps_a_job_wakes_once_a_second(world: World, c: Coordinator) -> None:
+async def test_a_flapping_job_wakes_once_a_second(world: World, c: Coordinator) -> None:
     world.watch.follow(KEY, c.target)
     await asyncio.sleep(30)
     began = world.now

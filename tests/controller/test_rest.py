@@ -193,7 +193,7 @@ async def test_no_error_ends_an_informer() -> None:
     await asyncio.gather(following, return_exceptions=True)
 
 
-def test_the_server_s_audit_names_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_servers_audit_log_names_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name of a manager in managedFields is the part of the user agent before the slash."""
     sent: list[str] = []
 

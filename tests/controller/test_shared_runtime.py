@@ -116,7 +116,7 @@ async def test_a_runtime_deleted_while_a_job_arrives_is_created_again(c: Case, g
 
 @pytest.mark.parametrize("wrong", ["content", "mutable", "label"])
 @in_case()
-async def test_a_runtime_that_is_not_the_operator_s_is_not_mounted(c: Case, wrong: str) -> None:
+async def test_a_runtime_that_the_operator_did_not_create_is_not_mounted(c: Case, wrong: str) -> None:
     manifest = build_runtime(await c.job())
     if wrong == "content":
         manifest["binaryData"] = {**manifest["binaryData"], "ddpjob_worker.py": b64encode(b"evil").decode()}

@@ -1,5 +1,5 @@
-"""The caches keep a limited amount of objects that a tenant creates with a job's labels, however
-large the objects are.
+"""The caches keep a limited amount of data from the objects that a tenant creates with a job's
+labels, however many or large these are.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_only_the_main_container_and_bounded_texts_of_a_pod_are_kept() -> None:
 
 
 @pytest.mark.parametrize("number", ["-1", str(2**31), "9" * 60, "1.5"])
-def test_a_pod_whose_number_no_job_has_is_not_a_job_s(number: str) -> None:
+def test_a_pod_with_a_number_that_no_job_has_belongs_to_no_job(number: str) -> None:
     with pytest.raises(ValueError, match=r"must be a number|invalid literal"):
         read_pod(a_pod(**{LABEL_INDEX: number}))
 

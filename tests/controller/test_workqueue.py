@@ -144,7 +144,7 @@ async def test_non_urgent_keys_wait_longer_while_the_queue_is_crowded() -> None:
 
 
 @virtual
-async def test_one_group_s_slow_keys_leave_workers_to_the_others() -> None:
+async def test_one_groups_slow_keys_leave_workers_to_the_others() -> None:
     queue: DelayQueue[str] = DelayQueue(group=lambda key: key.split("/")[0])
     slow, started, loop = 0, dict[str, float](), asyncio.get_running_loop()
     began = loop.time()

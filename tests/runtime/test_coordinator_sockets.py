@@ -404,7 +404,7 @@ def test_a_failure_is_reported_with_all_its_details(job: Job) -> None:
     )
 
 
-def test_a_hang_is_seen_and_its_stacks_are_kept(tmp_path: Path) -> None:
+def test_a_hang_is_detected_and_its_stacks_are_kept(tmp_path: Path) -> None:
     with contextlib.closing(started_job(tmp_path, 2, "--hang-after", "1")) as job:
         first, second = running(job)
         assert first.hear() == {"t": "dump", "round": 1} and second.hear()["t"] == "dump"

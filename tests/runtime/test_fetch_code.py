@@ -1,5 +1,5 @@
-"""The fetch of code.archive: what is verified first, hostile archives, limits, a second start,
-an absent bucket.
+"""Fetching code.archive: the verification before unpacking, hostile archives, limits, a second
+start, and an absent bucket.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def fetch(settings: CodeSettings, cancelled: Callable[[], bool] = lambda: False)
     CodeFetch(settings, cancelled, lambda text: None).run()
 
 
-def test_an_archive_is_unpacked_once_and_the_program_s_files_stay(
+def test_an_archive_is_unpacked_once_and_the_programs_files_stay(
     server: Server, settings: Callable[[bytes], CodeSettings], tmp_path: Path
 ) -> None:
     content = packed(member("train.py", b"print()"))

@@ -290,8 +290,8 @@ open(flag, "w").close()
 
 @pytest.mark.parametrize("idle", [0.1, 600.0])
 def test_a_pod_with_too_many_processes_keeps_its_workers_and_reports_why(tmp_path: Path, idle: float) -> None:
-    """Regression: the check whether torch's compiler can be forked ended the fork server, and so
-    all workers.
+    """Regression: the check that torch's compiler survives a fork killed the fork server, and with
+    it all workers.
     """
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)\n")
     code = NO_MORE_FORKS.format(

@@ -13,7 +13,7 @@ from coordinator_world import World
 from ddpjob_runtime.protocol import RANK_ENDED, Hangs, RankLook, WaitKind
 
 Played = Callable[[float], "dict[str, Any]"]
-"""Function that returns the fields of a rank's look, given the seconds since the last step."""
+"""A function that returns what a check of the rank finds, given the seconds since the last step."""
 
 
 def stack(place: str, file: str = "/app/train.py") -> str:
@@ -32,7 +32,7 @@ SPINS = {"gpu": True, "cpu": 5.0}
 
 
 class Group:
-    """A running round of `ranks` nodes. `plays` gives the results of looks at them."""
+    """A running round of `ranks` nodes. `plays` gives the results of checks of these nodes."""
 
     def __init__(self, *plays: Played | dict[str, Any], hangs: Hangs = Hangs.END, steps: int = 40, gap: float = 0.5):
         self.world = World(len(plays), hangs=hangs)
@@ -234,7 +234,7 @@ def test_the_first_step_may_take_long() -> None:
     assert group.ended_after(2000) == pytest.approx(610, abs=2)
 
 
-def test_a_look_that_lacks_a_member_proves_no_hang() -> None:
+def test_a_check_that_lacks_a_member_does_not_prove_a_hang() -> None:
     group = Group(WAITS, LOCK)
     group.pass_time(17)
     group.silent = {0}
@@ -243,7 +243,7 @@ def test_a_look_that_lacks_a_member_proves_no_hang() -> None:
     assert group.ended_after(300) is not None
 
 
-def test_only_looks_that_may_prove_a_hang_are_recorded() -> None:
+def test_only_checks_that_may_prove_a_hang_are_recorded() -> None:
     group = Group(WAITS, {**LOCK, **waits("stopped")})
     assert group.ended_after() is not None
     sent = [fields["record"] for verb, fields in group.world.heard["job-0-0"] if verb == "look"]

@@ -598,7 +598,7 @@ def _worker(folder: Path, name: str, text: str) -> Iterator[subprocess.Popen[byt
 WAITS = "def wait_for_ever():\n    open('up', 'w'); time.sleep(60)\n\nwait_for_ever()\n"
 
 
-def test_a_look_at_a_worker_reads_only_the_frames_of_its_main_thread(
+def test_a_check_of_a_worker_reads_only_the_frames_of_its_main_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker's other threads keep running, and faulthandler would then crash a healthy
@@ -613,7 +613,7 @@ def test_a_look_at_a_worker_reads_only_the_frames_of_its_main_thread(
     assert standstill.find_innermost(text) == f"wait_for_ever ({tmp_path / 'busy.py'}:4)"
 
 
-def test_a_look_skips_a_worker_that_has_become_a_different_program(
+def test_a_check_skips_a_worker_that_has_become_a_different_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker's file still exists but its handler does not, so the signal would end the

@@ -218,7 +218,7 @@ def start_node(job: Job, index: int, attempt: int = 0, FAULT: str = "", FAULTY: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["Fast"], indirect=True)
-def test_a_node_that_computes_wrong_ends_before_its_first_round(job: Job) -> None:
+def test_a_node_that_computes_incorrectly_ends_before_its_first_round(job: Job) -> None:
     start(job, "product", "job-1-0", group=False)
     assert job.wait_exit("job-1-0", 180) == 80, job.all_logs()
     end = job.end("job-1-0")

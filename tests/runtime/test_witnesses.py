@@ -164,7 +164,7 @@ def test_no_member_is_lost_if_most_members_are_silent() -> None:
     assert lost(world) == ["job-1-0"]
 
 
-def test_a_look_that_came_late_is_repeated() -> None:
+def test_a_check_that_came_late_is_repeated() -> None:
     world = World(4)
     members = world.form(4, spares=1)
     cut(world, members[2])

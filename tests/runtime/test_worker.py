@@ -375,7 +375,7 @@ def test_an_extension_that_a_killed_rank_was_building_is_built_again(tmp_path: P
     if torch is None or torch.origin is None:
         pytest.skip("needs torch")
     script, lock = write(tmp_path, "builder.py", BUILDER), tmp_path / "lock"
-    write(tmp_path, "torch/__init__.py", "")  # The rest of it would take seconds.
+    write(tmp_path, "torch/__init__.py", "")  # Importing the rest of torch would take seconds.
     write(tmp_path, "torch/utils/__init__.py", "")
     shutil.copy(Path(torch.origin).parent / "utils" / "file_baton.py", tmp_path / "torch" / "utils")
 
@@ -418,7 +418,7 @@ STAYING = {
 
 
 def short_of_patience(folder: Path) -> str:
-    """Source of worker.py with a shorter time that a failed program's process may stay."""
+    """Return worker.py's source with a shorter time limit for the process of a failed program."""
     text = Path(WORKER).read_text()
     assert "STAY_SECONDS = 10.0" in text
     (folder / "worker.py").write_text(text.replace("STAY_SECONDS = 10.0", "STAY_SECONDS = 0.3"))

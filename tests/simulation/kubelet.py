@@ -185,7 +185,7 @@ class Machines:
         exit code and a log.
         """
         self.saves = False
-        """Whether the script saves when it is asked to end."""
+        """Whether the script saves when it is asked to stop."""
         self.skew = 0.0
         self.slow_stop = 0.0
         self.on_pod: Callable[[Pod], None] = lambda pod: None

@@ -1,5 +1,5 @@
-"""Gangs in simulated time: all or nothing at every start, and through losses, resizing, faults and
-crashes.
+"""Gangs in simulated time: all or nothing whenever a job starts, and through losses, resizing,
+faults and crashes.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from .simulated import Simulation, conditions
 
 
 def defective(s: Simulation, *hosts: str) -> None:
-    """Make pods fail the preflight on these hosts. Without hosts, all pods pass."""
+    """Make pods fail the preflight on these hosts, or on all hosts if none are given."""
 
     def boot(pod: Pod) -> None:
         if pod.launcher is not None and (pod.node in hosts or not hosts):

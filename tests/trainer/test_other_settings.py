@@ -41,7 +41,9 @@ def test_batch_world_and_epochs_may_change_at_any_resume(schedule: str, tmp_path
     assert verify(read([tmp_path / "run"])).epochs == dict.fromkeys(range(1, 5), SIZE)
 
 
-def test_the_steps_to_do_are_counted_with_the_batch_of_now(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_remaining_steps_are_counted_with_the_current_batch_size(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert [end.code for end in run(1, [*TINY, f"checkpoint.dir={tmp_path}"], prepare=stop_at(4))] == [75]
     folders = f"run folder {tmp_path}/run, checkpoints {tmp_path}"
     first = capfd.readouterr().out.splitlines()[0]

@@ -317,7 +317,7 @@ def draws_of_the_process(rank: int) -> None:
     ],
     ids=["regression", "dataset"],
 )
-def test_it_trains_alike_on_1_2_3_1_ranks(keys: list[str], shown: set[str], defect: Any, tmp_path: Path) -> None:
+def test_own_data_trains_alike_on_1_2_3_1_ranks(keys: list[str], shown: set[str], defect: Any, tmp_path: Path) -> None:
     keys = [*KEYS, *keys]
     good(1, [*keys, f"checkpoint.dir={tmp_path / 'alone'}"])
     walk(tmp_path / "walk", keys)
@@ -330,7 +330,7 @@ def test_it_trains_alike_on_1_2_3_1_ranks(keys: list[str], shown: set[str], defe
     assert np.abs(np.array(numbers(tmp_path / "defect")) - alone).max() > 10 * TOLERANCE
 
 
-def test_a_regression_s_numbers_are_those_of_torch_on_any_number_of_parts() -> None:
+def test_the_numbers_of_a_regression_match_torch_on_any_number_of_parts() -> None:
     torch.manual_seed(0)
     scores, targets = torch.randn(20, 2), torch.randn(20, 2)
     for name, of_torch in (("mse", nn.MSELoss()), ("l1", nn.L1Loss()), ("huber", nn.HuberLoss())):
@@ -345,7 +345,7 @@ def test_a_regression_s_numbers_are_those_of_torch_on_any_number_of_parts() -> N
     assert found.accuracy is None and "accuracy" not in found.scalars()
 
 
-def test_binary_numbers_are_scikit_learn_s() -> None:
+def test_binary_numbers_match_scikit_learn() -> None:
     from sklearn.metrics import accuracy_score, f1_score
 
     torch.manual_seed(0)
@@ -358,7 +358,7 @@ def test_binary_numbers_are_scikit_learn_s() -> None:
     assert found.loss == pytest.approx(float(nn.BCEWithLogitsLoss()(scores, targets)))
 
 
-def test_an_evaluation_finds_targets_of_bce_that_are_no_probabilities() -> None:
+def test_an_evaluation_finds_targets_of_bce_that_are_not_probabilities() -> None:
     """The loss itself does not check its targets on an accelerator."""
     adding = ValueAccumulator(lambda scores, targets: scores[:, 0], decisions=True)
     adding.add(torch.randn(2, 1), torch.ones(2))
@@ -405,7 +405,7 @@ def test_workers_share_no_file_that_a_dataset_opens_at_its_first_sample(tmp_path
     assert fingerprint == open_data(DataConfig(name="somebodys_data:lazy", dir=tmp_path, workers=0)).fingerprint()
 
 
-def test_nothing_of_the_look_at_the_first_samples_is_left(tmp_path: Path) -> None:
+def test_reading_the_first_samples_in_advance_leaves_nothing_behind(tmp_path: Path) -> None:
     np.arange(256.0).tofile(tmp_path / "numbers")
     others = set(multiprocessing.active_children())
     open_data(DataConfig(name="somebodys_data:lazy", dir=tmp_path, workers=2)).fingerprint()
@@ -417,7 +417,7 @@ def test_a_tensor_dataset_is_converted_as_its_tensors_would_be() -> None:
     assert batch.images.dtype is torch.float32 and batch.labels.dtype is torch.int64
 
 
-def test_numpys_arrays_and_numbers_are_taken_as_torchs() -> None:
+def test_arrays_and_numbers_of_numpy_are_treated_like_torch_tensors() -> None:
     """Regression: a pair of arrays was treated as a Dataset of two samples."""
     data = open_data(DataConfig(name="somebodys_data:arrays"))
     assert (data.train_size, data.shape, data.classes) == (101, (6,), 2)
@@ -435,7 +435,7 @@ def test_ragged_targets_and_objects_are_not_in_the_fingerprint() -> None:
     assert first.fingerprint() == again.fingerprint()
 
 
-def test_a_mistake_in_a_worker_is_reported_as_in_this_process() -> None:
+def test_a_mistake_in_a_worker_is_reported_like_one_in_this_process() -> None:
     data = open_data(DataConfig(name="somebodys_data:strange", workers=1))
     with pytest.raises(ConfigError, match=r"^data.name=somebodys_data:strange: the target of a sample of train is obj"):
         next(data.train_batches([[3, 70]], 0))
@@ -443,7 +443,7 @@ def test_a_mistake_in_a_worker_is_reported_as_in_this_process() -> None:
 
 @pytest.mark.parametrize("name", ["pictures", "pixels"])
 @pytest.mark.parametrize(("shift", "flip"), [(2, True), (0, True), (3, False)])
-def test_bytes_are_shifted_mirrored_and_normalized_as_cifars(name: str, shift: int, flip: bool) -> None:
+def test_bytes_are_shifted_mirrored_and_normalized_like_cifar_images(name: str, shift: int, flip: bool) -> None:
     """They stay bytes until the device has cropped them, whether in memory or read by workers."""
     import somebodys_data
 
@@ -479,12 +479,12 @@ def test_grey_images_without_channels_have_one() -> None:
         ({"name": "pixels", "shift": 12}, r"data.shift=12: must be from 0 to 11 pixels"),
     ],
 )
-def test_what_does_not_suit_bytes_is_refused(keys: dict[str, Any], message: str) -> None:
+def test_settings_that_do_not_suit_bytes_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_data(DataConfig(**{**keys, "name": f"somebodys_data:{keys['name']}"}))
 
 
-def test_a_transform_does_not_see_what_cannot_be_read() -> None:
+def test_a_transform_gets_no_unreadable_samples() -> None:
     labels = torch.tensor([1, -100, 0])
     batch = Batch(torch.ones(3, 1, 2, 2), labels, unreadable=1)
     for name, expected in (("same", [1, -100, 0]), ("shares", [[0, 1], [0, 0], [1, 0]])):

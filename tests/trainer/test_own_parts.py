@@ -1,5 +1,5 @@
-"""Optimizers, schedules, batch transforms, uint8 images and callbacks of the user's own train exactly,
-also across a stop and on any number of ranks.
+"""Training with custom optimizers, schedules, batch transforms, uint8 images and callbacks is
+exact, also across a stop and on any number of ranks.
 
 The parts are those of examples/own_parts.py, which docs/trainer.md shows.
 """
@@ -144,7 +144,7 @@ def draws_of_the_process(rank: int) -> None:
     batch_transform.derive = lambda key, stream: rank  # type: ignore[assignment]
 
 
-def test_they_train_alike_to_the_bit_across_a_stop_and_on_two_ranks(tmp_path: Path) -> None:
+def test_own_parts_train_bit_identically_across_a_stop_and_on_two_ranks(tmp_path: Path) -> None:
     for folder, world, stops in (("alone", 1, ()), ("walk", 2, (11,)), ("defect", 2, ())):
         keys = [*EXACT, f"checkpoint.dir={tmp_path / folder}"]
         for stop in stops:
@@ -222,20 +222,20 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
         (["model.pretrained=a", "checkpoint.load=b"], r"checkpoint.load=b replaces all weights; leave out one"),
     ],
 )
-def test_mistakes_are_named_before_the_first_checkpoint(keys: list[str], message: str, tmp_path: Path) -> None:
+def test_mistakes_are_reported_before_the_first_checkpoint(keys: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match=message):
         train.run(config.load(None, [*TINY, *keys, f"checkpoint.dir={tmp_path}"]))
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_another_optimizer_of_ones_own_is_refused_at_a_resume(tmp_path: Path) -> None:
+def test_a_different_custom_optimizer_is_refused_at_a_resume(tmp_path: Path) -> None:
     keys = [*TINY, "optim.name=own_parts:optimizer", "train.epochs=1", f"checkpoint.dir={tmp_path}"]
     train.run(config.load(None, keys))
     with pytest.raises(TrainerError, match=r"its optimizer is own_parts:optimizer, but now it is torch.optim:Adagrad"):
         train.run(config.load(None, [*keys, "optim.name=torch.optim:Adagrad"]))
 
 
-def test_a_checkpoint_without_a_callbacks_state_is_noted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_without_a_callbacks_state_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     keys = [*TINY, f"checkpoint.dir={tmp_path}"]
     train.run(config.load(None, [*keys, "train.epochs=1"]))
     train.run(config.load(None, [*keys, "train.callbacks=own_parts:EarlyStopping"]))

@@ -272,7 +272,7 @@ def test_a_number_beyond_64_bits_is_read_as_the_api_server_does() -> None:
     assert validate(manifest) == []
 
 
-def test_of_very_many_problems_the_first_are_shown_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_of_very_many_problems_are_shown_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[str] = []
     near = schema._near
 

@@ -258,8 +258,8 @@ def test_any_other_missing_value_is_reported(name: str) -> None:
     ],
 )
 def test_conflicting_values_are_reported(values: str, words: str) -> None:
-    """The operator would exit at each start with such values, for example with one port for two
-    servers.
+    """With such values, for example one port for two servers, the operator would exit whenever it
+    starts.
     """
     with pytest.raises(subprocess.CalledProcessError) as refused:
         template("--set", f"key.existingSecret=given,{values}")

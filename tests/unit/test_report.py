@@ -64,7 +64,7 @@ class Scalar:
         return self
 
 
-def test_figures_are_sent_under_the_protocol_s_names(posted: list[dict[str, Any]]) -> None:
+def test_figures_are_sent_under_the_protocols_names(posted: list[dict[str, Any]]) -> None:
     ddpjob_report.report(
         epoch=2, epochs=9, step=7, steps=70, loss=Scalar(0.25), accuracy=Decimal("0.5"), samples_per_second=3, eta=1.5,
         learning_rate=1e-3,
@@ -105,7 +105,7 @@ def test_metrics_are_bounded(posted: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_torch_s_numbers_are_figures(posted: list[dict[str, Any]]) -> None:
+def test_numbers_of_torch_are_figures(posted: list[dict[str, Any]]) -> None:
     torch = pytest.importorskip("torch")
     loss = (torch.ones(1, requires_grad=True) * 0.5).sum()
     ddpjob_report.report(loss=loss, step=torch.tensor(3), accuracy=torch.tensor([0.25], dtype=torch.float16))
@@ -139,7 +139,7 @@ def program(text: str, folder: Path, *words: str, **env: str) -> subprocess.Comp
     )  # fmt: skip
 
 
-def test_outside_of_a_job_it_changes_nothing(tmp_path: Path) -> None:
+def test_report_changes_nothing_outside_of_a_job(tmp_path: Path) -> None:
     text = """
 import signal, sys, threading
 import ddpjob_report
@@ -187,7 +187,7 @@ def test_the_checkpoint_folder_of_a_job_is_not_created(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_framework_s_handler_is_replaced_and_children_end_on_sigterm() -> None:
+def test_a_frameworks_handler_is_replaced_and_children_end_on_sigterm() -> None:
     called: list[int] = []
     assert not ddpjob_report.should_stop()
     signal.signal(signal.SIGTERM, lambda *_: called.append(1))
@@ -205,7 +205,7 @@ def test_a_framework_s_handler_is_replaced_and_children_end_on_sigterm() -> None
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(("given", "taken"), [(180, 180), (1, 30)])
-def test_ranks_wait_as_long_for_an_answer_as_the_script_lets_them(given: int, taken: int) -> None:
+def test_ranks_wait_for_an_answer_for_the_time_that_the_script_sets(given: int, taken: int) -> None:
     """The other ranks wait in should_stop() while rank 0 evaluates for an hour. Values below
     torch's default are not used.
     """
@@ -222,7 +222,7 @@ def test_ranks_wait_as_long_for_an_answer_as_the_script_lets_them(given: int, ta
 
 
 @pytest.mark.usefixtures("fresh")
-def test_in_another_thread_it_says_that_it_cannot_listen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_in_another_thread_says_that_it_cannot_listen(capsys: pytest.CaptureFixture[str]) -> None:
     answers: list[bool] = []
     for _ in range(2):
         thread = threading.Thread(target=lambda: answers.append(ddpjob_report.should_stop()))
@@ -355,7 +355,7 @@ class LightningModule:
         self.automatic_optimization = automatic
 
 
-def test_lightning_s_separate_validation_is_no_progress(
+def test_lightnings_separate_validation_is_not_reported_as_progress(
     posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     callback = imitated_lightning(monkeypatch).DDPJobCallback()
@@ -406,7 +406,7 @@ def test_lightning_leaves_between_optimizer_steps(
 
 
 @pytest.mark.parametrize("steps", [-1, float("inf")])
-def test_data_whose_length_lightning_does_not_know_have_no_steps(
+def test_data_whose_length_lightning_does_not_know_has_no_steps(
     steps: float, posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The length of an IterableDataset is -1."""
@@ -536,7 +536,7 @@ class Accelerator:
         self.loaded = Path(folder).name
 
 
-def test_accelerate_s_checkpoints_are_kept_apart_from_other_files(
+def test_accelerates_checkpoints_are_kept_apart_from_other_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, accelerator = imitated(monkeypatch, "accelerate", "accelerate.tracking:GeneralTracker"), Accelerator()
@@ -647,7 +647,7 @@ def test_reported_metrics_are_kept_as_curves(curves: Path, monkeypatch: pytest.M
     assert len(curves.read_text().splitlines()) == 6
 
 
-def test_figures_without_a_step_are_no_curve_and_wait_for_one(curves: Path) -> None:
+def test_figures_without_a_step_are_held_until_there_is_one(curves: Path) -> None:
     ddpjob_report.report(loss=1)
     ddpjob_report.report(accuracy=0.5)
     time.sleep(0.05)

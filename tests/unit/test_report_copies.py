@@ -180,7 +180,7 @@ def test_a_file_modified_during_its_copy_does_not_become_a_checkpoint(
 
 
 @pytest.mark.slow
-def test_all_ranks_get_the_same_although_an_old_upload_completes_meanwhile(
+def test_all_ranks_get_the_same_copy_although_an_old_upload_completes(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "10"), 10, wait=True)
@@ -212,7 +212,7 @@ def test_ranks_that_begin_at_once_agree(bucket: Bucket) -> None:
     assert found == [None] * 8 and len({one.term for one in ranks}) == 1
 
 
-def test_a_node_s_ranks_fetch_it_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_ranks_of_a_node_fetch_a_copy_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "10"), 10, wait=True)
     there = on_another_node(monkeypatch, tmp_path, "there")
     fetched, fetch = [], Bucket.fetch
@@ -257,7 +257,7 @@ def test_a_partial_download_before_a_kill_is_removed(
 def test_a_damaged_copy_is_reported_with_the_objects_to_delete(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Regression: the damaged copy was downloaded five times, and every start failed."""
+    """Regression: the damaged copy was downloaded five times, and the job could not start."""
     for step in (10, 20):
         ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", f"weights of {step}"), step, wait=True)
     [data] = (tmp_path / "store").glob("data/*-000000020-*/snapshot.pt")
@@ -290,7 +290,9 @@ def test_only_the_newest_copies_are_kept(bucket: Bucket, tmp_path: Path) -> None
     assert [entry.step for entry in bucket.entries()] == [6, 5]
 
 
-def test_the_figures_travel_with_the_script_s(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_figures_about_copies_are_sent_with_those_of_the_script(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     sent: list[dict[str, Any]] = []
     monkeypatch.setattr(link, "post", sent.append)
     before = time.time()
@@ -357,7 +359,7 @@ def test_a_note_without_room_leaves_only_the_previous_one(tmp_path: Path, monkey
     assert sorted(entry.name for entry in (tmp_path / "pod").iterdir()) == [copies.RECORD, "other.pt", "snapshot.pt"]
 
 
-def test_a_job_that_gets_a_bucket_on_one_machine_continues_from_what_its_folder_has(
+def test_a_job_that_gets_a_bucket_on_one_machine_continues_from_its_folder(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Regression: the job started from scratch, in the folder from which it had promised to
@@ -452,13 +454,13 @@ def test_a_script_ends_when_its_last_copy_is_complete(bucket: Bucket) -> None:
     assert bucket.entries() == [Stored(1, 9)]
 
 
-def test_without_its_last_copy_a_script_does_not_end_well(bucket: Bucket) -> None:
+def test_a_script_without_its_last_copy_fails(bucket: Bucket) -> None:
     done = ends("60", "0.2")
     assert done.returncode == 1 and "the job must not end without it" in done.stderr
     assert bucket.entries() == []
 
 
-def test_a_script_that_removes_its_last_copy_does_not_end_well_and_at_once(bucket: Bucket) -> None:
+def test_a_script_that_removes_its_last_copy_fails_at_once(bucket: Bucket) -> None:
     began = time.monotonic()
     done = ends("1", "600", "removes")
     assert done.returncode == 1 and "will not be copied" in done.stderr and "must not end without it" in done.stderr
@@ -468,8 +470,8 @@ def test_a_script_that_removes_its_last_copy_does_not_end_well_and_at_once(bucke
 def test_a_leaving_script_waits_as_long_as_the_grace_period_allows(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the rank ended by the pod's SIGKILL or, if a different pod was asked to end, ten
-    minutes later with exit code 1.
+    """Regression: the rank was killed with its pod or, if a different pod was asked to stop, exited
+    with code 1 ten minutes later.
     """
     monkeypatch.setenv("DDPJOB_GRACE_SECONDS", "5.2")
     done = ends("60", "600", "leaves")

@@ -484,7 +484,7 @@ def test_a_framework_gets_a_checkpoint_of_the_state_in_memory_before_it_has_a_gr
 
 
 @pytest.mark.parametrize("without", [0, 1])
-def test_a_framework_s_pods_of_different_specs_agree(memory: Path, without: int) -> None:
+def test_a_frameworks_pods_with_different_specs_agree(memory: Path, without: int) -> None:
     """The pod without a folder started before or after a change to recovery.snapshots. Rank 0's pod
     decides.
     """

@@ -195,7 +195,7 @@ def constants(path: str) -> dict[str, Any]:
         ("runtime/ddpjob_runtime/worker.py", "EXIT_STEPPED_ASIDE"),
     ],
 )
-def test_exit_codes_are_the_protocol_s(path: str, name: str) -> None:
+def test_exit_codes_match_the_protocol(path: str, name: str) -> None:
     """The trainer and the worker's entry point do not import the protocol."""
     assert constants(path)[name] == getattr(protocol, name)
 

@@ -136,7 +136,7 @@ TRAINING_PODS = (
     *("all nodes have", "the node has finished", " nodes have finished", "every node of the group"),
     *(" nodes at once", "watch on nodes with a ClusterRole"),
 )
-"""Parts of messages in which nodes are training pods, or a word of Kubernetes' own."""
+"""Parts of messages in which "node" means a training pod, or is a word of Kubernetes itself."""
 
 
 def machines(text: str) -> bool:

@@ -1,5 +1,5 @@
-"""Format dcp: each rank writes its part. It has the guarantees of the single file, and any number
-of ranks or strategy can resume from it.
+"""The dcp format: each rank writes its part. It has the guarantees of the single file, and any
+strategy can resume from it on any number of ranks.
 """
 
 from __future__ import annotations
@@ -144,7 +144,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_fsdp_then_ddp_then_a_single_process_continue_from_each_other(
     formats: tuple[str, str, str], alone: list[float], tmp_path: Path
 ) -> None:
-    """Each start has a different strategy, number of ranks and format, on the same curve."""
+    """The strategy, the number of ranks and the format differ in each run, but the curve is the
+    same.
+    """
     incarnations = [(2, "fsdp", 5), (3, "ddp", 10), (1, "single", None)]
     for (world, strategy, stop), format in zip(incarnations, formats, strict=True):
         arguments = [*TINY, f"checkpoint.dir={tmp_path}", f"strategy={strategy}", f"checkpoint.format={format}"]

@@ -1,4 +1,4 @@
-"""The manifest of format dcp: a written manifest can be read back, and any other content is
+"""The manifest of the dcp format: a written manifest can be read back, and any other content is
 refused.
 """
 

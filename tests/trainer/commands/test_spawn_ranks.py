@@ -34,7 +34,7 @@ _launched: list[tuple[subprocess.Popen[str], Path]] = []
 
 @pytest.fixture(autouse=True)
 def _end_and_report() -> Iterator[None]:
-    """End processes of a failed test (ranks follow their launcher) and show their output."""
+    """Kill the processes of a failed test (ranks follow their launcher) and show their output."""
     yield
     while _launched:
         process, cwd = _launched.pop()

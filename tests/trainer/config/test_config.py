@@ -23,7 +23,7 @@ from ddpjob_trainer.errors import ConfigError
 from ranks import TINY
 
 
-def test_arguments_override_files_files_the_environment_and_it_the_defaults(
+def test_arguments_override_files_and_then_the_environment_and_the_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "c.yaml"
@@ -87,7 +87,7 @@ def test_a_pattern_may_begin_with_a_star_and_follow_a_space() -> None:
     assert config.load(None, ["model.freeze=*.bias, norm.*"]).model.freeze == ("*.bias", "norm.*")
 
 
-def test_a_whole_number_stays_what_it_is() -> None:
+def test_a_whole_number_stays_unchanged() -> None:
     assert config.load(None, ["data.seed=9007199254740993"]).data.seed == 2**53 + 1
     assert config.load(None, ["train.epochs=1e3"]).train.epochs == 1000
 

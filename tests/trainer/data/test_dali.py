@@ -31,8 +31,8 @@ needs_dali = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _no_pipeline_stays() -> Iterator[None]:
-    """Collect pipelines after each test. A forked rank does not have a pipeline's threads, so
-    collecting one there would crash.
+    """Garbage-collect pipelines after each test. A forked rank does not have a pipeline's threads,
+    so collecting one there would crash.
     """
     yield
     gc.collect()

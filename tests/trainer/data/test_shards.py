@@ -57,7 +57,7 @@ def opened(*arguments: str) -> DataSet:
 
 
 def images(data: DataSet, count: int) -> dict[bytes, int]:
-    """Return the labels of the test images without augmentation, by the image's bytes."""
+    """Map the bytes of each test image, which is not augmented, to its label."""
     (batch,) = data.test_batches([list(range(count))])
     return {image.numpy().tobytes(): label for image, label in zip(batch.images, batch.labels.tolist(), strict=True)}
 
@@ -414,10 +414,10 @@ def test_a_damaged_index_is_reported(packed: Path) -> None:
         opened(f"data.dir={packed}")
 
 
-def test_where_a_file_system_has_no_locks_the_index_is_built_all_the_same(
-    packed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Lustre without its option flock has no locks. Regression: the message blamed permissions."""
+def test_the_index_is_built_on_a_file_system_without_locks(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre mounted without the flock option does not support locks. Regression: the message
+    blamed permissions.
+    """
 
     def refused(*_: Any) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -446,7 +446,9 @@ def test_a_damaged_plan_is_reported(text: str, folder: Path, packed: Path) -> No
         pack_shards.pack(folder, packed, 20_000)
 
 
-def test_packing_continues_where_it_was_cut(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_continues_where_it_was_interrupted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     pack_shards.pack(folder, whole, 20_000)
     write, written = pack_shards._write, list[Path]()

@@ -60,7 +60,8 @@ class Scores:
 def scores(size: int, classes: int, *, ties: bool = False, absent: int = 0) -> Scores:
     """Return random scores that are often right.
 
-    `ties` rounds them, so that few values differ. The last `absent` classes have no samples.
+    `ties` rounds the scores, so that many of them are equal. The last `absent` classes have no
+    samples.
     """
     generator = torch.Generator().manual_seed(size * classes)
     labels = torch.randint(0, classes - absent, (size,), generator=generator)
@@ -155,7 +156,7 @@ def test_equal_to_scikit_learn_on_any_number_of_ranks(world: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [PrKind.EXACT, PrKind.BINNED])
-def test_with_bce_a_score_alone_makes_its_class_s_probability(kind: PrKind) -> None:
+def test_with_bce_a_probability_depends_only_on_the_score_of_its_class(kind: PrKind) -> None:
     """This loss does not use softmax: a sample's other scores would change its position among all
     samples.
     """
@@ -245,7 +246,7 @@ def test_every_rank_takes_part_in_every_round() -> None:
 # ------------------------------------------------------------ the checks can fail
 
 
-def test_a_padded_sample_is_noticed() -> None:
+def test_a_padded_sample_is_detected() -> None:
     """DistributedSampler pads like this: it repeats the first samples so that all ranks have the
     same number.
     """
@@ -379,9 +380,7 @@ def test_a_training_leaves_the_evaluation_of_its_epochs(trained: Path) -> None:
     assert reported["samples"] == sum(entry["support"] for entry in reported["classes"]) == 359
 
 
-def test_the_command_gives_what_scikit_learn_gives_for_the_checkpoint(
-    trained: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_the_command_matches_scikit_learn_for_the_checkpoint(trained: Path, tmp_path: Path, capsys: Any) -> None:
     """The test covers the file, its configuration, the data, the model and the scores. The
     reference reads the file with torch.load only.
     """
@@ -431,7 +430,7 @@ def test_the_command_on_three_ranks_gives_the_same(
     assert three == alone
 
 
-def test_the_command_names_what_is_wrong(trained: Path, tmp_path: Path) -> None:
+def test_the_command_reports_the_mistake(trained: Path, tmp_path: Path) -> None:
     path = str(trained / "step-000000016.pt")
     with pytest.raises(CheckpointError, match=r"belongs to a different model: .*Set model\.\*"):
         evaluate_checkpoint.main([path, "model.width=8"])

@@ -194,7 +194,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def died(folder: CheckpointFolder) -> None:
-    """End the owner's process without any notice."""
+    """Make the owner's process die without notice."""
     folder._ownership._ended.set()
 
 

@@ -1,5 +1,5 @@
-"""How long a rank that must end waits for its peers, and why the processes that it starts still end
-on SIGTERM.
+"""How long a rank that was asked to stop waits for its peers, and why the processes that it starts
+still terminate on SIGTERM.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def test_an_error_in_training_does_not_cut_the_checkpoint_under_way(tmp_path: Pa
     assert [path.name for path in tmp_path.glob("*.pt")] == ["step-000000003.pt"]
 
 
-def test_sigterm_at_the_very_end_does_not_cut_short_what_is_still_written(
+def test_sigterm_at_the_very_end_does_not_cut_short_the_last_write(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The ranks no longer agree on anything at this point. The patience with other ranks, 0.5 s

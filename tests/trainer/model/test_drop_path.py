@@ -121,7 +121,7 @@ def drawn_by_rank(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_1_2_and_3_ranks_train_the_same(tmp_path: Path) -> None:
+def test_1_2_and_3_ranks_train_identically(tmp_path: Path) -> None:
     """Each of 2 ranks takes whole micro-batches; 3 ranks share the four."""
     assert [sampler.Dealing(0, world, 4, dividing=sampler.Dividing.EXACT).passes(24) > 0 for world in (2, 3)] == [
         False,
@@ -138,6 +138,6 @@ def test_1_2_and_3_ranks_train_the_same(tmp_path: Path) -> None:
     assert distance(folders["1"], folders["defect"]) > 10 * TOLERANCE
 
 
-def test_the_shipped_recipe_that_has_it(tmp_path: Path) -> None:
+def test_the_shipped_recipe_with_stochastic_depth(tmp_path: Path) -> None:
     assert config.load("imagenet-lamb", [f"data.dir={tmp_path}"]).model.drop_path == 0.05
     assert models._LAST_NORMALIZATION.keys() >= {"Bottleneck", "BasicBlock"}

@@ -165,7 +165,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("somebodys_models", None)
 
 
-def test_it_trains_alike_on_1_2_1_ranks_and_on_one(own: str, tmp_path: Path) -> None:
+def test_an_own_model_trains_alike_on_1_2_1_ranks_and_on_one(own: str, tmp_path: Path) -> None:
     keys = [*TINY, f"model.name={own}:net", "data.micro_batches=4"]
     good(1, [*keys, f"checkpoint.dir={tmp_path / 'alone'}"])
     walk = [*keys, f"checkpoint.dir={tmp_path / 'walk'}"]
@@ -178,9 +178,9 @@ def test_it_trains_alike_on_1_2_1_ranks_and_on_one(own: str, tmp_path: Path) -> 
     assert len(losses[0]) == 16
 
 
-def test_a_model_in_evaluation_mode_trains_as_after_an_evaluation(own: str, tmp_path: Path) -> None:
-    """Functions that load pretrained weights often return models in this mode. Regression: until
-    the first evaluation after each start, statistics differed and dropout was off.
+def test_a_model_given_in_evaluation_mode_is_trained_in_training_mode(own: str, tmp_path: Path) -> None:
+    """Functions that load pretrained weights often return models in this mode. Regression: whenever
+    training started, statistics differed and dropout was off until the first evaluation.
     """
     for name in ("net", "evaluating"):
         good(1, [*TINY, f"model.name={own}:{name}", "train.epochs=1", f"checkpoint.dir={tmp_path / name}"])
@@ -200,7 +200,7 @@ def test_a_weight_without_a_gradient_is_refused_before_the_first_update(own: str
 
 
 @pytest.mark.parametrize("key", ["ddp.ordered=true", "strategy=fsdp"])
-def test_its_own_random_numbers_are_the_same_on_all_ranks(key: str, own: str, tmp_path: Path) -> None:
+def test_random_numbers_drawn_by_the_model_are_the_same_on_all_ranks(key: str, own: str, tmp_path: Path) -> None:
     """DDP broadcasts rank 0's weights. Regression: with other strategies, each rank silently
     trained a different model.
     """
@@ -269,7 +269,7 @@ def test_in_order_a_weight_without_a_gradient_keeps_its_values_on_all_ranks(own:
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "parameter_server"])
-def test_a_weight_without_a_gradient_keeps_its_values_where_gradients_come_as_one(
+def test_a_weight_without_a_gradient_keeps_its_values_if_gradients_are_one_vector(
     strategy: str, own: str, tmp_path: Path
 ) -> None:
     keys = [*TINY, f"model.name={own}:stages", "data.micro_batches=4", "optim.weight_decay=0.1", "pipeline.stages=1"]

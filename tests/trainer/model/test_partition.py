@@ -28,7 +28,7 @@ def network(name: str, shape: tuple[int, int, int]) -> nn.Module:
 
 @pytest.mark.parametrize("name", ["small_cnn", "resnet18_cifar", "torchvision:resnet18", "torchvision:alexnet"])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_the_parts_of_a_chain_give_what_the_model_gives(name: str, parts: int) -> None:
+def test_the_parts_of_a_chain_give_the_outputs_of_the_model(name: str, parts: int) -> None:
     shape = (3, 64, 64) if name == "torchvision:alexnet" else (3, 16, 16)
     model = network(name, shape).eval()
     layers = to_sequential(model)

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 AVERAGE = [*TINY, "model.norm=batch", "data.micro_batches=2", "optim.ema_decay=0.7"]
 
 
-def test_it_is_torchs_average() -> None:
+def test_the_average_matches_torch() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     running = [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point()]

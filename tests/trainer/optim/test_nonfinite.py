@@ -20,8 +20,8 @@ WORSE = [*TINY, "train.epochs=1", "optim.lr=0.05"]
 
 
 def broken_at(steps: range, rank: int, *, gradients: bool = True) -> Callable[[int], None]:
-    """Make the loss of one rank NaN at these steps (counted from 1); without `gradients`, infinite,
-    with finite gradients.
+    """Make the loss of one rank NaN at these steps, counted from 1. Without `gradients`, make it
+    infinite, but leave the gradients finite.
     """
 
     def prepare(own: int) -> None:
@@ -87,7 +87,7 @@ def test_the_count_restarts_after_a_finite_step(tmp_path: Path) -> None:
     assert [row["step"] for row in metrics(tmp_path / "run", "skipped")] == [2, 3, 5, 6]
 
 
-def test_the_first_one_ends_it_when_asked(tmp_path: Path) -> None:
+def test_the_first_nonfinite_step_ends_the_training_if_configured(tmp_path: Path) -> None:
     (end,) = run(
         1, [*WORSE, f"checkpoint.dir={tmp_path}", "train.nonfinite_limit=1"], prepare=broken_at(range(2, 3), 0)
     )
@@ -140,7 +140,7 @@ def test_a_dynamic_scale_may_overflow_while_it_adapts() -> None:
             take(watch, step, True, torch.nan)
 
 
-def test_a_sample_that_all_steps_with_a_broken_loss_had_is_named() -> None:
+def test_a_sample_common_to_all_steps_with_a_broken_loss_is_reported() -> None:
     texts: list[str] = []
     watch = NonFiniteGuard(9, Group(), lambda step, text, samples: texts.append(text))
 
@@ -184,7 +184,7 @@ def test_a_limit_below_one_is_refused() -> None:
         guard(limit=0)
 
 
-def test_the_curve_continues_where_it_was(tmp_path: Path) -> None:
+def test_the_curve_continues_where_it_was_after_a_skipped_step(tmp_path: Path) -> None:
     """Step 1 is skipped on two ranks. The other losses equal those of a run that begins one step
     later with the same weights.
     """
@@ -194,7 +194,7 @@ def test_the_curve_continues_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline", "parameter_server"])
-def test_every_strategy_skips_it_on_all_ranks(strategy: str, tmp_path: Path) -> None:
+def test_every_strategy_skips_the_step_on_all_ranks(strategy: str, tmp_path: Path) -> None:
     """Only the rank that computes the loss detects it: the last stage of a pipeline, or the worker
     of a parameter server.
     """

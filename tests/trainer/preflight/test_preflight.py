@@ -503,7 +503,7 @@ def test_a_file_system_that_does_not_respond_is_reported_in_time(tmp_path: Path)
 # ---------------------------------------------------------------- the all-reduce
 
 
-def test_a_wrong_sum(tmp_path: Path) -> None:
+def test_a_wrong_sum_is_reported(tmp_path: Path) -> None:
     plain = Group.sum
 
     def bent(self: Group, values: torch.Tensor) -> torch.Tensor:

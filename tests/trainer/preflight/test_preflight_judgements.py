@@ -371,7 +371,7 @@ def test_a_listener_that_is_another_program() -> None:
     assert peers.connect(where, 2).problem == "Connection refused"
 
 
-def test_clocks_are_only_blamed_for_what_is_sure() -> None:
+def test_clocks_are_blamed_only_for_certain_differences() -> None:
     """A slow round trip proves little: a difference of 2 s, known to within 1.5 s, may be 0.5 s.
     Either direction is enough.
     """

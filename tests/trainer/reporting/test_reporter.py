@@ -442,7 +442,7 @@ def test_a_terminal_gets_the_live_view(tmp_path: Path) -> None:
     assert "step 16/16" in text and "samples/s" in text and "ranks 1" in text and "epoch 2/2: test accuracy" in text
 
 
-def test_an_error_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+def test_an_error_restores_the_terminal(tmp_path: Path) -> None:
     """The live view hides the cursor, and the shell would not show it again."""
     terminal, side = pty.openpty()
 

@@ -41,7 +41,9 @@ def need(package: str) -> None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait longer at a stop, because the first import of a sink takes long on a busy machine."""
+    """Wait longer at a stop, because the first import of a sink takes a long time on a busy
+    machine.
+    """
     monkeypatch.setattr(background, "_STOPPING_SECONDS", 60.0)
 
 

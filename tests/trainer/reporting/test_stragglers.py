@@ -36,7 +36,7 @@ LATE = 0.1
 
 
 def slow(rank: int, where: str) -> Callable[[int], None]:
-    """Return a hook for `good`: this rank sleeps before, during or after its own work."""
+    """Return a hook for `good` that makes this rank sleep before, during or after its own work."""
 
     def prepare(own: int) -> None:
         from ddpjob_trainer.optim.precision import Precision
@@ -205,7 +205,7 @@ def test_a_slow_rank_is_reported_after_a_while_and_withdrawn_after_a_while() -> 
     assert [named(judge.add(now, [1, 1, 1.1, 1])) for now in (50, 60, 70, 80)] == [[2], [2], [2], []]
 
 
-def test_a_short_or_a_single_lag_is_nothing() -> None:
+def test_a_short_or_a_single_lag_is_ignored() -> None:
     judge = Stragglers(1.5, 30)
     for now in range(0, 1000, 10):
         times = [1.0, 1.0, 1.0, 9.0 if now % 30 == 0 else 1.0]
@@ -307,8 +307,8 @@ def posts() -> Iterator[tuple[int, list[dict[str, Any]], list[int]]]:
 
 
 def recovering(rank: int, after: int) -> Callable[[int], None]:
-    """Return a hook for `good`: this rank sleeps long in its first `after` forward passes. All
-    ranks sleep for long enough that the noise of a busy machine is small in comparison.
+    """Return a hook for `good` that makes this rank sleep for long in its first `after` forward
+    passes. All ranks sleep for long enough that the noise of a busy machine is small in comparison.
     """
 
     def prepare(own: int) -> None:
@@ -444,7 +444,7 @@ def test_slow_ranks_are_reported_until_a_coordinator_has_responded(posts: Any, c
 # ------------------------------------------------------------ the share of the peak
 
 
-def test_flops_are_those_by_hand_and_nothing_is_computed() -> None:
+def test_flops_match_a_count_by_hand_and_nothing_is_computed() -> None:
     settings = config.load(None, ["model.width=8"])
     state = torch.get_rng_state()
     found = flops.flops_per_sample(settings, (1, 8, 8), 10)

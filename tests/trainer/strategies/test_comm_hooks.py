@@ -27,7 +27,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 def noted(folder: Path) -> Callable[[int], None]:
-    """Return a hook: each rank records the format and length of the sent gradients."""
+    """Return a hook that makes each rank record the format and length of the gradients it sends."""
 
     def prepare(rank: int) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -68,7 +68,9 @@ def _saved(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def test_powersgd_sends_little_and_starts_fresh_after_a_restart(whole: list[float], tmp_path: Path) -> None:
-    """The first steps after each start are sent uncompressed. A stop and a restart succeed."""
+    """The gradients of the first steps after each start are sent uncompressed. A stop and a restart
+    succeed.
+    """
     keys = [*ARGUMENTS, "ddp.comm_hook=powersgd", "ddp.powersgd_start=2", f"checkpoint.dir={tmp_path}"]
     assert [end.code for end in run(2, keys, prepare=stop_at(5))] == [75, 75]
     curve = final_losses(tmp_path / "run")

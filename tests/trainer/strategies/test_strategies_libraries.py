@@ -48,7 +48,7 @@ HOROVOD, SERVER = "strategy=horovod", "strategy=parameter_server"
 
 
 def run(world: int, arguments: list[str], prepare: Prepare | None = None) -> list[Ended]:
-    """Run ranks with a long timeout, because importing the libraries takes long on a busy
+    """Run ranks with a long timeout, because importing the libraries takes a long time on a busy
     machine.
     """
     return finish(start(world, arguments, prepare), timeout=180)
@@ -427,7 +427,7 @@ def test_deepspeed_settings_that_do_not_fit(
 
 
 @pytest.mark.parametrize("arguments", [["amp.level=O1", "amp.dtype=float16"], ["amp.loss_scale=128"]])
-def test_deepspeed_scales_no_losses(arguments: list[str]) -> None:
+def test_deepspeed_does_not_scale_losses(arguments: list[str]) -> None:
     with pytest.raises(
         ConfigError,
         match=r"strategy=deepspeed does not scale losses; set amp.dtype=bfloat16 and leave out amp.loss_scale",
@@ -501,7 +501,7 @@ def test_the_installer_uses_every_processor_also_below_make(tmp_path: Path, monk
     assert environment is not None and environment["MAKEFLAGS"] == f"-j{len(os.sched_getaffinity(0))}"
 
 
-def test_the_installer_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installer_reports_missing_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert len(install_horovod.missing_tools()) == 3
@@ -511,7 +511,7 @@ def test_the_installer_names_what_is_missing(tmp_path: Path, monkeypatch: pytest
         install_horovod.install("/bin/false")
 
 
-def test_wheels_are_kept_by_what_they_were_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheels_are_cached_by_the_versions_they_were_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     facts = install_horovod.probe(sys.executable)
     assert facts["torch"] == torch.__version__

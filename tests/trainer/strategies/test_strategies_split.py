@@ -63,8 +63,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# The comparison is exact where one process adds up the gradients, in the order of the
-# micro-batches.
+# The comparison is exact where a single process adds up the gradients, in micro-batch order.
 CASES = {
     "dp": (1, [], True),
     "fsdp": (2, [], False),
@@ -116,7 +115,7 @@ def test_ranks_without_samples_take_part(world: int, keys: list[str], tmp_path: 
 
 
 def held(folder: Path) -> Callable[[int], None]:
-    """Return a hook: each rank records the names and sizes of the weights that it holds."""
+    """Return a hook that makes each rank record the names and sizes of the weights that it holds."""
 
     def prepare(rank: int) -> None:
         from ddpjob_trainer.train import Trainer

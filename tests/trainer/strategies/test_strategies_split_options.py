@@ -81,7 +81,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         ("O2 and a loss scale", "parameter_server"),
     ],
 )
-def test_an_option_comes_out_as_in_one_process(
+def test_an_option_has_the_results_of_one_process(
     option: str, strategy: str, alone: Callable[[str], Path], tmp_path: Path
 ) -> None:
     keys, tolerance = OPTIONS[option]

@@ -1,4 +1,4 @@
-"""Commands that change a job, which may meanwhile end or become unreachable."""
+"""Commands that change a job, while the job may finish or become unreachable."""
 
 from __future__ import annotations
 
@@ -350,7 +350,7 @@ def test_a_manifest_that_run_refuses_cannot_control_the_terminal(
 
 
 class Ended(ClusterBackend):
-    """A cluster with the ended job j, whose script is in a ConfigMap that it owns."""
+    """A cluster with the finished job j, whose script is in a ConfigMap that it owns."""
 
     where = "here"  # type: ignore[assignment]
 

@@ -229,7 +229,7 @@ def test_a_watch_shows_each_state_until_the_end() -> None:
         client(Place(False, (job(), False))).wait("j", timeout=1)
 
 
-def test_a_wait_decides_by_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_decides_by_the_final_state(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(False, (job(), False))
     for phase, conditions in (("Complete", []), ("Failed", [FAILED])):
         monkeypatch.setattr(place, "job", lambda name, p=phase, c=conditions: job(phase=p, conditions=c))

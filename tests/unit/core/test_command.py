@@ -45,7 +45,7 @@ def causes(job: DDPJob) -> list[tuple[str, str, int | None, bool]]:
 
 
 @pytest.mark.parametrize("first", [MINE, PEERS])
-def test_of_two_ends_the_rank_with_its_own_error_is_the_cause(first: str) -> None:
+def test_the_rank_with_its_own_error_is_the_cause_of_two_ends(first: str) -> None:
     """torchrun notices the end of a worker within a tenth of a second, so either pod may be the
     first to end.
     """

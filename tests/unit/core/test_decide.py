@@ -308,7 +308,7 @@ def test_the_endpoint_of_a_coordinator_with_an_ipv6_address_has_brackets() -> No
 
 
 def large_loss(lost: int = 37) -> Decision:
-    """Return the view of a job of which this many of 100 pods have vanished at once."""
+    """Return the view of a job that has lost this many of its 100 pods at once."""
     job = a_job(nodes=100, recovery={"mode": "Fast"})
     coordinator = PodView(
         name="job-coordinator-0",

@@ -195,7 +195,7 @@ def body_of(message: str, **world: object) -> dict[str, object]:
     return dict(sent(decision)[0].body)
 
 
-def test_the_message_has_what_a_person_needs() -> None:
+def test_the_message_has_everything_that_a_person_needs() -> None:
     body = body_of("ValueError: lunch")
     assert (body["job"], body["namespace"], body["uid"], body["state"]) == ("job", "space", "uid", "Restarting")
     assert body["reason"] == "BudgetNearlySpent" and "1 of 1 restart is used up" in str(body["message"])

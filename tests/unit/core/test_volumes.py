@@ -126,7 +126,7 @@ def test_a_folder_belongs_to_the_job_that_began_with_it() -> None:
     assert find_folder_user(waited, [first]).startswith("first") and find_folder_user(first, [waited]) == ""
 
 
-def test_of_two_jobs_that_begin_at_once_the_older_one_gets_the_folder() -> None:
+def test_the_older_of_two_jobs_that_start_at_once_gets_the_folder() -> None:
     one, two = (naming(name, subPath="same", created=n) for n, name in enumerate(("one", "two")))
     assert find_folder_user(one, [one, two]) == "" and find_folder_user(two, [one, two]).startswith("one")
     waits = with_condition(JobStatus(), ConditionType.SCHEDULED, False, "FolderTaken", "", NOW)

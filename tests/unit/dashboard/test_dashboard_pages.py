@@ -491,7 +491,7 @@ def test_an_outage_of_the_backend_is_shown_and_ends(names: list[str], monkeypatc
         assert len(fleet.rows()) == 30
 
 
-def test_a_job_deleted_before_the_first_list_is_removed(
+def test_a_job_deleted_before_the_first_list_disappears(
     names: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the deleted job stayed forever, because the list that lacked it was the first one
