@@ -337,6 +337,8 @@ def logs(
         return _list_ended(backend, name)
     if pod and index:
         raise click.UsageError(f"{job} is a pod; --index chooses pods of a job: ddpjob logs {name} --index ...")
+    if gone and rank:
+        raise click.UsageError(f"--rank: pod {pod} is gone, and its kept log does not show its ranks; remove --rank")
     follower = LogFollower(backend, body, options, Chosen(pod, index, rank, coordinator, gone))
     printed = prefix if prefix is not None else not pod
     for line in follower.lines():

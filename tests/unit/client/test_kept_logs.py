@@ -154,6 +154,14 @@ def test_a_job_that_keeps_no_logs_does_not_claim_to_have_them(
     assert "j: no log of an ended pod is kept" in capsys.readouterr().err
 
 
+def test_a_rank_cannot_choose_lines_of_a_kept_log(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = OfCluster(folder, {"claimName": "c", "mountPath": "/c"})
+    assert called(backend, monkeypatch, "logs", "j-1-0", "--rank", "0") == 2
+    assert "--rank: pod j-1-0 is gone" in capsys.readouterr().err
+
+
 def test_each_host_is_asked_where_it_has_its_own_files(folder: Path) -> None:
     backend = OfCluster(folder, {"hostPath": "/h", "mountPath": "/c"})
     assert [pod.name for pod in backend.kept_logs("j").pods()] == ["j-0-9", "j-0-10", "j-1-0"]
