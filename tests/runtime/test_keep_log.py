@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -115,6 +116,31 @@ def test_the_two_files_hold_the_newest_bytes_and_never_more_than_the_limit(tmp_p
         keeper.write()
         assert len(kept(tmp_path)) <= protocol.MAX_KEPT_LOG
     assert len(kept(tmp_path)) > protocol.MAX_KEPT_LOG // 2 and whole.endswith(kept(tmp_path))
+
+
+def test_bytes_are_counted_as_missing_only_if_they_are_not_in_the_file(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    keeper = FileKeeper(folder, NAME)
+    keeper.tail.add(b"0" * 9)
+    keeper.write()  # The volume is not mounted yet.
+    folder.mkdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))  # A write ends there, as on a full volume.
+    try:
+        for _ in range(2):
+            keeper.tail.add(b"1" * 40_000)
+            with contextlib.suppress(OSError):
+                keeper.write()
+        keeper.tail.add(b"2" * 7)
+        with pytest.raises(OSError, match="File too large"):
+            keeper.write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    keeper.tail.add(b"3" * 5)
+    keeper.write()
+    start, first, end = b"(9 bytes are missing here)\n", 40_000, b"(20034 bytes are missing here)\n33333"
+    assert kept(folder) == start + b"1" * (60_000 - len(start)) + end
+    assert 9 + 2 * first + 7 + 5 == kept(folder).count(b"1") + 9 + 20_034 + 5, "each byte is there or counted once"
 
 
 @pytest.mark.parametrize("obstacle", ["a file in the way", "a hung volume", "a volume that is not mounted"])

@@ -110,22 +110,29 @@ class FileKeeper:
         """Append the new output. If that fails, it is lost. Raises OSError."""
         data, dropped, _ = self.tail.read(take=True)
         self._lost += dropped
-        if not data or not self._folder.parent.is_dir():
-            return  # Not created: if the volume were not mounted, it would be on the host's own disk.
+        if not data:
+            return
+        left = bytearray(_note(self._lost) + data)
         try:
-            self._append(_note(self._lost) + data)
-            self._lost = 0
-        except OSError:
-            self._lost += len(data)
-            raise
+            # The checkpoint folder is not created, because without the volume it would be on the
+            # host's own disk.
+            if self._folder.parent.is_dir():
+                self._append(left)
+        finally:
+            # If the note is complete in the file, only the bytes after it are still to be reported.
+            self._lost = len(left) if len(left) <= len(data) else self._lost + len(data)
 
-    def _append(self, data: bytes) -> None:
+    def _append(self, left: bytearray) -> None:
+        """Append `left` and remove what has been written from it, because a full volume takes a
+        part.
+        """
         self._folder.mkdir(exist_ok=True)
         size = self.place.lstat().st_size if self.place.exists() else 0
-        if size + len(data) > FILE_BYTES:
+        if size + len(left) > FILE_BYTES:
             self.place.replace(self.place.with_name(self.place.name + protocol.OLDER))
-        with open(self.place, "ab", opener=_open_file) as file:
-            file.write(data)
+        with open(self.place, "ab", buffering=0, opener=_open_file) as file:
+            while left:
+                del left[: file.write(left)]
 
 
 def _open_file(path: str, flags: int) -> int:
