@@ -161,6 +161,28 @@ def test_a_log_that_cannot_be_kept_changes_nothing_else(obstacle: str, tmp_path:
     assert folder.exists() == (obstacle != "a volume that is not mounted")
 
 
+def test_unread_output_and_a_hung_volume_delay_the_end_by_three_seconds(tmp_path: Path) -> None:
+    folder = tmp_path / protocol.LOGS_FOLDER
+    folder.mkdir()
+    os.mkfifo(folder / NAME)
+    code = "os.write(1, b'x' * 150_000); os.write(2, b'end\\n'); os._exit(3)"
+    with started(tmp_path, code) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stderr.readline() == b"end\n"
+        began = time.monotonic()
+        assert process.wait(60 * slowness()) == 3
+        assert time.monotonic() - began < 5.9, "twice three seconds"
+
+
+@pytest.mark.parametrize(
+    ("written", "left"), [("30", "27.0"), ("600.5", "597.5"), ("4", "3.0"), ("0", "0.0"), ("", ""), ("x", "x")]
+)
+def test_the_launcher_ends_before_the_log_has_to_be_closed(written: str, left: str, tmp_path: Path) -> None:
+    code = "print(os.environ['DDPJOB_GRACE_SECONDS'], flush=True); os._exit(0)"
+    assert ran(tmp_path, code, DDPJOB_GRACE_SECONDS=written)[1].decode() == f"{left}\n"
+    assert ran(tmp_path, code, DDPJOB_GRACE_SECONDS=written, DDPJOB_LOGS_KEPT="0")[1].decode() == f"{written}\n"
+
+
 @pytest.mark.parametrize("value", ["", "0", "x"])
 def test_the_log_is_not_kept_unless_the_job_wants_it(value: str, tmp_path: Path) -> None:
     assert ran(tmp_path, "print('hello', flush=True); os._exit(0)", DDPJOB_LOGS_KEPT=value)[:2] == (0, b"hello\n")
