@@ -138,6 +138,7 @@ class FileKeeper:
 
 
 def _open_file(path: str, flags: int) -> int:
+    # The mode of checkpoints: their readers, such as a dashboard, may be different users.
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
