@@ -337,6 +337,8 @@ def logs(
         return _list_ended(backend, name)
     if pod and index:
         raise click.UsageError(f"{job} is a pod; --index chooses pods of a job: ddpjob logs {name} --index ...")
+    if gone and rank:
+        raise click.UsageError(f"--rank: pod {pod} is gone, and its kept log does not show its ranks; remove --rank")
     follower = LogFollower(backend, body, options, Chosen(pod, index, rank, coordinator, gone))
     printed = prefix if prefix is not None else not pod
     for line in follower.lines():
@@ -357,13 +359,20 @@ def logs(
 def _list_ended(backend: Backend, job: str) -> int:
     """Print the names of ended pods and what is left of them, oldest attempts first."""
     pods = backend.pods(job)
-    left = [pod for pod in pods if pod.ended]
-    left += backend.kept_logs(job).pods({pod.name for pod in pods})
+    left, fault = [pod for pod in pods if pod.ended], ""
+    try:
+        left += backend.kept_logs(job).pods({pod.name for pod in pods})
+    except Mistake as mistake:
+        if not left:
+            raise
+        fault = str(mistake)
     for pod in left:
         print_line(f"{pod.name}  {pod.state}  {pod.message}".rstrip())
+    if fault:
+        print_note(fault)
     if not left:
-        remedy = "set spec.storage.checkpoints, and spec.runPolicy.logsKept above 0"
-        print_note(f"{job}: no log of an ended pod is kept; to keep them, {remedy}")
+        needs = "a writable spec.storage.checkpoints, spec.runPolicy.logsKept above 0, and no spec.command"
+        print_note(f"{job}: no log of an ended pod is kept; to keep logs, the job needs {needs}")
     return 0 if left else EXIT_NEGATIVE
 
 

@@ -12,6 +12,8 @@ bounded buffer and passes it on unchanged. A thread writes the buffer to a file 
 
 - Adding to the buffer never waits, so a full or hung volume costs only the kept log. A line in the
   pod's own log reports this once, and the kept log contains the number of missing bytes.
+- Closing the log takes at most three seconds, or a quarter of a short grace period. The launcher
+  and its workers have this much less, so that PID 1 returns the exit code before the pod is killed.
 - PID 1 outlives the launcher and the workers, so their last lines are kept whatever kills them. If
   the whole container is killed at once, the output of the last second is lost, or of the last
   minute with a bucket.
@@ -35,7 +37,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.job_environment import GRACE_SECONDS, JobEnvironment, VariableError
 
 from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.shutdown import log
@@ -48,8 +50,8 @@ _NOTE_BYTES = 100
 _FILE_SECONDS, _BUCKET_SECONDS = 1.0, 60.0
 """Seconds between two writes. A bucket replaces whole objects, so it is written less often."""
 _CLOSE_SECONDS = 3.0
-"""How long passing on the last output, and then writing it, may each take at the end. A hung volume
-must not keep the pod from ending."""
+"""Maximum time for passing on and writing the last output, because a hung volume must not keep the
+pod from ending."""
 
 
 class Tail:
@@ -110,25 +112,33 @@ class FileKeeper:
         """Append the new output. If that fails, it is lost. Raises OSError."""
         data, dropped, _ = self.tail.read(take=True)
         self._lost += dropped
-        if not data or not self._folder.parent.is_dir():
-            return  # Not created: if the volume were not mounted, it would be on the host's own disk.
+        if not data:
+            return
+        left = bytearray(_note(self._lost) + data)
         try:
-            self._append(_note(self._lost) + data)
-            self._lost = 0
-        except OSError:
-            self._lost += len(data)
-            raise
+            # The checkpoint folder is not created, because without the volume it would be on the
+            # host's own disk.
+            if self._folder.parent.is_dir():
+                self._append(left)
+        finally:
+            # If the note is complete in the file, only the bytes after it are still to be reported.
+            self._lost = len(left) if len(left) <= len(data) else self._lost + len(data)
 
-    def _append(self, data: bytes) -> None:
+    def _append(self, left: bytearray) -> None:
+        """Append `left` and remove what has been written from it, because a full volume takes a
+        part.
+        """
         self._folder.mkdir(exist_ok=True)
         size = self.place.lstat().st_size if self.place.exists() else 0
-        if size + len(data) > FILE_BYTES:
+        if size + len(left) > FILE_BYTES:
             self.place.replace(self.place.with_name(self.place.name + protocol.OLDER))
-        with open(self.place, "ab", opener=_open_file) as file:
-            file.write(data)
+        with open(self.place, "ab", buffering=0, opener=_open_file) as file:
+            while left:
+                del left[: file.write(left)]
 
 
 def _open_file(path: str, flags: int) -> int:
+    # The mode of checkpoints: their readers, such as a dashboard, may be different users.
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
@@ -187,6 +197,9 @@ class KeptLog:
         self._end = os.pipe()
         self._rests = {1: b"", 2: b""}
         """The incomplete last line of each stream."""
+        self._grace = _read_grace(job)
+        known = GRACE_SECONDS if self._grace is None else self._grace
+        self._close_seconds = max(0.5, min(_CLOSE_SECONDS, known / 4))
         self._over, self._failed = threading.Event(), False
         self._relays: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._write, name="ddpjob-log", daemon=True)
@@ -207,7 +220,12 @@ class KeptLog:
         return cls(FileKeeper(Path(job.checkpoint_dir), name), job, kept) if job.checkpoint_dir else None
 
     def divert(self) -> None:
-        """Make this process, the launcher, write into the pipes. Its workers inherit them."""
+        """Make this process, the launcher, write into the pipes and end before PID 1 has to.
+
+        Its workers inherit the pipes and the shorter grace period.
+        """
+        if self._grace is not None:
+            os.environ["DDPJOB_GRACE_SECONDS"] = str(max(0.0, self._grace - self._close_seconds))
         for target, (_, writer) in self._pipes.items():
             os.dup2(writer, target)
         for descriptor in (*self._end, *(end for pipe in self._pipes.values() for end in pipe)):
@@ -228,13 +246,13 @@ class KeptLog:
     def finish(self) -> None:
         """Pass on and write the rest. The launcher has ended, but others may hold the pipes."""
         os.close(self._end[1])
-        deadline = time.monotonic() + _CLOSE_SECONDS
+        deadline = time.monotonic() + self._close_seconds
         for relay in self._relays:
             relay.join(max(0.0, deadline - time.monotonic()))
         for rest in self._rests.values():
             self._keeper.tail.add(rest)
         self._over.set()
-        self._thread.join(_CLOSE_SECONDS)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _relay(self, reader: int, target: int) -> None:
         poll = select.poll()
@@ -277,6 +295,13 @@ class KeptLog:
     def _prune(self) -> None:
         for name in surplus(self._keeper.names(), self._job, self._kept):
             self._keeper.remove(name)
+
+
+def _read_grace(job: JobEnvironment) -> float | None:
+    try:
+        return job.grace
+    except VariableError:
+        return None  # The launcher reports the wrong value.
 
 
 def surplus(names: Iterable[str], job: JobEnvironment, kept: int) -> list[str]:

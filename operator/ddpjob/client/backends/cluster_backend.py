@@ -353,22 +353,27 @@ class ClusterBackend:
         If each pod has its own folder, each knows only the logs of its own Kubernetes node.
         """
         body = self.job(name)
-        uid, checkpoints = body["metadata"]["uid"], (body["spec"].get("storage") or {}).get("checkpoints") or {}
+        uid, spec = body["metadata"]["uid"], body["spec"]
+        checkpoints = (spec.get("storage") or {}).get("checkpoints") or {}
+        found = KeptLogs(name, uid, {}, lambda file: b"")
+        if not checkpoints or checkpoints.get("readOnly") or spec.get("command"):
+            return found  # Such a job keeps no logs.
         if checkpoints.get("url"):
             return in_bucket(checkpoints, f"{self.namespace}/{name}", name, uid)
-        found, fault = KeptLogs(name, uid, {}, lambda file: b""), _unreadable(name, checkpoints)
+        fault = _unreadable(name, checkpoints) if (spec.get("runPolicy") or {}).get("logsKept") else None
         one_folder = not checkpoints.get("hostPath") or checkpoints.get("shared")
         end = time.monotonic() + _METRICS_SECONDS
-        for pod in self._running_pods(name)[:_METRICS_PODS] if checkpoints else ():
+        for pod in self._running_pods(name)[:_METRICS_PODS]:
             if time.monotonic() > end:
                 break
             try:
                 found, fault = found.joined(in_pod(partial(self.run_in, pod), name, uid)), None
             except Mistake as mistake:
                 fault = fault and mistake
-            if one_folder and fault is None:
+                continue
+            if one_folder:
                 break
-        if fault is not None and checkpoints:
+        if fault is not None:
             raise fault
         return found
 
@@ -507,7 +512,7 @@ NO_CRD = (
 )
 
 
-def _unreadable(name: str, checkpoints: Json) -> Mistake | None:
+def _unreadable(name: str, checkpoints: Json) -> Mistake:
     """Return the reason why kept logs cannot be read if no pod of the job is running."""
     where = f"{checkpoints.get('mountPath') or '/checkpoints'}/{LOGS_FOLDER}"
     return Mistake(
