@@ -25,14 +25,15 @@ class Member:
         self._state = State(MemberState.STARTING, MEMBER_TRANSITIONS)
         self._tally: Counter[MemberState] = Counter()
         self.round: int | None = None
-        """The last round that it was sent into, in which `rank` is its group rank."""
+        """The last round that it was sent into. `rank` is its group rank there."""
         self.rank: int | None = None
         self.host, self.port, self.ready_at = "", 0, 0.0
         self.watch = 0
         """Port on which its neighbours watch it; 0 if they cannot."""
         self.check = 0
-        """How long its next round may check the links before workers start, in seconds; 0 means
-        that no check is requested."""
+        """Seconds for which its next round may check the links before workers start; 0 means that
+        no check is requested.
+        """
         self.drain_by: float | None = None
         """The deadline for ending its workers, if it was asked to end them."""
         self.drain_planned = False
@@ -56,7 +57,7 @@ class Member:
         return self.state in (MemberState.RUNNING, MemberState.FINISHED)
 
     def count_in(self, tally: Counter[MemberState]) -> None:
-        """Count its state in `tally` from now on, which also counts other members' states."""
+        """Count its state in `tally`, together with other members' states, from now on."""
         self._tally = tally
         self._tally[self.state] += 1
 
@@ -96,7 +97,7 @@ class Member:
         self.round, self.rank, self.drain_by = number, rank, None
 
     def resume(self, number: int, rank: int, has_workers: bool) -> None:
-        """Record the round that it is in, or was in, when it returns to a new coordinator."""
+        """Record the round that it is or was in, when it connects to a new coordinator."""
         self.round, self.rank = number, rank
         if has_workers:
             self._become(MemberState.RUNNING)
@@ -107,7 +108,7 @@ class Member:
             self._become(MemberState.FINISHED)
 
     def leave(self) -> None:
-        """Record that it was asked to end and will soon be gone."""
+        """Record that it was asked to leave and will soon be gone."""
         self._become(MemberState.LEAVING)
         self.drain_by = None
 
@@ -116,7 +117,9 @@ class Member:
         self._become(MemberState.LOST)
 
     def drain(self, until: float, planned: bool) -> bool:
-        """Set the deadline for ending its workers. Return False if an earlier deadline applies."""
+        """Set the deadline for ending its workers, and return True, unless an earlier deadline
+        applies.
+        """
         self.drain_planned = planned
         if self.drain_by is not None and self.drain_by <= until:
             return False
@@ -124,24 +127,25 @@ class Member:
         return True
 
     def dismiss(self, why: str) -> None:
-        """Fence it: it has to end, whatever it is doing."""
+        """Fence it: it has to exit, whatever it is doing."""
         self.send(ToMember.STOP, {"ok": False, "why": why, "fenced": True})
 
 
 class Members:
     """The members (one per index), the missing members, and the pods that are never admitted again.
 
-    Every line from a member requires the number of ready members. It is updated whenever a state
-    changes, because with a thousand members, counting them for each line was half of the work
-    before a round began.
+    The number of ready members is needed for every line from a member. It is updated whenever a
+    state changes. With a thousand members, counting them for each line was half of the work before
+    a round began.
     """
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self.by_index: dict[int, Member] = {}
         self.missing: dict[int, LostMember] = {}
-        """Members lost without notice, by index, until a pod takes the index or the operator knows
-        the reason."""
+        """Members lost without notice, by index. They are listed until a pod takes the index or the
+        operator knows the reason.
+        """
         self._dismissed: dict[str, str] = {}
         self._tally: Counter[MemberState] = Counter()
 
@@ -168,7 +172,7 @@ class Members:
         self._loop.changed()
 
     def heard_of(self, index: int) -> None:
-        """Record that a pod with this index exists, so that the index does not count as missing."""
+        """Record that a pod with this index exists, so the index no longer counts as missing."""
         self.missing.pop(index, None)
 
     def why_refused(self, pod: str, index: int, attempt: int) -> str | None:

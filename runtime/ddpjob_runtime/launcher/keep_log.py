@@ -11,10 +11,10 @@ bounded buffer and passes it on unchanged. A thread writes the buffer to a file 
                                     \\-> buffer --> file        by a thread
 
 - Adding to the buffer never waits, so a full or hung volume costs only the kept log. A line in the
-  pod's own log reports this once, and the kept log contains the number of missing bytes.
+  pod's own log reports this once, and the kept log states how many bytes are missing.
 - PID 1 outlives the launcher and the workers, so their last lines are kept whatever kills them. If
-  the whole container is killed at once, the output of the last second is lost, or of the last
-  minute with a bucket.
+  the whole container is killed at once, the output of the last second is lost; with a bucket, that
+  of the last minute.
 - A pod keeps at most MAX_KEPT_LOG bytes. When it starts, it removes the oldest logs of its slot.
   DDPJOB_LOGS_KEPT is the number of logs per slot, and 0 or unset disables all of this.
 
@@ -41,15 +41,16 @@ from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.shutdown import log
 
 PIECE = 65536
-"""Number of bytes that are read at once; a pipe holds as many."""
+"""Maximum number of bytes to read at once, which is also the capacity of a pipe."""
 FILE_BYTES = protocol.MAX_KEPT_LOG // 2
 """Maximum size of each of the two files. A full file is renamed, replacing the older one."""
 _NOTE_BYTES = 100
 _FILE_SECONDS, _BUCKET_SECONDS = 1.0, 60.0
 """Seconds between two writes. A bucket replaces whole objects, so it is written less often."""
 _CLOSE_SECONDS = 3.0
-"""How long passing on the last output, and then writing it, may each take at the end. A hung volume
-must not keep the pod from ending."""
+"""Time limit at the end, in seconds, for passing on the last output, and again for writing it. A
+hung volume must not keep the pod from ending.
+"""
 
 
 class Tail:
@@ -65,7 +66,7 @@ class Tail:
         with self._lock:
             self._data += data
             self._added += len(data)
-            if len(self._data) > 2 * self._limit:  # Not at each addition, because it moves the rest.
+            if len(self._data) > 2 * self._limit:  # Not at each addition, because dropping bytes moves the rest.
                 self._drop(len(self._data) - self._limit)
 
     def _drop(self, count: int) -> None:
@@ -107,7 +108,7 @@ class FileKeeper:
         (self._folder / name).unlink()
 
     def write(self) -> None:
-        """Append the new output. If that fails, it is lost. Raises OSError."""
+        """Append the new output. If that fails, the output is lost. Raises OSError."""
         data, dropped, _ = self.tail.read(take=True)
         self._lost += dropped
         if not data or not self._folder.parent.is_dir():
@@ -178,7 +179,7 @@ def _note(missing: int) -> bytes:
 
 
 class KeptLog:
-    """The output of this container: passed on, and kept by a FileKeeper or a BucketKeeper."""
+    """Passes on the output of this container, and keeps it with a FileKeeper or a BucketKeeper."""
 
     def __init__(self, keeper: Any, job: JobEnvironment, kept: int) -> None:
         self._keeper, self._job, self._kept = keeper, job, kept
@@ -193,7 +194,7 @@ class KeptLog:
 
     @classmethod
     def prepare(cls) -> KeptLog | None:
-        """Create the pipes if this pod's log is to be kept.
+        """Create the pipes if this pod's log is to be kept; otherwise return None.
 
         The log of a container with a terminal is not kept, because a pipe is not a terminal.
         """
@@ -226,7 +227,9 @@ class KeptLog:
         self._thread.start()
 
     def finish(self) -> None:
-        """Pass on and write the rest. The launcher has ended, but others may hold the pipes."""
+        """Pass on and write the rest. The launcher has ended, but other processes may hold the
+        pipes.
+        """
         os.close(self._end[1])
         deadline = time.monotonic() + _CLOSE_SECONDS
         for relay in self._relays:
@@ -280,7 +283,7 @@ class KeptLog:
 
 
 def surplus(names: Iterable[str], job: JobEnvironment, kept: int) -> list[str]:
-    """Return the kept logs of this pod's slot to remove, so that this pod's log makes `kept`.
+    """Return the kept logs of this pod's slot to remove, so that `kept` remain, including its own.
 
     Logs of an earlier job with the same name count as older.
     """
@@ -296,7 +299,9 @@ def surplus(names: Iterable[str], job: JobEnvironment, kept: int) -> list[str]:
 
 
 def _pass_on(target: int, piece: bytes) -> None:
-    """Write to the container's output, however long that takes. If it is broken, bytes are lost."""
+    """Write to the container's output, however long that takes. If the output is broken, bytes are
+    lost.
+    """
     left = memoryview(piece)
     while left:
         try:

@@ -35,7 +35,7 @@ class Metadata:
     def read(cls, found: Any) -> Metadata:
         """Parse the output of `written`.
 
-        Raises CheckpointError if `found` is anything else or of a different version.
+        Raises CheckpointError if `found` is anything else, or has a different version.
         """
         if not isinstance(found, dict) or "format" not in found:
             raise CheckpointError("not a checkpoint of this trainer (it has no checksum)")

@@ -23,7 +23,7 @@ from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import CheckpointError, first_line
 
 _FILES = ("model.safetensors", "pytorch_model.bin", "*.safetensors", "*.bin", "*.pth", "*.pt")
-"""Files that a folder of pretrained weights may have, in the order of preference."""
+"""Files that a folder of pretrained weights may have, in order of preference."""
 _OTHER_INPUTS = ("googlenet", "inception_v3")
 """torchvision's models whose weights expect other pixel values than the trainer's."""
 _DEFAULT = "default"
@@ -34,8 +34,8 @@ def load_pretrained(
 ) -> dict[str, torch.Tensor]:
     """Return the complete weights of `model`, by name, on every rank.
 
-    Rank 0 finds them, and prints what it uses; `alive` is called meanwhile. Raises CheckpointError
-    on every rank if they are not found or do not fit.
+    Rank 0 finds the weights, and prints which ones it uses. In the meantime, `alive` is called
+    repeatedly. Raises CheckpointError on every rank if the weights are not found or do not fit.
     """
     return share_weights(lambda: _take(config, channels, model), model, group, alive)
 

@@ -92,7 +92,7 @@ def _help() -> int:
 def _printed(command: Callable[[], int]) -> int:
     """Run a command and return its exit code.
 
-    If the output's reader is gone, return the exit code that a shell would show for SIGPIPE.
+    If the reader of the output is gone, return the exit code that a shell would show for SIGPIPE.
     """
     try:
         code = command()

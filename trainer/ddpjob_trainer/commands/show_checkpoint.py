@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _row(path: Path, *, best: bool) -> tuple[Snapshot, tuple[str, ...]]:
-    """Check all of a checkpoint, and return (its content, its row in the table).
+    """Check a checkpoint completely, and return (its content, its row in the table).
 
     The tensors may not have values.
     """

@@ -1,4 +1,4 @@
-"""Reports the first undecodable images, counts all, and ends the run if there are too many."""
+"""Reports the first undecodable images, counts all of them, and ends the run at too many."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ class CorruptCount:
 def check_test_images(unreadable: int, size: int, config: DataConfig) -> None:
     """Raise DataError if all test images, or more than data.corrupt_limit allows, were unreadable.
 
-    A result on the remaining images would be for a different test set, but could count as the best.
+    A result on the remaining images would be that of a different test set, but could count as the
+    best.
     """
     if unreadable > config.corrupt_limit * size or unreadable == size:
         raise DataError(

@@ -1,9 +1,9 @@
 """Mixup and CutMix, which mix images of a micro-batch in pairs, together with their labels.
 
-The micro-batch's key determines lambda, the rectangle and the choice between the two methods, and
-the position in the micro-batch determines the partner, so all of these are the same on any number
-of ranks. As in torchvision.transforms.v2.MixUp and CutMix, an image's partner is the previous
-image, and the first image's partner is the last.
+The micro-batch's key determines lambda, the rectangle and the choice between the two methods. An
+image's position in the micro-batch determines its partner. So all of these are the same on any
+number of ranks. As in torchvision.transforms.v2.MixUp and CutMix, an image's partner is the
+previous image, and the first image's partner is the last.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def _network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> nn.Mo
 
 
 def is_own(config: ModelConfig) -> bool:
-    """Return whether the model is a user's function."""
+    """Return whether a user's function builds the model."""
     kind, colon, _ = config.name.partition(":")
     return bool(colon) and kind not in ("torchvision", "timm")
 
@@ -213,7 +213,7 @@ def needs_two_samples(config: ModelConfig, shape: tuple[int, ...], classes: int)
     """Return whether training fails on a micro-batch of one sample.
 
     It fails if a normalization would see one value per channel, because its maps have shrunk to one
-    pixel. Nothing is computed.
+    pixel. This check does not compute any values.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 

@@ -18,7 +18,7 @@ from ddpjob_trainer.model.batchnorm_stats import move_running
 
 
 def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return the model with its batch normalizations replaced; names and values are kept.
+    """Return the model with its batch normalizations replaced. Names and values are kept.
 
     The replacements are torch's own layers on accelerators and this module's on the CPU. Raises
     ConfigError for a layer that does more than normalize.

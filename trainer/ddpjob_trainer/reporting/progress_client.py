@@ -1,7 +1,7 @@
 """Posts the newest progress to the job's coordinator in the background.
 
-Scripts post all their figures together. The trainer posts each kind separately, because the
-coordinator interprets posted figures as a sign that a step was taken.
+Scripts post all their figures together. The trainer posts other figures separately from progress,
+because the coordinator takes posted progress as a sign that a step was taken.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ProgressClient(Outbox):
     def post_copies(self, copies: dict[str, float]) -> None:
         """Send the state of the copies in the bucket.
 
-        It is posted separately, because it is not a sign of a step.
+        This state is posted separately, because it does not show that a step was taken.
         """
         with self._changed:
             self._copies = copies
@@ -64,8 +64,8 @@ class ProgressClient(Outbox):
     def post_activity(self, activity: str | None, *, again: bool = False) -> None:
         """Send this process's activity other than steps (None: steps).
 
-        An activity that ends within a second is not sent. With `again`, an activity is repeated as
-        a sign of life.
+        An activity that ends within a second is not sent. With `again`, an activity is posted again
+        as a sign of life.
         """
         with self._changed:
             self._activity = activity
