@@ -209,8 +209,8 @@ def begin(say: Callable[[list[dict[str, float]]], None]) -> None:
 class _TorchImport:
     """Import hook that starts to measure once the program has imported torch.
 
-    It does not wait for the module of the optimizers, because in a forked worker all modules of
-    torch appear at once.
+    The hook does not wait for the module of the optimizers, because in a forked worker all modules
+    of torch appear at once.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:

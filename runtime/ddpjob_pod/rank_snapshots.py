@@ -628,14 +628,15 @@ class RankSnapshots:
         if self._copies > _FIRST_COPIES:
             exchange = 0.0 if later else exchanged - exchanges
             waits = self._sharded or self._stream is not None  # The time includes waits for another node or the device.
-            # Otherwise, the time that other processes used meanwhile does not count as a cost.
+            # Otherwise, the time that other processes used in between does not count as a cost.
             copying = self._since - began - exchange if waits else time.thread_time() - worked
             self._cost = Cost(copying, exchange)
 
     def _settles_later(self) -> bool:
         """Whether a background thread completes the next copy.
 
-        It does not complete the first copies, because they show how large the private states are.
+        The thread does not complete the first copies, because they show how large the private
+        states are.
         """
         return (
             self.settles_early
@@ -812,7 +813,7 @@ def _inventory(rank: int, content: bytes) -> tuple[list[Held], Moment | None]:
 
 
 def _reserve(size: int) -> memoryview:
-    """Return anonymous memory, of which only written pages are used.
+    """Return anonymous memory. Only pages that are written take up memory.
 
     Another rank claims the size. Raises RuntimeError if a process cannot have that much.
     """

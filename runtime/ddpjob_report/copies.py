@@ -168,9 +168,9 @@ def copy(path: Path, step: int, keep: int) -> None:
 class _FilesOfIndex(pickle._Unpickler):
     """Finds the file names in a torch.distributed.checkpoint index without running its code.
 
-    It does not need torch. It uses Python's slow unpickler, because nine bytes of a pickle can make
-    the fast unpickler allocate a memo of any size. The opcode that allocates a bytearray of any
-    size is disabled.
+    The class does not need torch. It uses Python's slow unpickler, because nine bytes of a pickle
+    can make the fast unpickler allocate a memo of any size. The opcode that allocates a bytearray
+    of any size is disabled.
     """
 
     dispatch: ClassVar[Any] = {

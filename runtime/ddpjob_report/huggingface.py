@@ -42,7 +42,7 @@ from ddpjob_report.snapshots import bare, sharding_of
 class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
     """Reports steps and the Trainer's logs, and keeps the newest state in memory.
 
-    It saves and exits when a pod is asked to stop.
+    When a pod is asked to stop, the callback saves and exits.
     """
 
     def __init__(self) -> None:

@@ -100,8 +100,8 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Report a batch, on all ranks. The loss is read only as often as Lightning logs it.
 
-        It is also read after the first and the last batch of an epoch, because an epoch may be
-        shorter than the interval between two logs.
+        The loss is also read after the first and the last batch of an epoch, because an epoch may
+        be shorter than the interval between two logs.
         """
         values: dict[str, Any] = {}
         every = trainer.log_every_n_steps

@@ -115,7 +115,7 @@ def torch_distributed() -> Any:
 def gloo_group(distributed: Any) -> Any:
     """Return a group over gloo.
 
-    It does not wait for a GPU and does not interfere with the script's collectives.
+    The group does not wait for a GPU, and does not interfere with the script's collectives.
     """
     world = distributed.group.WORLD
     if _State.world() is not world:

@@ -222,7 +222,7 @@ def nccl_transport(log: str) -> str:
 def _gloo_interface() -> str:
     """Return GLOO_SOCKET_IFNAME; if it is not set, the interface of the host name's address.
 
-    This is what torch does. If neither is known, return the loopback interface.
+    torch does the same. If neither is known, return the loopback interface.
     """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if named:

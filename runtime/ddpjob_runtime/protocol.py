@@ -61,7 +61,7 @@ class Mode(Word):
 
 
 class Hangs(Word):
-    """spec.recovery.hangs: what happens after a proved hang."""
+    """spec.recovery.hangs: what happens after a proven hang."""
 
     END = "End"
     REPORT = "Report"
@@ -351,7 +351,7 @@ _NEWLINE = "\n"
 def last_lines(text: str, limit: int) -> str:
     """Return the last `limit` characters of the text.
 
-    The text begins with a whole line if one begins nearby.
+    If a line begins shortly after the cut, the text starts with that line.
     """
     text = text.strip()
     last = text[-limit:]
@@ -437,7 +437,8 @@ class Command(Word):
 def kept_log_name(pod: str, uid: str) -> str:
     """Return the name of a pod's kept log.
 
-    It contains the beginning of the job's UID, because a later job of the same name has equal pods.
+    The name contains the beginning of the job's UID, because a later job of the same name has pods
+    with the same names.
     """
     return f"{pod}.{(re.sub('[^0-9a-f]', '', uid) + '0' * 8)[:8]}.log"
 

@@ -70,7 +70,7 @@ def main() -> None:
 def become_worker(words: list[str]) -> None:
     """Start again with the Python that runs torchrun.
 
-    This may not be the first Python on the path.
+    That Python may not be the first one on the path.
     """
     import os
     import shutil
@@ -255,7 +255,7 @@ class CompilerImport:
 def load_of_pod(name: str) -> Any:
     """Return a module of ddpjob_pod, hidden from the program.
 
-    It must not import the other modules.
+    That module must not import the others.
     """
     import os
     from importlib.machinery import PathFinder

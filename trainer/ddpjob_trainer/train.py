@@ -402,8 +402,8 @@ class Trainer:
         Return whether all ranks agreed to stop.
         """
         complete, epochs = self.sampler.state.epoch, self.config.train.epochs
-        # After a resume within the next epoch with a different train.eval_every, the weights are no
-        # longer those at the end of the last complete epoch.
+        # If train.eval_every has changed and training has resumed within the next epoch, the
+        # weights are no longer those at the end of the last complete epoch.
         passed = self.sampler.state.consumed > 0 and complete < epochs
         every = self.config.train.eval_every
         due = every > 0 and ((complete % every == 0 and not passed) or complete == epochs)

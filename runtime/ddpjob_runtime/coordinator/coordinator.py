@@ -274,7 +274,7 @@ class Coordinator:
     def set_patience(
         self, hang_after: float | None, initial: float, maximum: float, hangs: Hangs | None = None
     ) -> None:
-        """Set the time limit for hangs, whether a proved hang ends the round, and the back-off.
+        """Set the time limit for hangs, whether a proven hang ends the round, and the back-off.
 
         Raises:
             ValueError: the message names the field and states the rule.
@@ -333,8 +333,8 @@ class Coordinator:
     def replaced(self, generation: int, attempt: int) -> None:
         """Leave the group to a later coordinator, which a member has found at the job's name.
 
-        This coordinator then exits, so that all members look up the name again. Until then, it
-        judges nothing. An earlier coordinator is ignored.
+        This coordinator then exits, so that all members look up the name again. Until then, it does
+        not judge any round. An earlier coordinator is ignored.
         """
         if (generation, attempt) <= (self.settings.generation, self.settings.attempt):
             return

@@ -1,4 +1,4 @@
-"""Asks members to end their workers, and fences members that are late."""
+"""Asks members to end their workers, and fences late members."""
 
 from __future__ import annotations
 

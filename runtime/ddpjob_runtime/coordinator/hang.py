@@ -212,7 +212,7 @@ class Suspicion:
 class HangDump:
     """Collects the stacks of a round without steps.
 
-    It calls `done` when all stacks have arrived or time is up.
+    Calls `done` when all stacks have arrived or time is up.
     """
 
     def __init__(self, loop: Loop, done: Callable[[], None], stacks: Stacks | None = None) -> None:

@@ -20,7 +20,7 @@ Example: one of four nodes has an error in its program.
     0.90  the last `ready`: the next round may form (`round_sequence`)
 
 If a connection error comes first, `restart` waits SETTLE_SECONDS: the real cause may still arrive,
-and workers that are asked to end would fail with misleading errors.
+and workers that are asked to stop would fail with misleading errors.
 
 `states` has a table of the states and their transitions. Why the coordinator judges:
 docs/decisions/0010.
@@ -65,7 +65,7 @@ class RoundOwner(Protocol):
 class Round:
     """`world` members with group ranks from 0.
 
-    After a takeover, `members` contains only members that have returned.
+    After a takeover, `members` contains only members that have reconnected.
     """
 
     def __init__(self, number: int, world: int, members: Mapping[int, Member], owner: RoundOwner, loop: Loop) -> None:
@@ -258,7 +258,7 @@ class Round:
             self._end_workers(f"a worker of {member.pod} failed: {failure.message[:200]}")
 
     def leave(self, member: Member, why: str) -> None:
-        """Record that the member was asked to end, as were its workers.
+        """Record that the member and its workers were asked to stop.
 
         The round breaks when it is gone.
         """

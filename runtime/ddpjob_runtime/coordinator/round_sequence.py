@@ -467,7 +467,7 @@ class Rounds:
         self.advance()
 
     def take_over(self, number: int, world: int) -> None:
-        """Take over a round that an earlier coordinator began, when its first member returns."""
+        """Take over a round that an earlier coordinator began, when its first member reconnects."""
         if self.current is not None:
             self.current.supersede()
             self._state.become(CoordinatorState.FORMING)

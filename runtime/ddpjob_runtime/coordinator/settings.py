@@ -13,7 +13,7 @@ class CoordinatorSettings:
 
     If `hang_after` is None, silence alone never ends a round. `ordered` means that the operator
     will send the order of the ranks, so the first round waits briefly for it. `no_restarts` means
-    that recovery.maxRestarts is 0. `hangs` determines whether a proved hang ends the round.
+    that recovery.maxRestarts is 0. `hangs` determines whether a proven hang ends the round.
     """
 
     nodes: int

@@ -40,8 +40,8 @@ NAMED_RANKS = 8
 LOOK_SECONDS = 4.0
 """How long a look waits for the responses of all members."""
 LEAST_LOOKS, SPIN_LOOKS = 2, 6
-"""How many looks after the first one must show a standstill, without and with a rank that spins on
-a GPU.
+"""How many looks after the first one must show a standstill: if no rank spins on a GPU, and if one
+does.
 """
 LEAST_GAP = 2.0
 """Two looks closer together than this, in seconds, do not prove anything."""
@@ -177,7 +177,7 @@ class Stacks:
     """The stacks of a round without steps, by rank.
 
     `members` has the member that runs each rank. `apart` has the ranks that the others wait for; it
-    is empty if unknown. `waits` has whatever else is known about a rank.
+    is empty if unknown. `waits` has any other facts that are known about a rank.
     """
 
     def __init__(
@@ -192,9 +192,9 @@ class Stacks:
     def culprit(self) -> Member | None:
         """Return the member that the others wait for; None if the stacks do not show it.
 
-        This is the only member with a failed rank. If no rank has failed, it is the only member
-        outside the collective that the others are in, or the only one at places where no other
-        member's ranks are.
+        The culprit is the only member with a failed rank. If no rank has failed, it is the only
+        member outside the collective that the others are in, or the only one at places where no
+        other member's ranks are.
         """
         failed = {m.index: m for r, m in self.members.items() if self.texts[r].startswith(protocol.RANK_FAILED)}
         if failed:

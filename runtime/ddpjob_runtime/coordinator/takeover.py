@@ -8,7 +8,7 @@ reconnected so far.
 
 So from the first hello on, no round begins or is judged (`hold`) until one of these is known:
 
-- Every rank of the round is back: the round continues.
+- Every rank of the round has reconnected: the round continues.
 - ADOPT_SECONDS have passed: the round breaks because some ranks did not reconnect.
 - The round is known to be over, or as many pods are gone as ranks are absent: the remaining members
   have BROKEN_SECONDS to reconnect.
@@ -17,7 +17,7 @@ Example, with four nodes in round 7, when the coordinator's pod is replaced:
 
     0.0  node 0: hello, resume={round 7, rank 0, of 4, Running}. Round 7 is taken over, 1 of 4 back
     0.3  nodes 1 and 2 are back
-    9.8  node 3 is back: it had to look up the new address. Round 7 runs on, no step was lost
+    9.8  node 3 is back: it had to look up the new address. Round 7 continues, and no step was lost
 
 If node 3 had died with the coordinator, the operator would report its pod as gone. The hold would
 end after 5 s, and round 7 would break with the cause PeerLost.

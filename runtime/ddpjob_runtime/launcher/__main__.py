@@ -116,7 +116,7 @@ def main() -> NoReturn:
 def grace_seconds() -> float:
     """Return how long workers have between SIGTERM and SIGKILL.
 
-    It is the pod's grace period minus the time that the launcher needs.
+    This is the pod's grace period minus the time that the launcher needs.
     """
     text = JobEnvironment.read().grace_seconds or "30"
     try:

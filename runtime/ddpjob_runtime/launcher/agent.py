@@ -14,9 +14,10 @@ begins:
 Example: rank 5 fails on node 1. Node 1 reports the ValueError and ends its other workers. Nodes 0
 and 2 get `restart` and end their workers within 0.3 s (Fast). All three then send `ready`.
 
-It overrides or calls these parts of torch.distributed.elastic (2.6 and later): `_rendezvous`,
-`_start_workers`, `_stop_workers`, `_monitor_workers` and `_exit_barrier` of LocalElasticAgent;
-`close`, `pids` and `error_files` of the worker context; the error-file parsing of ProcessFailure.
+This module overrides or calls these parts of torch.distributed.elastic (2.6 and later):
+`_rendezvous`, `_start_workers`, `_stop_workers`, `_monitor_workers` and `_exit_barrier` of
+LocalElasticAgent; `close`, `pids` and `error_files` of the worker context; the error-file parsing
+of ProcessFailure.
 """
 
 from __future__ import annotations

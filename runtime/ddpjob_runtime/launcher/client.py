@@ -183,7 +183,7 @@ class MemberClient:
     def note(self, kind: str, why: str) -> None:
         """Give the operator a note about this pod.
 
-        It replaces the last note of its kind; an empty note removes it.
+        The note replaces the last one of its kind. An empty note removes that one.
         """
         why = protocol.clip(why, protocol.MAX_NOTE)
         with self._lock:

@@ -80,7 +80,7 @@ without a limit.
 """
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 TORCH_PATHS: list[str] = []
-"""Paths that torch has added to sys.path on import. Up to torch 2.8, this is a folder for generated
+"""Paths that torch has added to sys.path on import. Up to torch 2.8, it adds a folder for generated
 modules.
 """
 DEVICES = ("/dev/nvidia-uvm", "/dev/kfd")

@@ -115,9 +115,9 @@ class Keys:
 class Credentials:
     """Reads signing keys as a container's variables specify, and renews them in time.
 
-    It first looks for the keys themselves, then for a role for the service account's token (IRSA),
-    then for EKS Pod Identity. Without any of these, requests are not signed, which is enough for a
-    public bucket.
+    The search begins with the keys themselves, then for a role for the service account's token
+    (IRSA), then for EKS Pod Identity. Without any of these, requests are not signed, which is
+    enough for a public bucket.
     """
 
     def __init__(self, variables: Mapping[str, str], region: str, field: str = "storage.data") -> None:

@@ -53,7 +53,7 @@ NAMES = {
     ELASTIC + "multiprocessing.errors": ("ProcessFailure.__post_init__",),
     ELASTIC + "multiprocessing.subprocess_handler": ("SubprocessHandler.close",),
 }
-"""Names that are replaced, overridden or called, by module."""
+"""For each module, the names that are replaced, overridden or called."""
 SET = {
     (ELASTIC + "agent.server.api", "SimpleElasticAgent"): ("_worker_group", "_remaining_restarts"),
     (ELASTIC + "agent.server.local_elastic_agent", "LocalElasticAgent"): ("_pcontext",),

@@ -91,7 +91,7 @@ class Share:
 class Offered:
     """A complete checkpoint that the bucket has.
 
-    It is either a file that has been fetched, or in parts that the ranks read together.
+    The checkpoint is either a file that has been fetched, or in parts that the ranks read together.
     """
 
     entry: Stored

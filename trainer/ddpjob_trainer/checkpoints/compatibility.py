@@ -115,7 +115,8 @@ def share_weights(
 ) -> dict[str, torch.Tensor]:
     """Return the complete weights by name: those that `take` returns on rank 0, plus the model's.
 
-    `alive` is called meanwhile. Raises CheckpointError on every rank if `take` does.
+    In the meantime, `alive` is called repeatedly. Raises CheckpointError on every rank if `take`
+    does.
     """
     weights: dict[str, torch.Tensor] = {}
     problem = ""

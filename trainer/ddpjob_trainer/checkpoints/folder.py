@@ -62,7 +62,7 @@ class CheckpointFolder:
         self._parts_group: Any = None
         self._ownership = Ownership(path)
         self._heads: list[int] | None = None
-        """The first rank that sees each rank's folder. None means that `shared` decides."""
+        """For each rank, the first rank that sees its folder. None means that `shared` decides."""
         self._bucket = open_bucket(config) if config.url and (group.rank == 0 or self._parts) else None
         # Every writing rank has the same checkpoint, so one rank copies it. If it is in parts, each
         # rank copies its own part.
@@ -236,7 +236,7 @@ class CheckpointFolder:
     def finish(self, seconds: float | None = None) -> None:
         """Wait until every save is on disk, on every rank. All ranks must call this together.
 
-        It also waits up to `seconds` for the last copy to checkpoint.url. None means
+        Also waits up to `seconds` for the last copy to checkpoint.url. None means
         checkpoint.url_wait_seconds; the copy is then required, unless checkpoint.shared is set.
         Raises CheckpointError on all ranks if one rank failed.
         """

@@ -24,7 +24,7 @@ from ddpjob_trainer.errors import CheckpointError
 class NodeMemory:
     """One rank's access to its node's memory.
 
-    It does nothing if the job does not keep states there.
+    Its methods do nothing if the job does not keep states there.
     """
 
     def __init__(self, group: Group, order: Order, layout: Layout, *, sharded: bool) -> None:

@@ -18,8 +18,8 @@ _LATEST = 253402300800
 class Metadata:
     """Describes a checkpoint.
 
-    It was saved after `step` steps by `world` ranks. `epoch` is the number of epochs just
-    completed, or None within an epoch. `time` is in seconds since the Unix epoch.
+    The checkpoint was saved after `step` steps by `world` ranks. `epoch` is the number of epochs
+    just completed, or None within an epoch. `time` is in seconds since the Unix epoch.
     """
 
     step: int

@@ -1,6 +1,6 @@
 """`python -m ddpjob_trainer plot RUN [RUN ...]` draws runs with their restarts.
 
-It draws the loss, accuracy, speed and number of ranks.
+The plot shows the loss, accuracy, speed and number of ranks.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def listing(root: Path, kept_in: Path | None) -> Listing:
 def _walk(root: Path) -> Listing:
     """List the folder.
 
-    A folder's times are read before its names, so that the next start notices a change made in
+    A folder's times are read before its names, so that the next run notices a change made in
     between.
     """
     rows: list[tuple[int, str, tuple[int, int], list[bytes]]] = [(-1, "", _times_of(root), [])]
@@ -188,4 +188,4 @@ def _keep(path: Path, found: Listing) -> None:
         with replacing(path) as file:
             np.savez(file, **{name: getattr(found, name) for name in Listing.__dataclass_fields__})
     except OSError:
-        pass  # The next start lists the images again.
+        pass  # The next run lists the images again.

@@ -91,7 +91,7 @@ def mix(config: DataConfig, batch: Batch, key: int, classes: int) -> Batch:
 def _rectangle(generator: np.random.Generator, area: float, height: int, width: int) -> tuple[int, int, int, int]:
     """Return (top, bottom, left, right) of a random rectangle of about `area` of the image.
 
-    It may be centered anywhere, and is cut at the borders.
+    The rectangle may be centered anywhere, and is cut at the borders.
     """
     row, column = int(generator.integers(height)), int(generator.integers(width))
     half = 0.5 * area**0.5

@@ -315,10 +315,10 @@ class Dealing:
 class ElasticSampler:
     """Distributes each epoch's permutation of `size` samples in global batches of `batch`.
 
-    It begins at `state`. The samples of a step depend only on the state, and `dealing` decides
-    which of them this rank takes. A checkpoint of `state_dict()` can therefore be resumed on any
-    number of ranks, and each sample is still taken once per epoch. The last step of an epoch takes
-    the remaining samples.
+    The sampler begins at `state`. The samples of a step depend only on the state, and `dealing`
+    decides which of them this rank takes. A checkpoint of `state_dict()` can therefore be resumed
+    on any number of ranks, and each sample is still taken once per epoch. The last step of an epoch
+    takes the remaining samples.
 
     With repeats > 1, an epoch uses the first size / repeats samples (rounded up) of the
     permutation, and takes each of their versions once. For the last of these samples, it takes only

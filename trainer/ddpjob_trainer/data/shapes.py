@@ -1,6 +1,6 @@
 """Ten classes of generated shapes, hard enough to show the contribution of each part of a recipe.
 
-They do not need a download. Image n depends only on its number, and has identical bits on any
+The images do not need a download. Image n depends only on its number, and has identical bits on any
 machine and version of numpy. The computation uses integers, and only floating-point operations that
 IEEE 754 rounds in exactly one way (+ - * / and comparisons, but not sines or sums of unspecified
 order).
@@ -152,7 +152,7 @@ def _draw(numbers: npt.NDArray[np.int64]) -> Bytes:
 def _noise(numbers: npt.NDArray[np.int64]) -> Floats:
     """Return noise (n, 3, SIDE, SIDE) with a standard deviation of 12 of 255 levels.
 
-    It is the sum of four bytes, which is approximately normal.
+    The noise is the sum of four random bytes, which is approximately normal.
     """
     places = np.arange(3 * SIDE * SIDE, dtype=np.uint64)
     keys = mix64(numbers.astype(np.uint64) + np.uint64(_SEED))

@@ -23,7 +23,7 @@ _MOST_CLASSES_IN_MATRIX = 4096
 class Evaluation:
     """The result over the whole test set, with every sample counted once.
 
-    It is the same on every rank, except for the curves (see `Curves`).
+    The result is the same on every rank, except for the curves (see `Curves`).
     """
 
     loss: float
@@ -83,9 +83,10 @@ class Adding(Protocol):
 class ValueAccumulator:
     """Sums up an evaluation whose targets are numbers rather than classes.
 
-    It computes the loss and other numbers that are meaningful for such targets. For float targets
-    with the same shape as the scores, these are mae and rmse or, with `decisions` (targets 0 or 1),
-    accuracy and f1. Sums are over values, and are divided by the number of values on all ranks.
+    The result has the loss and other numbers that are meaningful for such targets. For float
+    targets with the same shape as the scores, these are mae and rmse or, with `decisions` (targets
+    0 or 1), accuracy and f1. Sums are over values, and are divided by the number of values on all
+    ranks.
     """
 
     def __init__(self, each: Each, *, decisions: bool = False) -> None:
@@ -158,8 +159,8 @@ class Accumulator:
         """Start with empty sums. `each` maps scores (n, classes) float32 and classes (n,) to losses
         (n,).
 
-        By default, `each` is cross entropy. With `apart`, each score by itself determines its
-        class's probability, as in binary cross entropy.
+        By default, `each` is cross entropy. With `apart`, each score alone determines its class's
+        probability, as in binary cross entropy.
         """
         config = config or EvalConfig()
         if config.pr is PrKind.BINNED and config.pr_bins < 2:

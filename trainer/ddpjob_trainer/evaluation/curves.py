@@ -131,8 +131,8 @@ class ExactCurves:
 class BinnedCurves:
     """Counts scores in bins of equal width in log odds, between -16 and 16.
 
-    It takes 16 bytes per class and bin. With bins of equal width in probability, all confident
-    scores of a well-trained model would fall into a single bin.
+    The histograms take 16 bytes per class and bin. With bins of equal width in probability, all
+    confident scores of a well-trained model would fall into a single bin.
     """
 
     def __init__(self, classes: int, bins: int) -> None:

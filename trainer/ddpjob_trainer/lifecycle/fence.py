@@ -49,8 +49,8 @@ def round_from_env() -> tuple[int, int]:
 class Claim:
     """The claim of one incarnation of the job.
 
-    It consists of the group's generation and round (the highest among its ranks) and a random
-    number.
+    The claim consists of the group's generation and round (the highest among its ranks) and a
+    random number.
     """
 
     generation: int
@@ -109,8 +109,8 @@ class Claim:
 def agree_on_incarnation(group: Group) -> Claim:
     """Return a common identity for this incarnation.
 
-    It consists of the highest generation and round among the ranks, and a random number drawn by
-    rank 0. All ranks must call this together.
+    The identity consists of the highest generation and round among the ranks, and a random number
+    drawn by rank 0. All ranks must call this together.
     """
     generation, round_ = round_from_env()
     generations, rounds = group.gather(generation), group.gather(round_)

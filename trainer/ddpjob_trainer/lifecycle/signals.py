@@ -43,7 +43,7 @@ class Due(enum.IntEnum):
 class SaverState:
     """The state of a rank's checkpoint writer.
 
-    It may be saving, no longer able to save, or fenced by another incarnation of the job.
+    The writer may be saving, no longer able to save, or fenced by another incarnation of the job.
     """
 
     busy: bool = False

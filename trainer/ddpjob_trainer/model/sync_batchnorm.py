@@ -83,9 +83,9 @@ class CpuSyncBatchNorm(_BatchNorm):
 class _Normalize(torch.autograd.Function):
     """Maps (input, weight, bias, eps) to (output, mean, biased variance, count).
 
-    It takes one all-gather in the forward pass and one all-reduce in the backward pass. Forward:
-    Chan, Golub and LeVeque, Updating formulae for sample variances, 1979. Backward: Ioffe and
-    Szegedy, 2015.
+    A step takes one all-gather in the forward pass and one all-reduce in the backward pass.
+    Forward: Chan, Golub and LeVeque, Updating formulae for sample variances, 1979. Backward: Ioffe
+    and Szegedy, 2015.
     """
 
     @staticmethod

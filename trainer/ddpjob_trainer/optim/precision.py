@@ -26,9 +26,9 @@ from ddpjob_trainer.private_torch import find_overflow
 class Update:
     """The outcome of an optimizer step.
 
-    It consists of the gradient's norm before clipping, and whether the step was skipped because the
-    norm is not finite. On an accelerator, both may be tensors. `float(norm)` and `bool(skipped)`
-    then wait for the device, so convert them only for display.
+    The outcome consists of the gradient's norm before clipping, and whether the step was skipped
+    because the norm is not finite. On an accelerator, both may be tensors. `float(norm)` and
+    `bool(skipped)` then wait for the device, so convert them only for display.
     """
 
     norm: float | torch.Tensor

@@ -53,7 +53,7 @@ def now() -> float:
 class Listener(socketserver.ThreadingTCPServer):
     """Responds to peers that know the token, in the background.
 
-    It listens on this address and on a port chosen by the system.
+    The listener uses the given address and a port chosen by the system.
     """
 
     daemon_threads, block_on_close, request_queue_size = True, False, 1024

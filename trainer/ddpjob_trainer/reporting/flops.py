@@ -1,6 +1,6 @@
 """The share of a device's peak performance that training uses.
 
-It is called MFU, model FLOPs utilization (Chowdhery et al., PaLM, 2022).
+This share is called MFU, model FLOPs utilization (Chowdhery et al., PaLM, 2022).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def flops_of_run(config: Config, shape: tuple[int, ...], classes: int, *, whole_
     """Return `flops_per_sample`, kept in RUN/flops.json.
 
     Counting takes most of a second, and every restart would wait for it. For a user's own model,
-    the count is not kept, because the model's code may have changed by the next start. This runs on
+    the count is not kept, because the model's code may change before the next run. This runs on
     rank 0, which does the reporting.
     """
     count = partial(flops_per_sample, config, shape, classes, whole_numbers=whole_numbers)
@@ -68,7 +68,7 @@ def flops_of_run(config: Config, shape: tuple[int, ...], classes: int, *, whole_
         if kept["of"] == of:
             return float(kept["flops"])
     found = count()
-    with suppress(OSError):  # If this fails, the next start counts again.
+    with suppress(OSError):  # If this fails, the next run counts again.
         write_atomically(path, json.dumps({"of": of, "flops": found}).encode())
     return found
 

@@ -1,6 +1,6 @@
 """The live view of training in a terminal.
 
-It shows a progress bar, the job's state, and curves of loss, accuracy and speed.
+The view shows a progress bar, the job's state, and curves of loss, accuracy and speed.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _BRIEF_SECONDS = 1.0
 class ProgressClient(Outbox):
     """Posts progress to the coordinator, at most every half second.
 
-    It posts to `/v1/progress` at DDPJOB_COORDINATOR (host:port), with DDPJOB_TOKEN.
+    Progress is posted to `/v1/progress` at DDPJOB_COORDINATOR (host:port), with DDPJOB_TOKEN.
     """
 
     def __init__(self, address: str, token: str) -> None:
@@ -56,7 +56,7 @@ class ProgressClient(Outbox):
     def post_stragglers(self, stragglers: list[dict[str, float]]) -> None:
         """Send the stragglers after the next post of progress.
 
-        They are sent only if they have changed, or if this process has not sent them yet.
+        Stragglers are sent only if they have changed, or if this process has not sent any yet.
         """
         with self._changed:
             self._stragglers = stragglers

@@ -28,7 +28,7 @@ _CLASSES = {
 def enter(config: Config) -> None:
     """Translate the environment of a strategy that has its own launcher.
 
-    This must run before ranks read their variables. Raises ConfigError.
+    Must run before ranks read their variables. Raises ConfigError.
     """
     if config.strategy is StrategyName.HOROVOD:
         from ddpjob_trainer.strategies.contrib import horovod

@@ -131,7 +131,7 @@ class ParameterServer(Strategy):
 class _ServerBuffer:
     """Thread-safe buffer on the server between two RPCs.
 
-    It holds the workers' gradients, then the weights.
+    The buffer holds the workers' gradients, then the weights.
     """
 
     def __init__(self) -> None:
