@@ -574,9 +574,7 @@ class RankSnapshots:
             self._store.note_made(Moment(self._order, step))
 
     def note(self, step: int) -> None:
-        """Record that a step was made. Callers that take its state only during the next step need
-        this.
-        """
+        """Record that a step was made, for callers that take its state during the next step."""
         if step == self._last:
             return
         self._last = step

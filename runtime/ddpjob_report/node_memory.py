@@ -50,8 +50,6 @@ class FrameworkMemory:
     def begin(cls, step: int) -> FrameworkMemory | None:
         """Record that training begins after `step` steps. All ranks of the group must call this.
 
-
-
         Return None if the job does not keep states in memory.
         """
         job = JobEnvironment.read()

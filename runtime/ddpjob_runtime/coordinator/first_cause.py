@@ -74,7 +74,9 @@ class WorkerFailure:
 
     @property
     def stepped_aside(self) -> bool:
-        """Whether it saved and exited because another node leaves, perhaps not reported yet."""
+        """Whether the worker saved and exited because another node leaves, perhaps not reported
+        yet.
+        """
         return self.exit_code == protocol.EXIT_STEPPED_ASIDE
 
     @property
@@ -130,7 +132,7 @@ class Verdict:
 
 
 def _suspicion(failure: WorkerFailure, ended_at: float | None) -> int:
-    """Return a number that is higher the more likely a failure is a consequence.
+    """Return the suspicion: the higher, the more likely the failure is a consequence.
 
     - 0: an error of its own.
     - 1: an abort, which communication libraries use when a peer is gone, or an NCCL error about

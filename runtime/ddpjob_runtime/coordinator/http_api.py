@@ -271,7 +271,7 @@ ROUTES = {
     Command.EXIT.path: ("POST", _exit),
 }
 GUARDED = {protocol.STATUS_PATH, *(command.path for command in Command)}
-"""Paths that change the job, or that show more of it than numbers."""
+"""Paths that change the job, or that reveal more than numbers about it."""
 
 
 async def _wait(server: Any, reader: asyncio.StreamReader, query: dict[str, list[str]]) -> None:

@@ -80,7 +80,8 @@ class Round:
         self.broken_at: float | None = None
         self._ended_at: float | None = None  # when members were first asked to end workers
         self.ended_planned = False
-        """Whether members were asked to end their workers as planned, so that these may save."""
+        """Whether members were asked for a planned end of their workers, so that workers may save.
+        """
         self._dump: HangDump | None = None
         self._hangs = ""
         self._look: HangDump | None = None
@@ -95,12 +96,12 @@ class Round:
 
     @property
     def broken(self) -> bool:
-        """Whether it can no longer succeed."""
+        """Whether the round can no longer succeed."""
         return self.state in (RoundState.BROKEN, RoundState.JUDGED)
 
     @property
     def judged(self) -> bool:
-        """Whether nothing remains to be decided about it."""
+        """Whether nothing remains to be decided about the round."""
         return self.state in (RoundState.JUDGED, RoundState.SUCCEEDED, RoundState.SUPERSEDED)
 
     @property
@@ -110,15 +111,15 @@ class Round:
 
     @property
     def resizable_since(self) -> float | None:
-        """When it began to run; None while its size must not change.
+        """When the round began to run; None while its size must not change.
 
-        Its size must not change once a member has finished or is leaving.
+        The size must not change once a member has finished or is leaving.
         """
         return None if self._finished or self._evidence.somebody_leaves else self._running_since
 
     @property
     def can_hang(self) -> bool:
-        """Whether all its members should be making steps."""
+        """Whether all members of the round should be making steps."""
         return not self.broken and not self._finished
 
     def holds(self, member: Member) -> bool:

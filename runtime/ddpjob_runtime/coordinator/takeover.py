@@ -55,7 +55,7 @@ class Resume:
     world: int
     state: MemberState
     planned: bool = False
-    """Whether it was asked to end that round's workers, which may save before they end."""
+    """Whether the member was asked to end that round's workers, which may save before they end."""
 
     @property
     def has_workers(self) -> bool:

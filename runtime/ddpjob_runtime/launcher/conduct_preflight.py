@@ -128,7 +128,7 @@ class HardwareCheck:
         """Kill the process, whatever it is doing."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # If a driver blocks it, leave it behind.
+        with contextlib.suppress(subprocess.TimeoutExpired):  # A process that a driver blocks is left behind.
             self._process.wait(1)
 
 

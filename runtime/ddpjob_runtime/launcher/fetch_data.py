@@ -120,8 +120,8 @@ class FetchSettings:
 class Fetch:
     """Fetches the data once, when a launcher starts.
 
-    `report(text)` is called occasionally to update the job's status, and with an empty text at the
-    end.
+    `report(text)` is called occasionally to update the job's status, and finally with an empty text
+    at the end.
     """
 
     def __init__(self, settings: FetchSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
@@ -381,7 +381,7 @@ class Fetch:
             self._problem = ""
 
     def _count(self, before: int, piece: bytes) -> int:
-        """Count a piece, and return how many bytes of the object end with this piece."""
+        """Count a piece, and return the number of the object's bytes up to and including it."""
         with self._lock:
             self._done += len(piece)
         return before + len(piece)

@@ -89,7 +89,7 @@ class Tail:
 
 
 class FileKeeper:
-    """Appends the output to a file. A full file becomes the older one of two."""
+    """Appends the output to a file. A full file is kept as the older one of two."""
 
     seconds = _FILE_SECONDS
 

@@ -164,7 +164,7 @@ class CoordinatedRendezvous(RendezvousHandler):
 
 
 class StandardRendezvous(CoordinatedRendezvous):
-    """Meets at c10d's store, which runs next to the coordinator."""
+    """Lets the agents meet at c10d's store, which runs next to the coordinator."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class StandardRendezvous(CoordinatedRendezvous):
 
 
 class FastRendezvous(CoordinatedRendezvous):
-    """Meets at a store that the agent of rank 0 hosts for the round."""
+    """Lets the agents meet at a store that rank 0's agent hosts for the round."""
 
     def __init__(
         self,

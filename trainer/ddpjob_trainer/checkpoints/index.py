@@ -83,7 +83,9 @@ class CheckpointIndex:
             print(f"warning: checkpoint {entry.path} cannot be removed: {error.strerror}", file=sys.stderr, flush=True)
 
     def forget_parts_after(self, step: int) -> None:
-        """Delete folders of later steps that lack parts, because they would count as the newest."""
+        """Delete later steps' incomplete folders, because these would count as the newest
+        checkpoint.
+        """
         for later, path in self._found():
             if later <= step or path.suffix != dcp.SUFFIX:
                 continue

@@ -258,7 +258,6 @@ def decode(found: Any, tensor: Callable[[Path, str], Any], path: Path = ()) -> A
 
     `tensor` maps a tensor's path and name to its value.
 
-
     Raises CheckpointError.
     """
     match found:

@@ -1,4 +1,4 @@
-"""Weights to start a fine-tuning from (`model.pretrained`), by a library's name or from a file."""
+"""Weights from which to start fine-tuning (`model.pretrained`), from a library or a file."""
 
 from __future__ import annotations
 

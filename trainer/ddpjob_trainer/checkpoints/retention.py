@@ -49,7 +49,6 @@ def ranked(found: Collection[Entry], scores: dict[int, float], metric: Metric) -
 
     If scores are equal, the older checkpoint comes first.
 
-
     A score that is not finite ranks last.
     """
     sign = -1 if metric is Metric.ACCURACY else 1

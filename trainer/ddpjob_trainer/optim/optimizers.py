@@ -133,9 +133,9 @@ class Position:
 def learning_rate(config: OptimConfig, at: Position) -> float:
     """Return the learning rate for the step at a position.
 
-    If all steps are equal, the rate is the same as with torch's schedulers. cosine: Loshchilov and
-    Hutter, SGDR, 2016. one_cycle: Smith and Topin, Super-convergence, 2018, in the form of torch's
-    OneCycleLR.
+    If all steps have the same size, the rate is the same as with torch's schedulers. cosine:
+    Loshchilov and Hutter, SGDR, 2016. one_cycle: Smith and Topin, Super-convergence, 2018, in the
+    form of torch's OneCycleLR.
     """
     warmup = config.warmup_epochs * at.size
     if at.consumed < warmup:
