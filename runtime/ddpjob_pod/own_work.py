@@ -91,7 +91,7 @@ class WorkClock:
     def waited(self, begin: Any, end: Any) -> None:
         """Count the time between two marks as a wait, if it was the training thread that waited.
 
-        On a GPU, the backward pass runs in threads of torch, which Python does not know.
+        On a GPU, the backward pass runs in torch's own threads, which Python does not know.
         """
         thread = threading.current_thread()
         if thread.ident == self._thread or (thread.name.startswith("Dummy-") and not isinstance(begin, float)):

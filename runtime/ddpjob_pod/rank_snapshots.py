@@ -247,8 +247,8 @@ class Cadence:
         """Continue after a restart as if it had not happened, and return the interval.
 
         Args:
-            step: the step of the restored state, which all nodes hold. recent: the attribute
-            `recent` as of that copy; empty if no cost was known yet.
+            step: the step of the restored state, which all nodes hold.
+            recent: the attribute `recent` as of that copy; empty if no cost was known yet.
         """
         if self.every != AUTO or not recent:
             return 0
@@ -813,7 +813,8 @@ def _inventory(rank: int, content: bytes) -> tuple[list[Held], Moment | None]:
 def _reserve(size: int) -> memoryview:
     """Return anonymous memory. Only pages that are written take up memory.
 
-    Another rank claims the size. Raises RuntimeError if a process cannot have that much.
+    The size comes from another rank, and may be wrong. Raises RuntimeError if a process cannot have
+    that much memory.
     """
     try:
         return memoryview(mmap.mmap(-1, size))

@@ -279,7 +279,7 @@ _PRINTABLE = re.compile(r"[ -~]{1,80}")
 SOURCES = MEMORY, STORAGE, SCRATCH = "memory", "storage", "scratch"
 """Where the state came from."""
 AT_RISK = "stepsAtRisk"
-"""Figure of a progress report: the most complete steps that a loss would now repeat."""
+"""Figure of a progress report: how many steps at most would be repeated after a loss."""
 SNAPSHOT_BYTES = "snapshotBytes"
 """Figure of a progress report: the number of bytes that two states need, on a node without enough
 room for them.
@@ -689,7 +689,7 @@ def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
 
 
 def progress_news(progress: dict[str, Any]) -> frozenset[str]:
-    """Return marks of the parts whose first appearance makes progress urgent to read.
+    """Return marks for the parts of a progress report that are urgent when they first appear.
 
     These are its figures, the step counter's flags, and the fields of its start.
     """

@@ -35,7 +35,7 @@ failure counts. If no operator is running, the job should continue.
 class RoundBackoff:
     """Computes how long the next round waits after failures in a row.
 
-    With `no_restarts`, it waits for the operator's verdict after every failure.
+    With `no_restarts`, the job waits for the operator's verdict after every failure.
     """
 
     def __init__(self, initial: float, maximum: float, *, no_restarts: bool = False) -> None:

@@ -199,8 +199,8 @@ class Coordinator:
     def ready(self, member: Member, after: int, host: str, port: int, check: int = 0, watch: int = 0) -> None:
         """Record that the member could begin a round.
 
-        `after` is the last round that it knows of, and `watch` is the port on which its neighbours
-        watch it.
+        `after` is the last round that the member knows of, and `watch` is the port on which its
+        neighbours watch it.
         """
         self.rounds.ready(member, after, host, port, check, watch)
         self._advance()

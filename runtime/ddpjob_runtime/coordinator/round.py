@@ -80,8 +80,7 @@ class Round:
         self.broken_at: float | None = None
         self._ended_at: float | None = None  # when members were first asked to end workers
         self.ended_planned = False
-        """Whether members were asked for a planned end of their workers, so that workers may save.
-        """
+        """Whether members were asked for a planned end of their workers, which may then save."""
         self._dump: HangDump | None = None
         self._hangs = ""
         self._look: HangDump | None = None

@@ -303,8 +303,9 @@ class Rounds:
     def ready(self, member: Member, after: int, host: str, port: int, check: int = 0, watch: int = 0) -> None:
         """Record that the member has no workers and could begin a round.
 
-        `after` is the last round that it knows of, `check` is how many seconds the next round may
-        spend checking the links, and `watch` is the port on which its neighbours watch it.
+        `after` is the last round that the member knows of, `check` is how many seconds the next
+        round may spend checking the links, and `watch` is the port on which its neighbours watch
+        it.
         """
         if member.state in (MemberState.LEAVING, MemberState.LOST):
             return

@@ -67,7 +67,7 @@ def _find(config: ModelConfig, channels: int) -> Tensors:
     path = Path(wanted).expanduser()
     if path.exists():
         inside = [file for pattern in _FILES for file in sorted(path.glob(pattern))] if path.is_dir() else []
-        # Without such a file, it may be a checkpoint folder of this trainer.
+        # Without such a file, the folder may be a checkpoint folder of this trainer.
         path = inside[0] if inside and not any(path.glob("step-*")) else path
         return weights_in(read_whole(path, "model.pretrained"), path, average=True, key="model.pretrained")
     if kind not in ("torchvision", "timm"):

@@ -69,7 +69,7 @@ FILE: a YAML file, or the name of one of the package: {shipped}. Keys, with thei
 def run(arguments: list[str]) -> int:
     """Run a command, or train, as one rank of the group described by the environment.
 
-    Returns the exit code.
+    Return the exit code.
     """
     from ddpjob_trainer.config.command_line import wants_help, without_local_rank
 

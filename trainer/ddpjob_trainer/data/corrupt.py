@@ -1,4 +1,4 @@
-"""Reports the first undecodable images, counts all of them, and ends the run at too many."""
+"""Reports the first undecodable images, counts all, and ends the run if there are too many."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def _loopback_listener(where: Meeting, group: Group) -> dict[str, Any]:
 
 
 def address_towards(host: str) -> str:
-    """Return the address at which `host` can reach this machine, that of the route to `host`.
+    """Return this machine's address on the route to `host`, at which `host` can reach it.
 
     This does not send anything. Raises OSError.
     """

@@ -48,7 +48,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which node each rank that has joined is on. A node's leader is its first rank."""
+    """The node of each rank that has joined. A node's leader is its first rank."""
 
     leader: dict[int, int]
     name: dict[int, str]

@@ -118,8 +118,8 @@ class Pipeline(Strategy):
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
         """Compute the gradients of the mean loss.
 
-        Only micro-batches of equal size pass through the pipeline together, because its buffers
-        have one shape.
+        Only micro-batches of equal size pass through the pipeline together, because the pipeline's
+        buffers have one shape.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for _, equal in itertools.groupby(list(micro_batches), key=lambda pair: pair[1].images.shape):
