@@ -25,7 +25,9 @@ _NOT_OF_A_STEP = ("epochs", "steps", "eta", "metrics", "accuracy")
 
 
 class CurveFile(Outbox):
-    """Writes independently of posts, so that a hung folder costs only lines in this file."""
+    """Writes the curves independently of posts, so that a hung folder costs only lines in this
+    file.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._began = folder / FOLDER, time.monotonic()

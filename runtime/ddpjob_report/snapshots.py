@@ -137,7 +137,7 @@ class Snapshots:
         link.post(self._snapshots.news())
 
     def _settle_early(self) -> None:
-        """Complete the last copy before each optimizer step, so that `take` need not wait."""
+        """Make optimizers complete the last copy before each step, so that `take` need not wait."""
         import torch
 
         assert self._snapshots is not None
@@ -204,7 +204,7 @@ class Snapshots:
     def _keeps_buffers_of(self, module: Any) -> bool:
         """Whether this rank keeps its own buffers.
 
-        Rank 0 does. Other ranks do unless DDP broadcasts rank 0's before each step.
+        Rank 0 does. The other ranks do unless DDP broadcasts rank 0's buffers before each step.
         """
         return self._exchange.world > 1 and (
             self._exchange.rank == 0 or not getattr(module, "broadcast_buffers", False)
@@ -213,7 +213,8 @@ class Snapshots:
     def _load(self, found: Restored) -> None:
         own = _read(found, self._exchange.rank)
         first = own if self._exchange.rank == 0 else _read(found, 0)
-        # A rank that has joined since then takes rank 0's states, but not its random generators.
+        # A rank that has joined since then gets rank 0's states, but keeps its own random
+        # generators.
         states = {**first.get("objects", {}), **own.get("objects", {}), **found.tree}
         for name, thing in self._objects.items():
             remedy = "give the same objects as before the restart, or set recovery.snapshots: none"
@@ -313,7 +314,7 @@ def _check(unnamed: tuple[Any, ...], objects: dict[str, Any]) -> None:
 
 
 def _is_alike(thing: Any) -> bool:
-    """Whether this object's state is the same on all ranks, as with models and optimizers."""
+    """Whether this object's state is equal on all ranks, as with models and optimizers."""
     import torch
 
     return isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))
@@ -339,7 +340,7 @@ def bare(thing: Any) -> Any:
 def _for_loading(thing: Any, state: Any) -> Any:
     """Return a state that an object may keep, from views that are valid only until the next copy.
 
-    A module copies its parameters and buffers from the state. Any other value, it may keep, as
+    A module copies its parameters and buffers from the state. Other values it may keep, as
     optimizers do.
     """
     import torch

@@ -16,7 +16,7 @@ from ddpjob_trainer.errors import ConfigError, TrainerError, first_line
 def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..., Any]:
     """Return the function or class named by `key`.
 
-    `kinds` lists other words that may precede the colon in that key, for a better hint. Raises
+    `kinds` lists other words that may precede the colon in that key. They improve the hint. Raises
     ConfigError with the remedy.
     """
     where, _, attribute = name.partition(":")

@@ -37,7 +37,7 @@ from ddpjob_trainer.optim.parameter_groups import check_rules
 from ddpjob_trainer.strategies.strategy import Strategy
 
 _WORTH_A_NOTE = 1.1
-"""The log mentions the busiest rank's load if it is more than this many even shares."""
+"""The log mentions the busiest rank's load if it is more than this many times an even share."""
 
 
 def check_same_data(group: Group, data: DataSet, config: Config) -> int:
@@ -73,7 +73,7 @@ def check_same_data(group: Group, data: DataSet, config: Config) -> int:
 
 
 def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
-    """Raise ConfigError if the loss, evaluation, checkpoints or strategy do not suit the data."""
+    """Raise ConfigError if the loss, evaluation, checkpoints or strategy does not suit the data."""
     keys, criterion = config.data, strategy.criterion
     # Otherwise the error would occur only after an epoch of training.
     if side := keys.size_tested:
@@ -134,7 +134,7 @@ def check_optimizer(config: Config, data: DataSet, model: nn.Module) -> list[str
 
 
 def make_accumulator(config: Config, data: DataSet, strategy: Strategy) -> Adding:
-    """Return the accumulator for evaluation results.
+    """Return the accumulator for an evaluation's results.
 
     Raises ConfigError if `eval` does not suit the data.
     """
@@ -143,13 +143,15 @@ def make_accumulator(config: Config, data: DataSet, strategy: Strategy) -> Addin
 
 
 def explain_sizes(config: Config, data: DataSet) -> AbstractContextManager[None]:
-    """If the image size is the cause of an error in the model's first pass, explain it."""
+    """Explain an error in the model's first pass, if the image size is its cause."""
     return explain_image_size(config.model, data.shape, data.classes, config.data.size_key)
 
 
 @dataclass(frozen=True)
 class Division:
-    """The division of global batches into `micro_batches` (0: by sample), and among the ranks."""
+    """The division of global batches into `micro_batches` (0: none, by sample), and among the
+    ranks.
+    """
 
     config: Config
     data: DataSet
@@ -177,8 +179,8 @@ class Division:
     def resume(self, snapshot: Snapshot) -> Division:
         """Return the division with which training continues from a checkpoint.
 
-        A different number of ranks does not change the division, but a different train.accumulate
-        does, because users raise it when memory is short.
+        A different number of ranks does not change the division. A different train.accumulate does,
+        because users raise it when memory is short.
         """
         kept = int(snapshot["micro_batches"])
         if not kept or self.config.data.micro_batches or self.config.model.sync_batchnorm:
@@ -241,10 +243,10 @@ class Division:
         )
 
     def check_smallest_micro_batch(self, state: SamplerState) -> None:
-        """Raise ConfigError if a later micro-batch has a single sample but the model needs two."""
+        """Raise ConfigError if a later micro-batch has a single sample, but the model needs two."""
         config, size, batch, parts = self.config, self.data.train_size, self.config.data.batch, self.micro_batches
         to_come = {size - state.consumed, size}  # Samples left in this epoch, and in later epochs.
-        # Each rank's share is a separate micro-batch.
+        # Here, each rank's share is a separate micro-batch.
         if parts and self.dividing is Dividing.LOCAL:
             parts = max(parts, self.parts * self.dealing.passes(batch))
 
@@ -328,7 +330,7 @@ def note_choices(
 
 
 def note_changed_data(epoch: int) -> str:
-    """Return the warning that the data differ from the checkpoint's data."""
+    """Return the warning that the data differs from the checkpoint's data."""
     return (
         "warning: the data differ from those of the checkpoint (names of classes or files, sizes, labels, content)."
         f" If sample numbers now mean different samples, epoch {epoch} repeats some and omits others"

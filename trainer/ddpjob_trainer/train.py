@@ -118,7 +118,9 @@ class Trainer:
         flops: float = 0.0,
         fingerprint: int = 0,
     ) -> None:
-        """`flops` is per sample, and `fingerprint` is the data's; 0 means unknown."""
+        """Prepare the run. `flops` is per sample, and `fingerprint` is that of the data; 0 means
+        unknown.
+        """
         self.config, self.group, self.device = config, group, device
         self.data, self.checkpoints = data, checkpoints
         self._fingerprint, self._other_data, self._changed = fingerprint, False, ""
@@ -130,7 +132,7 @@ class Trainer:
         run_plan.check_fit(config, data, self.strategy)
         model = build_model(config.model, data.shape, data.classes, config.data.seed, device)
         self._notes = run_plan.check_optimizer(config, data, model)
-        if is_own(config.model):  # It may draw from generators that have not been seeded.
+        if is_own(config.model):  # The user's code may draw from generators that have not been seeded.
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
         parameters = sum(weight.numel() for weight in model.parameters())
         self._erasers = build_erasers(config.data, data.shape)
@@ -261,8 +263,8 @@ class Trainer:
 
         Return this rank's sum of losses, the number of readable samples in the global batch, and
         the agreement. Both numbers are zero if the step was skipped. If images may be unreadable,
-        the agreement also includes their number; in that case, it is None on entry and created
-        here.
+        the agreement also includes their number. In that case, the argument is None, and the
+        agreement is created here.
         """
         state, size = self.sampler.state, self.data.train_size
         at = Position(state.epoch * size + state.consumed, size, self.config.data.batch, self.config.train.epochs)
@@ -313,11 +315,11 @@ class Trainer:
 
     @property
     def _end_of_passes(self) -> StepPhase:
-        """The phase to which the time until the end of a micro-batch's passes is counted."""
+        """The phase that includes the time until the end of a micro-batch's passes."""
         return StepPhase.EXCHANGE if self.strategy.waits_apart else StepPhase.COMPUTE
 
     def _count_computed(self, step: Step) -> int:
-        """Return how many samples this rank's model computes, whether or not they count."""
+        """Return how many samples this rank's model computes, even if they do not count."""
         if self.config.model.sync_batchnorm:
             return len(step.mine)
         return sum(len(micro.samples) for micro in step.micros)
@@ -400,8 +402,8 @@ class Trainer:
         Return whether all ranks agreed to stop.
         """
         complete, epochs = self.sampler.state.epoch, self.config.train.epochs
-        # After a resume within the next epoch with a different train.eval_every, the weights are no
-        # longer those at the end of the last complete epoch.
+        # If train.eval_every has changed and training has resumed within the next epoch, the
+        # weights are no longer those at the end of the last complete epoch.
         passed = self.sampler.state.consumed > 0 and complete < epochs
         every = self.config.train.eval_every
         due = every > 0 and ((complete % every == 0 and not passed) or complete == epochs)
@@ -477,16 +479,17 @@ class Trainer:
 
     @property
     def _recorded(self) -> dict[str, Any]:
-        """The configuration as checkpoints hold it, with the shape and classes that the data has.
+        """The configuration to store in checkpoints, with the shape and number of classes of the
+        data.
 
-        Other data sets than synthetic ignore the keys of that name.
+        Data sets other than synthetic ignore the keys data.shape and data.classes.
         """
         return {**self.config.flat(), "data.shape": list(self.data.shape), "data.classes": self.data.classes}
 
     def resume(self) -> None:
         """Continue from the newest state in the nodes' memory or checkpoint, if there is one.
 
-        Raises CheckpointError if it belongs to a different model, optimizer or data set.
+        Raises CheckpointError if the state belongs to a different model, optimizer or data set.
         """
         kept = self.memory.restore()
         newer_than = -1 if kept is None else int(kept["step"])
@@ -516,7 +519,7 @@ class Trainer:
         self._other_data = snapshot.get("fingerprint", self._fingerprint) != self._fingerprint
         self.step, self.epochs_evaluated = int(snapshot["step"]), int(snapshot["epochs_evaluated"])
         self._notes += self.callbacks.load(snapshot.get("callbacks", {}))
-        # Without callbacks, training continues after an early end.
+        # Without callbacks, training continues even if a callback ended it before.
         self.ended_early = bool(self.config.train.callbacks) and bool(snapshot.get("ended"))
         self.division = self.division.resume(snapshot)
         self.sampler.dealing = self.division.dealing

@@ -69,7 +69,8 @@ def check_module(name: str) -> None:
 def _missing_part(name: str, placeholders: list[str]) -> str:
     """Return what is wrong with a dotted name; empty if it is valid.
 
-    Parent packages get a placeholder module, because the import system looks them up by name.
+    Parent packages are replaced by placeholder modules, because the import system looks them up by
+    name.
     """
     path: list[str] | None = None
     parts = name.split(".")

@@ -6,12 +6,12 @@ crafted to escape from its folder, fill the disk or exhaust the memory. Three ru
 1. The archive is not read until its SHA-256 is known to equal spec.code.digest.
 2. Only ordinary files and folders are unpacked, below one folder. A link, a device, a sparse file,
    an absolute path, a path with `..` or a name that occurs twice ends the job (InitFailure).
-3. Sizes and counts are limited (protocol.MOST_*) and are checked while reading, since the numbers
-   in an archive's headers may be wrong.
+3. Sizes and counts are limited (protocol.MOST_*), and are checked while reading, because the
+   numbers in an archive's headers may be wrong.
 
-Example: a small archive that unpacks to 100 GiB of zeros ends after 8 GiB, because unpacked bytes
-are counted. An archive that claims a header of 4 GiB ends at once, because no single read may
-exceed 1 MiB.
+Example: a small archive that unpacks to 100 GiB of zeros is refused after 8 GiB, because unpacked
+bytes are counted. An archive that claims a header of 4 GiB is refused at once, because no single
+read may exceed 1 MiB.
 
     NAME                      a file of the archive
     .ddpjob-code-DIGEST       marker: the archive with this digest has been unpacked completely
@@ -97,9 +97,9 @@ class CodeSettings:
 
     @classmethod
     def take(cls) -> CodeSettings | None:
-        """Read the variables DDPJOB_CODE_*, and remove the keys so that no worker gets them.
+        """Read the DDPJOB_CODE_* variables, and remove the credentials so that no worker gets them.
 
-        Returns None if the job has no archive. Raises BucketRefusal.
+        Return None if the job has no archive. Raises BucketRefusal.
         """
         job, known = JobEnvironment.read(), os.environ.get
         keys = take_keys("CODE")
@@ -117,10 +117,10 @@ class CodeSettings:
 
 
 class CodeFetch:
-    """The fetch of one start.
+    """Fetches the archive once, when a launcher starts.
 
-    `report(text)` is called occasionally to update the job's status, and with an empty text at the
-    end.
+    `report(text)` is called occasionally to update the job's status, and finally with an empty text
+    at the end.
     """
 
     def __init__(self, settings: CodeSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
@@ -181,7 +181,7 @@ class CodeFetch:
         log(f"code: {count} files of {self._url}, {size_text(size)}, fetched in {took:.1f} s and verified")
 
     def _download(self, part: Path) -> int:
-        """Download the archive, retrying while the bucket is unreachable. Return its size."""
+        """Download the archive, retrying while the bucket is unreachable, and return its size."""
         failures = wrong = 0
         while True:
             reader = Reader(self._settings.place, self._settings.credentials)
@@ -280,7 +280,7 @@ def unpack(archive: Path, folder: Path, most: int = MOST_UNPACKED_BYTES, most_fi
         tar: Any = tarfile.TarFile(fileobj=plain, mode="r")
         unpacked = 0
         while (member := tar.next()) is not None:
-            tar.members = []  # Otherwise, it would keep every header.
+            tar.members = []  # Otherwise, tarfile would keep every header.
             name = _checked(member)
             if not name:
                 continue

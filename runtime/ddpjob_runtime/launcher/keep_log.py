@@ -15,8 +15,8 @@ bounded buffer and passes it on unchanged. A thread writes the buffer to a file 
 - Closing the log takes at most three seconds, or a quarter of a short grace period. The launcher
   and its workers have this much less, so that PID 1 returns the exit code before the pod is killed.
 - PID 1 outlives the launcher and the workers, so their last lines are kept whatever kills them. If
-  the whole container is killed at once, the output of the last second is lost, or of the last
-  minute with a bucket.
+  the whole container is killed at once, the output of the last second is lost; with a bucket, that
+  of the last minute.
 - A pod keeps at most MAX_KEPT_LOG bytes. When it starts, it removes the oldest logs of its slot.
   DDPJOB_LOGS_KEPT is the number of logs per slot, and 0 or unset disables all of this.
 
@@ -43,7 +43,7 @@ from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.shutdown import log
 
 PIECE = 65536
-"""Number of bytes that are read at once; a pipe holds as many."""
+"""Maximum number of bytes to read at once, which is also the capacity of a pipe."""
 FILE_BYTES = protocol.MAX_KEPT_LOG // 2
 """Maximum size of each of the two files. A full file is renamed, replacing the older one."""
 _NOTE_BYTES = 100
@@ -67,7 +67,7 @@ class Tail:
         with self._lock:
             self._data += data
             self._added += len(data)
-            if len(self._data) > 2 * self._limit:  # Not at each addition, because it moves the rest.
+            if len(self._data) > 2 * self._limit:  # Not at each addition, because dropping bytes moves the rest.
                 self._drop(len(self._data) - self._limit)
 
     def _drop(self, count: int) -> None:
@@ -90,7 +90,7 @@ class Tail:
 
 
 class FileKeeper:
-    """Appends the output to a file. A full file becomes the older one of two."""
+    """Appends the output to a file. A full file is kept as the older one of two."""
 
     seconds = _FILE_SECONDS
 
@@ -109,7 +109,7 @@ class FileKeeper:
         (self._folder / name).unlink()
 
     def write(self) -> None:
-        """Append the new output. If that fails, it is lost. Raises OSError."""
+        """Append the new output. If that fails, the output is lost. Raises OSError."""
         data, dropped, _ = self.tail.read(take=True)
         self._lost += dropped
         if not data:
@@ -188,7 +188,7 @@ def _note(missing: int) -> bytes:
 
 
 class KeptLog:
-    """The output of this container: passed on, and kept by a FileKeeper or a BucketKeeper."""
+    """Passes on the output of this container, and keeps it with a FileKeeper or a BucketKeeper."""
 
     def __init__(self, keeper: Any, job: JobEnvironment, kept: int) -> None:
         self._keeper, self._job, self._kept = keeper, job, kept
@@ -206,7 +206,7 @@ class KeptLog:
 
     @classmethod
     def prepare(cls) -> KeptLog | None:
-        """Create the pipes if this pod's log is to be kept.
+        """Create the pipes if this pod's log is to be kept; otherwise return None.
 
         The log of a container with a terminal is not kept, because a pipe is not a terminal.
         """
@@ -244,7 +244,9 @@ class KeptLog:
         self._thread.start()
 
     def finish(self) -> None:
-        """Pass on and write the rest. The launcher has ended, but others may hold the pipes."""
+        """Pass on and write the rest. The launcher has ended, but other processes may hold the
+        pipes.
+        """
         os.close(self._end[1])
         deadline = time.monotonic() + self._close_seconds
         for relay in self._relays:
@@ -305,7 +307,7 @@ def _read_grace(job: JobEnvironment) -> float | None:
 
 
 def surplus(names: Iterable[str], job: JobEnvironment, kept: int) -> list[str]:
-    """Return the kept logs of this pod's slot to remove, so that this pod's log makes `kept`.
+    """Return the kept logs of this pod's slot to remove, so that `kept` remain, including its own.
 
     Logs of an earlier job with the same name count as older.
     """
@@ -321,7 +323,9 @@ def surplus(names: Iterable[str], job: JobEnvironment, kept: int) -> list[str]:
 
 
 def _pass_on(target: int, piece: bytes) -> None:
-    """Write to the container's output, however long that takes. If it is broken, bytes are lost."""
+    """Write to the container's output, however long that takes. If the output is broken, bytes are
+    lost.
+    """
     left = memoryview(piece)
     while left:
         try:

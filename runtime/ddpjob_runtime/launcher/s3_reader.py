@@ -26,8 +26,9 @@ from typing import Any
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
 MOST_OBJECTS = 500_000
-"""Maximum number of objects, which take about 150 MiB of memory. A larger data set should be packed
-into shards, which are also read faster."""
+"""Maximum number of objects; their names take about 150 MiB of memory. A larger data set should be
+packed into shards, which are also read faster.
+"""
 MOST_BYTES = 2**60
 PIECE = 2**20
 """Number of bytes that a download reads at a time."""
@@ -42,15 +43,16 @@ _RENEW_SECONDS = 300.0
 _PASSING = frozenset(
     {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "RequestTimeTooSkewed"}
 )
-"""Transient error codes. The last one occurs on a node whose clock is still wrong, which should not
-fail the job."""
+"""Transient error codes. The last one occurs on a node whose clock is still wrong. That should not
+fail the job.
+"""
 _PASSING_OF_KEYS = re.compile(r"\b(Throttling|ThrottlingException|TooManyRequestsException|IDPCommunicationError)\b")
 """HTTP 400 errors that occur when many pods request keys at the same time."""
 _UNRESERVED = "-_.~"
 
 
 class BucketRefusal(Exception):
-    """The job, its credentials or the bucket must be changed.
+    """The bucket has refused a request: the job, its credentials or the bucket must be changed.
 
     The message names the URL and the reason.
     """
@@ -113,9 +115,9 @@ class Keys:
 class Credentials:
     """Reads signing keys as a container's variables specify, and renews them in time.
 
-    It first looks for the keys themselves, then for a role for the service account's token (IRSA),
-    then for EKS Pod Identity. Without any of these, requests are not signed, which is enough for a
-    public bucket.
+    The search begins with the keys themselves, then for a role for the service account's token
+    (IRSA), then for EKS Pod Identity. Without any of these, requests are not signed, which is
+    enough for a public bucket.
     """
 
     def __init__(self, variables: Mapping[str, str], region: str, field: str = "storage.data") -> None:
@@ -131,8 +133,7 @@ class Credentials:
             return self._keys
 
     def renew(self, refused: Keys) -> bool:
-        """Discard keys that the server reports as expired, because it is the server's clock that
-        counts.
+        """Discard keys that the server reports as expired, because the server's clock decides.
 
         Return whether new keys may be available.
         """

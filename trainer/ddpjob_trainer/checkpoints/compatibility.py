@@ -48,7 +48,7 @@ def list_differences(saved: Tensors, wanted: Tensors) -> list[str]:
 
 
 def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping[str, Any], folder: Path) -> None:
-    """Raise CheckpointError if training with these settings and tensors cannot resume."""
+    """Raise CheckpointError unless training with these settings and tensors can resume."""
     if missing := {"step", "model", "optimizer", "config"} - snapshot.keys():
         raise CheckpointError(
             f"the newest checkpoint in {folder} has no {min(missing)}: it was saved by your own training loop,"
@@ -80,7 +80,7 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
 
 def changed_keys(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the checkpoint's `key=value` for each key that shapes tensors and has changed."""
-    fixed = () if was.get("data.name") == "synthetic" else ("data.shape", "data.classes")  # By the data set.
+    fixed = () if was.get("data.name") == "synthetic" else ("data.shape", "data.classes")  # The data set fixes these.
     shaping = (key for key in was if key.startswith(_SHAPING) and key not in fixed)
     return [f"{key}={_written(was[key])}" for key in shaping if key in now and was[key] != now[key]]
 
@@ -102,10 +102,10 @@ def load_weights(
 ) -> dict[str, torch.Tensor]:
     """Return the complete weights to start from, by name, on every rank.
 
-    They come from the checkpoint (with `average`, from its moving average, if any). Tensors whose
-    names match `keep` retain the model's own values. Rank 0 reads the file, and prints whether it
-    uses the average; `alive` is called meanwhile. Raises CheckpointError on every rank if the
-    weights cannot be read or do not fit.
+    The weights come from the checkpoint (with `average`, from its moving average, if any). Tensors
+    whose names match `keep` retain the model's own values. Rank 0 reads the file, and prints
+    whether it uses the average. In the meantime, `alive` is called repeatedly. Raises
+    CheckpointError on every rank if the weights cannot be read or do not fit.
     """
     return share_weights(lambda: _take_fitting(path, keep, model, average), model, group, alive)
 
@@ -113,9 +113,10 @@ def load_weights(
 def share_weights(
     take: Callable[[], dict[str, torch.Tensor]], model: Tensors, group: Group, alive: Callable[[], None]
 ) -> dict[str, torch.Tensor]:
-    """Return the complete weights by name: those that `take` returns on rank 0, and the model's.
+    """Return the complete weights by name: those that `take` returns on rank 0, plus the model's.
 
-    `alive` is called meanwhile. Raises CheckpointError on every rank if `take` does.
+    In the meantime, `alive` is called repeatedly. Raises CheckpointError on every rank if `take`
+    does.
     """
     weights: dict[str, torch.Tensor] = {}
     problem = ""
@@ -179,9 +180,10 @@ def check_finite(key: str, path: Path | str, weights: Tensors) -> None:
 def read_whole(path: Path, key: str = "checkpoint.load") -> Any:
     """Return everything in a checkpoint or a state dict.
 
-    `path` is one of this trainer's checkpoints (a file, a dcp folder, or the checkpoint folder,
-    whose best or newest is used), or a torch.save file with a state dict, at the top level or under
-    a key in `_WHERE`, or a safetensors file. Raises CheckpointError, whose message names `key`.
+    `path` may be one of this trainer's checkpoints: a file, a dcp folder, or the checkpoint folder,
+    whose best or newest checkpoint is then used. It may also be a safetensors file, or a torch.save
+    file with a state dict at the top level or under a key in `_WHERE`. Raises CheckpointError,
+    whose message names `key`.
     """
     try:
         path = _choose_checkpoint(path)

@@ -1,4 +1,4 @@
-"""Weights to start a fine-tuning from (`model.pretrained`), by a library's name or from a file."""
+"""Weights from which to start fine-tuning (`model.pretrained`), from a library or a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import CheckpointError, first_line
 
 _FILES = ("model.safetensors", "pytorch_model.bin", "*.safetensors", "*.bin", "*.pth", "*.pt")
-"""Files that a folder of pretrained weights may have, in the order of preference."""
+"""Files that a folder of pretrained weights may have, in order of preference."""
 _OTHER_INPUTS = ("googlenet", "inception_v3")
 """torchvision's models whose weights expect other pixel values than the trainer's."""
 _DEFAULT = "default"
@@ -34,8 +34,8 @@ def load_pretrained(
 ) -> dict[str, torch.Tensor]:
     """Return the complete weights of `model`, by name, on every rank.
 
-    Rank 0 finds them, and prints what it uses; `alive` is called meanwhile. Raises CheckpointError
-    on every rank if they are not found or do not fit.
+    Rank 0 finds the weights, and prints which ones it uses. In the meantime, `alive` is called
+    repeatedly. Raises CheckpointError on every rank if the weights are not found or do not fit.
     """
     return share_weights(lambda: _take(config, channels, model), model, group, alive)
 
@@ -67,7 +67,7 @@ def _find(config: ModelConfig, channels: int) -> Tensors:
     path = Path(wanted).expanduser()
     if path.exists():
         inside = [file for pattern in _FILES for file in sorted(path.glob(pattern))] if path.is_dir() else []
-        # Without such a file, it may be a checkpoint folder of this trainer.
+        # Without such a file, the folder may be a checkpoint folder of this trainer.
         path = inside[0] if inside and not any(path.glob("step-*")) else path
         return weights_in(read_whole(path, "model.pretrained"), path, average=True, key="model.pretrained")
     if kind not in ("torchvision", "timm"):

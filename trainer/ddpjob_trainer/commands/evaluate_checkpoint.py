@@ -1,6 +1,6 @@
 """`python -m ddpjob_trainer evaluate CHECKPOINT [key=value ...]` tests a checkpoint.
 
-It evaluates on the test set, with any number of ranks.
+The command evaluates the checkpoint on the test set, with any number of ranks.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _read(path: Path, group: Group) -> dict[str, Any]:
         try:
             found = reading.result()
             weights = compatibility.weights_in(found, path, average=True)
-            # In other programs' files, these names may mean something else.
+            # In files from other programs, these names may mean something else.
             known = found if "sampler" in found else {}
             sent = {"model": weights, "config": known.get("config", {}), "step": known.get("step")}
         except CheckpointError as error:

@@ -1,7 +1,7 @@
 """`python -m ddpjob_trainer export CHECKPOINT -o FOLDER` writes the model for other programs.
 
 `model.safetensors` has the weights in Hugging Face's format. `model.pt2` is torch.export's program,
-which runs without the model's source, on batches of any size. Both hold, as text, what a program
+which runs without the model's source, on batches of any size. Both contain, as text, what a program
 needs to know about the data (`metadata`).
 """
 

@@ -1,4 +1,4 @@
-"""Names that other trainers and PyTorch tutorials use for our keys, each with a remark."""
+"""Names that other trainers and PyTorch tutorials have for the keys, each with a remark."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ _REMARKS = _split({names: f"; did you mean {key!r}?{remark}" for names, (key, re
 
 
 def key(name: str) -> str | None:
-    """Return our key for another trainer's name, if we have one."""
+    """Return the key for another trainer's name; None if there is no such key."""
     return _KEYS.get(name)
 
 

@@ -1,4 +1,4 @@
-"""Names that a pattern of the configuration selects."""
+"""Selects names by a pattern from the configuration."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class DataName(enum.StrEnum):
 
 
 class Corrupt(enum.StrEnum):
-    """How an image that cannot be decoded is handled."""
+    """How to handle an image that cannot be decoded."""
 
     SKIP = "skip"
     STOP = "stop"

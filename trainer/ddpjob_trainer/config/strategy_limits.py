@@ -1,14 +1,14 @@
 """What a strategy does not support: one table, from which refusals and documentation are made.
 
-Problem: a setting that a strategy ignores makes a run that is not what its configuration says. Such
-a run must be refused, with a strategy that supports the setting. If each strategy checked for
-itself, the checks would be scattered, and the documentation would have to repeat them.
+Problem: if a strategy ignored a setting, the run would not match its configuration. Such a run must
+be refused with a message that names a strategy that supports the setting. If each strategy checked
+for itself, the checks would be scattered, and the documentation would have to repeat them.
 
 Rule: `LIMITS` has a row for each setting that some strategy does not support, with the reason.
 `config.load` calls `check`, so a launcher refuses the run before it starts any rank. A row without
-`is_set` depends on the data, so `run_plan` refuses it. Everything that is not in a row is
-supported; `ddp` supports everything. Limits that depend on a strategy's own settings, such as
-deepspeed.stage, or on the model are with the strategy.
+`is_set` depends on the data, so `run_plan` refuses it. Settings without a row are supported; `ddp`
+supports all settings. Limits that depend on a strategy's own settings, such as deepspeed.stage, or
+on the model are checked by the strategy.
 
 Example: `strategy=fsdp model.freeze=head.*` ends with
 
@@ -35,10 +35,11 @@ _HOROVOD, _DEEPSPEED = StrategyName.HOROVOD, StrategyName.DEEPSPEED
 
 @dataclass(frozen=True)
 class Limit:
-    """A key, some of whose values are not supported by some strategies.
+    """A key with values that some strategies do not support.
 
-    `reasons` completes the sentence "strategy=NAME ..." for each such strategy. `is_set` is whether
-    a value is one of those values, and `values` names them, if they are not simply "set".
+    `reasons` completes the sentence "strategy=NAME ..." for each such strategy. `is_set` indicates
+    whether a value is one of the unsupported values, and `values` names these, unless any set value
+    is unsupported.
     """
 
     key: str
@@ -92,7 +93,7 @@ LIMITS = (
 
 
 def check(config: object, strategy: StrategyName) -> None:
-    """Raise ConfigError if the strategy does not support one of the settings in a Config."""
+    """Raise ConfigError if the strategy does not support a setting in a Config."""
     for limit in LIMITS:
         if strategy not in limit.reasons or limit.is_set is None:
             continue

@@ -36,9 +36,9 @@ class Batch:
     """Images and labels that go through a model together, on the data set's device.
 
     `images` are float32 (n, channels, height, width), normalized. `labels` are int64 (n,), or
-    shares of classes (n, classes) if images are mixed. In the user's own data, they are inputs (n,
-    ...) and targets (n, ...); see `Targets`. n may be 0. The `unreadable` images have weight zero:
-    either their label is UNREADABLE, or all their shares are 0.
+    shares of classes (n, classes) if images are mixed. In the user's own data, `images` are inputs
+    (n, ...), and `labels` are targets (n, ...); see `Targets`. n may be 0. The `unreadable` images
+    have weight zero: either their label is UNREADABLE, or all their shares are 0.
     """
 
     images: torch.Tensor
@@ -48,14 +48,14 @@ class Batch:
     def split(self, sizes: list[int]) -> list[Batch]:
         """Return consecutive parts.
 
-        If any image is unreadable, each part counts as if it had all unreadable images.
+        Each part is marked with the whole batch's number of unreadable images.
         """
         pieces = zip(torch.split(self.images, sizes), torch.split(self.labels, sizes), strict=True)
         return [Batch(images, labels, self.unreadable) for images, labels in pieces]
 
 
 class MicroBatches(Protocol):
-    """This rank's micro-batches in one step. Their data are loaded on demand."""
+    """This rank's micro-batches in one step. Their data is loaded on demand."""
 
     def __len__(self) -> int:
         """Return the number of micro-batches."""
@@ -87,8 +87,8 @@ class DataSet(Protocol):
     Batches are on one device. `shape` is the shape of an image, (channels, height, width); in the
     user's own data it may be any. `class_names` are in the order of class numbers, or None if the
     classes have no names. If targets are float, `classes` is the number of values. `whole_numbers`
-    is whether inputs are whole numbers, such as tokens. `normalize` maps pixels to inputs, unless
-    samples are stored as inputs.
+    indicates whether inputs are whole numbers, such as tokens. `normalize` maps pixels to inputs,
+    unless samples are stored as inputs.
     """
 
     targets: Targets = Targets.CLASSES
@@ -128,7 +128,8 @@ class DataSet(Protocol):
 def describe(data: DataSet) -> dict[str, Any]:
     """Return what a program needs to know about the data in order to use the model.
 
-    Checkpoints hold it. Pixels become inputs by `(pixels / scale - mean) / std`, per channel.
+    Checkpoints contain this description. Pixels become inputs by `(pixels / scale - mean) / std`,
+    per channel.
     """
     found = data.normalize
     pixels = {} if found is None else {"scale": found.scale, "mean": list(found.mean), "std": list(found.std)}
@@ -150,7 +151,7 @@ def fingerprint(*parts: bytes | np.ndarray[tuple[int, ...], np.dtype[np.generic]
 def existing_folder(config: DataConfig, remedy: str) -> Path:
     """Return `data.dir`, which must be a folder that is not empty.
 
-    Raises DataError, with the remedy, if it is not.
+    Raises DataError, with the remedy, if it is missing, not a folder, or empty.
     """
     if config.dir is None:
         raise DataError(f"data.name={config.name} needs data.dir (or DDPJOB_DATA_DIR): {remedy}")

@@ -27,8 +27,8 @@ from ddpjob_trainer.data.randomness import uniform
 from ddpjob_trainer.errors import ConfigError, DataError
 
 _DRAWS = 41
-# Errors of the machine, not of an image. EIO may be a single bad sector, so it counts as a corrupt
-# image; if the mount is failing, data.corrupt_limit ends the training.
+# These are errors of the machine, not of an image. EIO may be due to a single bad sector, so it
+# counts as a corrupt image. If the mount is failing, data.corrupt_limit ends the training.
 _FILES, _MACHINE = (errno.EMFILE, errno.ENFILE), (errno.ESTALE, errno.ENOMEM)
 
 
@@ -202,7 +202,7 @@ def _samples(source: Encoded, numbers: list[int]) -> list[int]:
 def _refuse_machine(error: OSError, name: str) -> None:
     """Raise DataError for an error of the machine.
 
-    If images that fail during such an error were skipped, training would use different data.
+    If images were skipped because of such an error, training would use different data.
     """
     if error.errno in _FILES:
         raise DataError(

@@ -12,7 +12,7 @@ import torch
 from ddpjob_trainer.data.dataset import Batch, DataSet, Normalize, fingerprint
 
 _LOOKED_AT = 1024
-"""Number of images whose pixels are in the fingerprint. It also covers all labels."""
+"""Number of images whose pixels the fingerprint covers. It also covers all labels."""
 
 Augment = Callable[[torch.Tensor, int], torch.Tensor]
 """Maps version numbers (n,) int64 on the device, and the epoch, to images (n, channels, height,

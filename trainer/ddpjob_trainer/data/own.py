@@ -1,8 +1,8 @@
 """The user's own data set, named by a function: `data.name=package.module:function`.
 
-Everything drawn for a sample from Python's, numpy's and torch's generators (augmentation) is a
-function of (seed, epoch, sample), and thus the same on any number of ranks and in any worker
-process.
+All numbers that the user's code draws for a sample from Python's, numpy's and torch's generators
+(augmentation) are a function of (seed, epoch, sample). They are thus the same on any number of
+ranks and in any worker process.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class OwnData(DataSet):
     """The data set returned by the user's function: (train, test) or (train, test, classes).
 
     A pair of tensors (or numpy arrays) is kept on the device; a Dataset is read by `data.workers`
-    processes. Images of uint8 reach the device as such, a quarter of the bytes of floats.
+    processes. Images of uint8 are copied to the device as such, which takes a quarter of the bytes
+    of floats.
     """
 
     def __init__(self, config: DataConfig, device: torch.device) -> None:
@@ -158,7 +159,7 @@ class OwnData(DataSet):
         )
 
     def _normalization(self) -> Normalize | None:
-        """Return how uint8 images are normalized; None for other inputs.
+        """Return the normalization of uint8 images; None for other inputs.
 
         Raises ConfigError for settings that do not suit the inputs.
         """
@@ -209,13 +210,13 @@ class OwnData(DataSet):
     # ------------------------------------------------------------ samples
 
     def _run_apart(self, each: Any, look: Callable[[], T]) -> T:
-        """Return the result of `look`, called in a separate process if workers will be forked.
+        """Return the result of `look`, which runs in a separate process if workers will be forked.
 
         Otherwise, all workers would share any file that a Dataset opens at its first sample,
         including the position in the file.
         """
         workers = 0 if type(each) is TensorDataset else min(1, self._config.workers)
-        pool: Pool[T] = Pool(lambda _: look(), workers, pinned=False)  # The process ends with the pool.
+        pool: Pool[T] = Pool(lambda _: look(), workers, pinned=False)  # The process ends together with the pool.
         ((found,),) = pool.run(iter([Request(False, None, [0])]))
         return found
 
@@ -282,8 +283,8 @@ class OwnData(DataSet):
     def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return one tensor on the device.
 
-        Each chunk is copied by itself, because it is in pinned memory, and a joined one would not
-        be: its copy would wait for the device.
+        Each chunk is copied separately, because chunks are in pinned memory. A joined tensor would
+        not be, so copying it would wait for the device.
         """
         size = sum(map(len, parts))
         whole = torch.empty(size, *parts[0].shape[1:], dtype=parts[0].dtype, device=self._device)
@@ -334,7 +335,7 @@ class OwnData(DataSet):
         parts: list[Any] = [part.numpy() for number in numbers for part in self._read_one(name, number, 0)]
         listed = getattr(each, "targets", None)
         if isinstance(listed, list | tuple | np.ndarray | torch.Tensor):
-            # It may be ragged, or not in memory that numpy can read.
+            # The value may be ragged, or not in memory that numpy can read.
             with suppress(TypeError, ValueError, RuntimeError):
                 table = np.asarray(listed)
                 # If the array holds objects, its bytes would be addresses in this process.
@@ -378,7 +379,7 @@ def _shift_and_flip(images: torch.Tensor, draws: torch.Tensor, most: int, *, fli
 
 
 def _whole(value: Any) -> int:
-    """Return a whole number, even from numpy or torch, such as targets.max() + 1; otherwise 0."""
+    """Return the value if it is a whole number, even from numpy or torch, otherwise 0."""
     try:
         return operator.index(value)
     except (TypeError, RuntimeError):

@@ -1,6 +1,6 @@
 """Turns SIGTERM into a flag on which the ranks agree at the end of a step.
 
-In the same reduction, they agree on whether to save, and on whether every rank still can.
+In the same reduction, they agree on whether to save, and on whether every rank can still save.
 `ddpjob_pod.sigterm` holds the flag.
 """
 
@@ -24,7 +24,7 @@ from ddpjob_trainer.errors import CheckpointError, ConfigError
 
 EXIT_STEPPED_ASIDE = 75
 EXIT_TERMINATED = 128 + signal.SIGTERM
-# The latter is the time between torchrun's SIGTERM and its SIGKILL.
+# _TORCHRUNS_SECONDS is the time between torchrun's SIGTERM and its SIGKILL.
 _PATIENCE_SECONDS, _TORCHRUNS_SECONDS = 4.0, 30.0
 _LAUNCHERS_SECONDS, _OWN_SECONDS = 2.0, 1.0
 
@@ -43,7 +43,7 @@ class Due(enum.IntEnum):
 class SaverState:
     """The state of a rank's checkpoint writer.
 
-    It may be saving, no longer able to save, or fenced by another incarnation of the job.
+    The writer may be saving, no longer able to save, or fenced by another incarnation of the job.
     """
 
     busy: bool = False
@@ -155,7 +155,7 @@ class StopRequest:
             self._agreed.set()
 
     def _give_up(self, fenced: bool) -> None:
-        """Raise CheckpointError on every rank."""
+        """Raise the error that ends training on every rank."""
         if self._saver is not None:
             raise self._saver.failure(fenced)
 

@@ -180,7 +180,7 @@ def _network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> nn.Mo
 
 
 def is_own(config: ModelConfig) -> bool:
-    """Return whether the model is a user's function."""
+    """Return whether a user's function builds the model."""
     kind, colon, _ = config.name.partition(":")
     return bool(colon) and kind not in ("torchvision", "timm")
 
@@ -212,8 +212,8 @@ def ties_samples(module: nn.Module) -> bool:
 def needs_two_samples(config: ModelConfig, shape: tuple[int, ...], classes: int) -> bool:
     """Return whether training fails on a micro-batch of one sample.
 
-    It fails if a normalization would see one value per channel, because its maps have shrunk to one
-    pixel. Nothing is computed.
+    Training fails if a normalization would see one value per channel, because its maps have shrunk
+    to one pixel. This check does not compute any values.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -280,7 +280,7 @@ def _torchvision_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Mo
             f"model.name=torchvision:{name}: torchvision's models need images with 3 channels, but the data's"
             f" have {shape[0]}; use small_cnn, resnet18_cifar, timm:NAME or your own model"
         )
-    # These two also return the scores of their auxiliary heads.
+    # These two models also return the scores of their auxiliary heads.
     plain = {"aux_logits": False} if name in ("googlenet", "inception_v3") else {}
     model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes, **plain)
     return model
@@ -374,7 +374,7 @@ class _Block(nn.Module):
 class ResNet18Cifar(nn.Module):
     """ResNet-18 (He et al. 2015) with a 3x3 stem and no max-pooling, as usual for 32x32 images.
 
-    It has 11.2 million weights.
+    The model has 11.2 million weights.
     """
 
     def __init__(self, channels: int, classes: int) -> None:

@@ -41,7 +41,7 @@ class Loss:
     """The loss named by `optim.loss`."""
 
     def __init__(self, config: OptimConfig) -> None:
-        """Raises ConfigError for an unknown name."""
+        """Choose the loss. Raises ConfigError for an unknown name."""
         self.name, self._smoothing = config.loss, config.label_smoothing
         self._own = load_function("optim.loss", config.loss) if ":" in config.loss else None
         self._classes = 0
@@ -168,7 +168,7 @@ def loss_sum(
     row whose shares are all 0.
     """
     if labels.is_floating_point() and smoothing:
-        # torch's smoothing would give shares to a row that has none of them.
+        # torch's smoothing would also give shares to a row without any.
         labels = labels * (1 - smoothing) + labels.sum(1, keepdim=True) * (smoothing / labels.shape[1])
         smoothing = 0.0
     if weights is None:

@@ -20,10 +20,11 @@ from ddpjob_trainer.optim.precision import Update
 
 _SCALE_STEPS = 40
 """Number of steps in which a dynamic loss scale falls from 65536 to a uselessly small value. Until
-then, the scale adapts by skipping steps."""
+it has fallen, the scale adapts by skipping steps.
+"""
 _NUMBERS_SHOWN = 16
 _NUMBERS_COMMON = 3
-"""A remark names this many samples that several non-finite steps have in common, or fewer."""
+"""Maximum number of samples to name that several non-finite steps have in common."""
 
 Notify = Callable[[int, str, dict[int, list[int]]], None]
 """Called with (step, text, {rank: its samples}) for the ranks on which the loss was not finite."""
@@ -51,9 +52,10 @@ class NonFiniteGuard:
         dynamic_scale: bool = False,
         left_out: Callable[[int], None] | None = None,
     ) -> None:
-        """End training after `limit` consecutive skipped steps; `left_out` gets their numbers.
+        """End training after `limit` consecutive skipped steps. `left_out` gets each skipped step's
+        number.
 
-        With `dynamic_scale`, overflows do not count while the loss scale still adapts. Raises
+        With `dynamic_scale`, overflows do not count while the loss scale is still adapting. Raises
         ConfigError.
         """
         if limit < 1:
@@ -76,9 +78,9 @@ class NonFiniteGuard:
         """Record that step `step` was taken or skipped, and return its losses and count.
 
         `losses` is this rank's sum over `samples`, its share of a global batch of `count`. Both
-        results are zero if the step was skipped. They are tensors on the device if checking would
-        wait for it. Raises TrainingError on all ranks if too many consecutive steps were skipped;
-        if checking would wait, `check` raises it later.
+        results are zero if the step was skipped. If checking would wait for the device, the results
+        are tensors on it. Raises TrainingError on all ranks if too many consecutive steps were
+        skipped; if checking would wait, `check` raises the error later.
         """
         self._pending.append(_Taken(step, samples, losses, update.skipped))
         if isinstance(update.skipped, torch.Tensor):

@@ -45,7 +45,7 @@ def load_named_optimizer_state(
         isinstance(values.get("momentum_buffer"), torch.Tensor) for values in saved.values()
     ):
         # A weight that was frozen has no momentum, but fused SGD requires momentum for all weights
-        # or none, so use its initial value, zero.
+        # or none, so the initial value, zero, is used.
         saved = {name: saved.get(name) or {"momentum_buffer": torch.zeros_like(own[name])} for name in numbered}
     by_number = {
         number: {key: laid_out_as(value, own[name]) for key, value in saved[name].items()}

@@ -32,8 +32,8 @@ def build_optimizer(
     weights = [weight for _, weight in named]
     groups = divide(config, named, depths)
     # On the CPU, fused kernels take half the time for SGD and a fifth for AdamW (11 million
-    # weights, one core). torch does not support fused SGD for DTensors (fsdp), which it updates one
-    # by one by default.
+    # weights, one core). torch does not support fused SGD for DTensors (fsdp). By default, it
+    # updates these one by one.
     parts = any(is_sharded(weight) for weight in weights)
     kernels: dict[str, Any] = (
         {"foreach": True} if parts else {"fused": all(weight.device.type in ("cpu", "cuda") for weight in weights)}
@@ -133,9 +133,9 @@ class Position:
 def learning_rate(config: OptimConfig, at: Position) -> float:
     """Return the learning rate for the step at a position.
 
-    With equal steps, it is the same as with torch's schedulers. cosine: Loshchilov and Hutter,
-    SGDR, 2016. one_cycle: Smith and Topin, Super-convergence, 2018, in the form of torch's
-    OneCycleLR.
+    If all steps have the same size, the rate is the same as with torch's schedulers. cosine:
+    Loshchilov and Hutter, SGDR, 2016. one_cycle: Smith and Topin, Super-convergence, 2018, in the
+    form of torch's OneCycleLR.
     """
     warmup = config.warmup_epochs * at.size
     if at.consumed < warmup:
@@ -161,5 +161,5 @@ def learning_rate(config: OptimConfig, at: Position) -> float:
 
 
 def _cosine(start: float, end: float, done: float) -> float:
-    """Interpolate from `start` to `end` along half a cosine wave; `done` is from 0 to 1."""
+    """Interpolate from `start` to `end` along half a cosine wave; `done` goes from 0 to 1."""
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * done))

@@ -1,7 +1,7 @@
 """The user's own optimizer (`optim.name=package.module:name`), checked before training.
 
-It must continue from a checkpoint as if there had been no restart. A checkpoint holds
-`optimizer.state[parameter]`, while learning rates and other settings of a group come from the
+The optimizer must continue from a checkpoint as if there had been no restart. A checkpoint contains
+`optimizer.state[parameter]`. Learning rates and other settings of a group come from the
 configuration. An optimizer that counts its steps in `self.steps` or in a group would silently train
 differently after each restart, so two copies of it take a few steps on small stand-ins for the
 model's parameters:
@@ -9,7 +9,7 @@ model's parameters:
     copy 1    step  step  save  step -> weights a
     copy 2                load  step -> weights b    refused unless a = b
 
-The two copies see different random numbers, because ranks would too.
+The two copies draw different random numbers, because ranks would do so too.
 """
 
 from __future__ import annotations

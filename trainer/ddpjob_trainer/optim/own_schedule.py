@@ -14,7 +14,9 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.own_functions import explain, load_function
 
 _MOST_STEPS = 100_000
-"""Number of steps that are checked before training; of a longer training, every k-th step."""
+"""Maximum number of steps to check before training. In a longer training, every k-th step is
+checked.
+"""
 
 
 def own_factor(name: str, epoch: float, epochs: int) -> float:

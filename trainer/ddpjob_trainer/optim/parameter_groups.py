@@ -1,7 +1,7 @@
 """Divides a model's parameters into groups with their own learning rate and weight decay.
 
-Three settings decide a parameter's group: whether it is decayed (`optim.decay_norm_and_bias`), its
-depth (`optim.layer_decay`), and the first pattern of `optim.groups` that its name matches. The
+Three properties decide a parameter's group: whether it is decayed (`optim.decay_norm_and_bias`),
+its depth (`optim.layer_decay`), and the first pattern of `optim.groups` that its name matches. The
 learning rate of a group is a share of the schedule's rate: the product of the shares of the depth
 and the pattern.
 """
@@ -82,7 +82,7 @@ def divide(
     named: Iterable[tuple[str, torch.nn.Parameter]],
     depths: Mapping[str, int] | None,
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups: decayed parameters first, each kind from the lowest depth on.
+    """Return the parameter groups: first decayed, then other parameters, each by increasing depth.
 
     At depth d of n, the rate is optim.layer_decay^(n - 1 - d) times the schedule's.
     """

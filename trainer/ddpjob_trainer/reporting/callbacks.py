@@ -1,7 +1,7 @@
 """The user's callbacks (`train.callbacks`): metrics, early stopping, and other code between steps.
 
-A callback is the result of a call of `package.module:name` without arguments, with any of these
-methods. All ranks call them in the same order.
+A callback is an object that `package.module:name()` returns, with any of these methods. All ranks
+call them in the same order.
 
     on_train_begin(model)             before the first step
     on_step(step, loss)               every train.log_every steps, with their mean loss on all ranks
@@ -37,7 +37,7 @@ class Callbacks:
     """The callbacks by name, in the order of the configuration."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Create the callbacks. Raises ConfigError, with the remedy, for invalid ones."""
+        """Create the callbacks. For an invalid one, raises ConfigError with the remedy."""
         self._own: dict[str, Any] = {}
         for name in names:
             if ":" not in name or name in self._own:

@@ -47,11 +47,11 @@ class Plan:
 class Machines:
     """Figures of the ranks' machines since the last report, by rank.
 
-    `own` is how many seconds a rank itself works per step (0 if that cannot be measured); `even` is
-    the value for an even share of the batch. `data` is the share of time spent waiting for data,
-    and `memory` is the peak number of bytes so far. `phases` has this rank's seconds per step.
-    `flops` is per sample, and `peak` is per second for all devices together; 0 means unknown.
-    `stages` has the meaning it has in `Strategy`.
+    `own` is how many seconds a rank itself works per step (0 if that cannot be measured), and
+    `even` how many it would work for an even share of the batch. `data` is the share of time spent
+    waiting for data, and `memory` is the peak number of bytes so far. `phases` has this rank's
+    seconds per step. `flops` is per sample, and `peak` is per second for all devices together; 0
+    means unknown. `stages` has the same meaning as in `Strategy`.
     """
 
     own: Sequence[float]
@@ -68,7 +68,9 @@ class Machines:
         return samples_per_second * self.flops / self.peak if self.flops and self.peak else None
 
     def logged(self) -> dict[str, Any]:
-        """Return each rank's figures for metrics.jsonl (of the first ranks, if many)."""
+        """Return each rank's figures for metrics.jsonl. If there are many ranks, only the first are
+        included.
+        """
         columns = {"ownSeconds": self.own, "dataWaits": self.data, "memoryBytes": self.memory}
         ranks = {name: [float(f"{value:.4g}") for value in values[:_RANKS]] for name, values in columns.items()}
         return {"ranks": ranks, "phases": {name: float(f"{value:.4g}") for name, value in self.phases.items()}}
@@ -103,9 +105,10 @@ class Reporter:
         device: str = "cpu",
         model: str = "",
     ) -> None:
-        """`device` and `model` are for the first line.
+        """Check the sinks, and open the log and the display.
 
-        Raises ConfigError if a configured sink is not available.
+        `device` and `model` appear in the first line. Raises ConfigError if a configured sink is
+        not available.
         """
         check_report(config.report)
         self._plan, self._config, self._group = plan, config, group
@@ -144,9 +147,9 @@ class Reporter:
     ) -> None:
         """Report that an incarnation begins after `step` steps, with `left` steps remaining.
 
-        `warning` states any reason why it is slow, `precision` is the format in which it computes,
-        and `notes` has other useful facts. The total number of steps is `step + left`, because it
-        may change with the batch at a restart. A checkpoint may have more epochs than configured.
+        `warning` states why training is slow, if it is; `precision` is its number format, and
+        `notes` has other useful facts. The total number of steps is `step + left`, because it may
+        change with the batch at a restart. A checkpoint may have more epochs than configured.
         """
         wanted, trained = self._plan.epochs, epoch - 1
         self._plan = replace(self._plan, steps=step + left, epochs=max(wanted, trained))
@@ -200,7 +203,7 @@ class Reporter:
             self._link.post_activity(self._activity, again=True)
 
     def waited(self, seconds: float) -> None:
-        """Add the seconds that this rank waited for its batch."""
+        """Add the seconds for which this rank waited for its batch."""
         self._waited += seconds
 
     def report(
@@ -322,7 +325,7 @@ class Reporter:
                 )
 
     def checkpoint(self, step: int, seconds: float) -> None:
-        """Report that a checkpoint is on disk; writing it took `seconds`."""
+        """Report that a checkpoint is on disk. Writing it took `seconds`."""
         self._checkpoint_time = wall_clock()
         self._write("checkpoint", step=step, seconds=round(seconds, 4))
         self._sinks.write(step, {"checkpoint/time": self._checkpoint_time, "checkpoint/seconds": seconds})
@@ -455,7 +458,9 @@ def _values(status: TrainingStatus) -> dict[str, float | None]:
 
 
 def _values_of(machines: Machines | None) -> dict[str, float | None]:
-    """Return each rank's own seconds per step for the sinks (of the first ranks, if many)."""
+    """Return each rank's own seconds per step, for the sinks. If there are many, only the first
+    ones'.
+    """
     own = machines.own[:_RANKS] if machines is not None and any(machines.own) else []
     return {f"train/rank_step_seconds/{rank}": seconds for rank, seconds in enumerate(own)}
 

@@ -63,14 +63,14 @@ class Pipeline(Strategy):
         super().__init__(config, group, device)
         self.stages = _checked_stages(config, group)
         if self.stages > 1:
-            # Before torch 2.7, schedules divide gradients once more.
+            # Before torch 2.7, pipeline schedules divide the gradients a second time.
             require_torch("2.7", "strategy=pipeline")
         replicas = group.world // self.stages
         self.replica, self.stage = divmod(group.rank, self.stages)
         timeout = config.train.timeout_seconds
         chains = [[replica * self.stages + stage for stage in range(self.stages)] for replica in range(replicas)]
-        self._chain = group.subgroup(chains, timeout)  # The stages of this replica.
-        # This stage in all replicas.
+        self._chain = group.subgroup(chains, timeout)  # The ranks of this replica's stages.
+        # The ranks of this stage in all replicas.
         self._peers = group.subgroup([list(ranks) for ranks in zip(*chains, strict=True)], timeout)
         self._schedules: dict[tuple[int, torch.Size], Any] = {}
         self._running: _Running | None = None
@@ -118,8 +118,8 @@ class Pipeline(Strategy):
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
         """Compute the gradients of the mean loss.
 
-        Only micro-batches of equal size pass through the pipeline together, because its buffers
-        have one shape.
+        Only micro-batches of equal size pass through the pipeline together, because the pipeline's
+        buffers have one shape.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for _, equal in itertools.groupby(list(micro_batches), key=lambda pair: pair[1].images.shape):
@@ -186,7 +186,7 @@ class Pipeline(Strategy):
     def _pass(self, values: torch.Tensor) -> torch.Tensor:
         """Run one micro-batch through this stage.
 
-        If only one stage draws random numbers, they are the same as in the whole model.
+        If only one stage draws random numbers, these are the same as in the whole model.
         """
         assert self._running is not None
         micro = self._running.enter()

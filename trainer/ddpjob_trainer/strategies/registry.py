@@ -28,7 +28,7 @@ _CLASSES = {
 def enter(config: Config) -> None:
     """Translate the environment of a strategy that has its own launcher.
 
-    This must run before ranks read their variables. Raises ConfigError.
+    Must run before ranks read their variables. Raises ConfigError.
     """
     if config.strategy is StrategyName.HOROVOD:
         from ddpjob_trainer.strategies.contrib import horovod
@@ -51,7 +51,7 @@ def computes_on(config: Config, device: torch.device) -> int:
 def open_strategy(config: Config, group: Group, device: torch.device) -> Strategy:
     """Return the strategy named in the configuration.
 
-    Raises ConfigError if it does not suit the ranks or the configuration.
+    Raises ConfigError if the strategy does not suit the ranks or the configuration.
     """
     module, _, name = _CLASSES[config.strategy].partition(":")
     kind: type[Strategy] = getattr(importlib.import_module(module), name)

@@ -28,7 +28,7 @@ from ddpjob_trainer.optim.parameter_groups import set_learning_rate
 from ddpjob_trainer.optim.precision import Precision, Update
 
 State = dict[str, Any]
-"""The whole training state, with "average" only if optim.ema_decay is set:
+"""The whole training state; "average" exists only if optim.ema_decay is set:
 
 `{"model": {name: tensor}, "optimizer": {"state": {name: {key: value}}, "groups": [...]},
 "precision": {...}, "average": {...}}`.
@@ -83,7 +83,7 @@ class Strategy:
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         """Check the settings.
 
-        Raises ConfigError if they or the number of ranks do not suit the strategy.
+        Raises ConfigError if the settings or the number of ranks do not suit the strategy.
         """
         self.config, self.group, self.device = config, group, device
         self.precision = Precision(config.amp, config.optim.clip_norm, device)
@@ -186,7 +186,7 @@ class Strategy:
         seed_torch(key, self.device)
 
     def loss(self, scores: torch.Tensor, batch: Batch, micro: Micro) -> torch.Tensor:
-        """Return a micro-batch's sum of losses, or 0 with gradients of 0 if it does not count."""
+        """Return a micro-batch's sum of losses; if it does not count, 0 with gradients of 0."""
         total = self.criterion.sum(scores, batch)
         return total if micro.counts else total * 0.0
 
@@ -209,14 +209,14 @@ class Strategy:
     def without_exchange(self) -> AbstractContextManager[Any]:
         """Accumulate gradients inside this `with` without sending them.
 
-        It surrounds all of a rank's micro-batches except the last.
+        The `with` surrounds all of a rank's micro-batches except the last.
         """
         return nullcontext()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients by `factor`.
 
-        This is used in steps with unreadable samples, in which the mean is over the other samples.
+        Used in steps with unreadable samples, because the mean is then over the readable samples.
         """
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -275,7 +275,7 @@ class Strategy:
     def layout(self, place: tuple[str | int, ...], shape: torch.Size) -> Any:
         """Return a DTensor with the layout that `load` needs for a tensor in the state.
 
-        `shape` is the shape of the whole tensor. None means that `load` takes the whole tensor.
+        `shape` is the shape of the whole tensor. Return None if `load` takes the whole tensor.
         """
         return None
 
@@ -294,7 +294,7 @@ class Strategy:
         self.precision.load(state["precision"])
 
     def close(self) -> None:
-        """Leave all groups that were joined, at an orderly end.
+        """Leave all groups that this rank has joined, when training ends in an orderly way.
 
         All ranks must call this together.
         """
@@ -313,7 +313,7 @@ def flat_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
 def set_gradients(weights: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
     """Set gradients from a result of `flat_gradients`, or from a sum of several.
 
-    A weight without a gradient in any of them remains without one, as on a single rank. With a
+    If a weight has no gradient in any of them, it remains without one, as on a single rank. With a
     gradient of zero, the optimizer would decay the weight.
     """
     flat, found_by = flat[: -len(weights)], flat[-len(weights) :]

@@ -2,8 +2,8 @@
 
 Ranks communicate through torch.distributed.rpc, in rounds. Each worker pushes its gradients, the
 server adds them up in rank order and takes a step, and the workers pull the new weights. Li et al.,
-Scaling Distributed Machine Learning with the Parameter Server, 2014; this is its synchronous
-variant, which computes the same result as a single process.
+Scaling Distributed Machine Learning with the Parameter Server, 2014. This is the paper's
+synchronous variant, which computes the same result as a single process.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class ParameterServer(Strategy):
     def load(self, state: State) -> None:
         """Load a state. Only the server keeps its optimizer part."""
         super().load(state)
-        if not self._serves:  # It is loaded only so that all ranks fail together if it does not fit.
+        if not self._serves:  # The state is loaded only so that all ranks fail together if it does not fit.
             self.optimizer.state.clear()
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class ParameterServer(Strategy):
 class _ServerBuffer:
     """Thread-safe buffer on the server between two RPCs.
 
-    It holds the workers' gradients, then the weights.
+    The buffer holds the workers' gradients, then the weights.
     """
 
     def __init__(self) -> None:
