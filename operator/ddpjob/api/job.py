@@ -15,7 +15,7 @@ from ddpjob.api.merging import QUEUE, with_class
 GROUP, VERSION, KIND, PLURAL = "ddpjob.io", "v1alpha1", "DDPJob", "ddpjobs"
 API_VERSION = f"{GROUP}/{VERSION}"
 QUEUE_LABEL, PRIORITY_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
-"""Labels through which Kueue learns a job's LocalQueue and WorkloadPriorityClass."""
+"""Labels that tell Kueue a job's LocalQueue and WorkloadPriorityClass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +74,8 @@ class DDPJob:
     def granted(self, status: JobStatus) -> DDPJob:
         """Return the job at the size that its queue has granted.
 
-        This may be less than the spec asks for. The job keeps its current number of nodes and
-        spares until the queue grants quota for more.
+        The granted size may be smaller than the size in the spec. The job keeps its current number
+        of nodes and spares until the queue grants quota for more.
         """
         if status.queue is None or status.queue.pods >= self.spec.pods:
             return self
@@ -95,8 +95,9 @@ class DDPJob:
     def checkpoint_folder(self) -> str:
         """The job's folder in its checkpoint volume; empty for the root.
 
-        In a volume that other jobs may also use, the folder has the job's name. Jobs that began
-        under an operator that mounted the root are an exception. docs/decisions/0027 explains why.
+        In a volume that other jobs may also use, the folder has the job's name. Jobs that started
+        under an older operator, which mounted the root, are an exception. docs/decisions/0027
+        explains why.
         """
         volume = self.spec.storage.checkpoints
         if volume is None:

@@ -80,7 +80,7 @@ class RuleAction(StrEnum):
 
 
 class CleanPodPolicy(StrEnum):
-    """Which pods are deleted when the job ends."""
+    """Which pods are deleted when the job has finished."""
 
     RUNNING = "Running"
     ALL = "All"
@@ -96,8 +96,8 @@ class NotifyEvent(StrEnum):
 
 
 CONFIG = ConfigDict(alias_generator=to_camel, defer_build=True)
-"""Configuration of the dataclass that sets it and of the dataclasses nested in that one. Validators
-are built on the first read."""
+"""pydantic's configuration of a dataclass and of the dataclasses nested in it. Validators are built
+on the first read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +255,7 @@ class Rendezvous:
 
     @property
     def master_port(self) -> int:
-        """MASTER_PORT for a `command`: its processes in pod 0 may listen on this port."""
+        """MASTER_PORT for a `command`, whose processes in pod 0 may listen on this port."""
         return self.port + 2 if self.port < 65534 else self.port - 1
 
 
@@ -303,7 +303,7 @@ class Recovery:
     """auto, none, or the number of steps between two copies."""
     hangs: Hangs
     hang_after_seconds: int | None = None
-    """None means that only a proven hang is ended."""
+    """None means that only a proven hang restarts the group."""
     slow_ranks: SlowRanks
 
     @property

@@ -45,7 +45,7 @@ def summary(job: DDPJob, status: JobStatus) -> str:
 
 
 def _figures(status: JobStatus) -> list[str]:
-    """Return progress, loss, time left, speed and accuracy, as far as they are known."""
+    """Return progress, loss, time left, speed and accuracy, without those that are unknown."""
     shown = (("", "display"), ("loss ", "lossDisplay"), ("eta ", "eta"), ("", "speedDisplay"))
     words = [f"{label}{status.progress[name]}" for label, name in shown if name in status.progress]
     words += [f"accuracy {accuracy:.2%}" for accuracy in [reported_accuracy(status)] if accuracy is not None]
@@ -114,7 +114,7 @@ class NewLines:
     def _new_trace(self, happened: TimedEvent) -> list[str]:
         """Return the traceback of an event, unless it has already been shown.
 
-        The same error may recur, and may finally end the job.
+        The same error may recur and finally fail the job.
         """
         trace = happened.event.message.splitlines()[1:]
         # The last lines hold the location and the error.

@@ -355,7 +355,7 @@ def logs(
 
 
 def _list_ended(backend: Backend, job: str) -> int:
-    """Print the names of ended pods and what is left of them, oldest attempts first."""
+    """Print the names of terminated pods and what remains of each, oldest attempts first."""
     pods = backend.pods(job)
     left = [pod for pod in pods if pod.ended]
     left += backend.kept_logs(job).pods({pod.name for pod in pods})

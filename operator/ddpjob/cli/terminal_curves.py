@@ -58,7 +58,7 @@ def chart(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def points(series: MetricSeries) -> tuple[list[float], list[float], int]:
-    """Return losses and test accuracies in the order of steps, and the number of restarts."""
+    """Return the losses and the test accuracies in step order, and the number of restarts."""
     losses, accuracies = series.steps.get("loss", {}), series.evaluations.get("accuracy", {})
     return (
         [losses[step] for step in sorted(losses)],
@@ -115,8 +115,8 @@ def _loss_chart(losses: Sequence[float]) -> Iterator[str]:
 def overlay(texts: Sequence[tuple[str, str]], by: str) -> Iterator[str]:
     """Yield lines that show curves of several jobs, in panels over one axis.
 
-    `texts` are pairs of a job's name and its metrics. Raises Mistake if a job has no steps, or no
-    such axis.
+    `texts` are pairs of a job's name and its metrics. Raises Mistake if a job has no steps or does
+    not have this axis.
     """
     runs = [(job, read_metrics(text)) for job, text in texts]
     positions = []

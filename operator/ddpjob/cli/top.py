@@ -144,7 +144,7 @@ def _prose(line: str) -> Text:
 
 
 def show(backend: Backend, job: str | None, *, once: bool, seconds: float) -> None:
-    """Show the job until it has ended.
+    """Show the job until it has finished.
 
     Without a job, show the list of all jobs until `q` or Ctrl-C. With `once`, or without a
     terminal, print the screen once.

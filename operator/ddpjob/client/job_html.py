@@ -59,7 +59,7 @@ class MetricCurve:
     def _is_logarithmic(self) -> bool:
         """Whether the scale is logarithmic.
 
-        It is if a linear scale would show only the beginning of the curve.
+        A logarithmic scale is used if a linear one would show only the beginning of the curve.
         """
         numbers = [number for _, number in self.points]
         return min(numbers) > 0 and max(numbers) > _LOG_FROM * min(numbers)

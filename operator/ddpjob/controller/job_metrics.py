@@ -375,7 +375,7 @@ class JobSeries(Collector):
         self._terms: list[JobAccounts] = []
 
     def begin(self, accounts: JobAccounts) -> None:
-        """Start to export the jobs of a term."""
+        """Start exporting the jobs of a term."""
         with self._lock:
             self._terms.append(accounts)
 

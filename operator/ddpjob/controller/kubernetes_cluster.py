@@ -238,7 +238,7 @@ class KubernetesCluster:
     async def _look_at_lost(self, hosts: Iterable[str]) -> None:
         """Read these Kubernetes nodes if they seem lost.
 
-        Otherwise their pods would be replaced even if only the watch is late.
+        Otherwise the pods on a node would be replaced even if only the watch is late.
         """
         known = self.caches.hosts.hosts
         if known is not None:
@@ -262,7 +262,7 @@ class KubernetesCluster:
         return self.caches.hosts.get("", host)
 
     def _known_world(self, job: DDPJob, pods: tuple[PodView, ...]) -> World:
-        """Return the world as it is known without requests, which is enough for an ended job."""
+        """Return the world as it is known without requests, which is enough for a finished job."""
         return World(
             pods=pods,
             deletion_refused=self._deletion_refused(job, pods),
@@ -686,7 +686,7 @@ class KubernetesCluster:
         if answer is not None and meta.get("deletionTimestamp") and meta.get("deletionGracePeriodSeconds"):
             self.caches.take("Pod", answer)
         elif (answer is None or meta.get("uid") == uid) and known is not None and known.uid == uid:
-            # Either the pod never ran on a host, or its host does not have to confirm its end.
+            # Either the pod never ran on a host, or its host need not confirm that it has ended.
             self.caches.forget("Pod", job.namespace, name)
 
     def _waits(self, job: DDPJob, uid: str, what: str) -> bool:
@@ -713,7 +713,7 @@ class KubernetesCluster:
     async def _is_lost(self, pod: PodView) -> bool:
         """Whether a pod may be removed without waiting for its host.
 
-        A host that is Ready confirms the pod's end itself.
+        A Ready host confirms that the pod has ended.
         """
         if not pod.host or self.caches.hosts.hosts is None:
             return True

@@ -43,8 +43,8 @@ progress. PROGRESS_SECONDS applies to up to JOBS jobs and grows in proportion be
 Coordinators themselves enforce the upper limit."""
 JOBS = 50
 PAUSE, SLOW_PAUSE = 0.1, 1.0
-"""Delay in seconds between requests to one coordinator: for the first BURST requests, and for later
-ones."""
+"""Delays in seconds between requests to one coordinator: during the first BURST requests, and
+later."""
 BURST = 10
 WAKE_SECONDS = 1.0
 """Minimum delay in seconds between wake-ups of one job. The first news after a quiet second wakes
@@ -70,7 +70,7 @@ class FollowedCoordinator:
     task: asyncio.Task[None] | None = None
     report: Report | None = None
     failing_since: float | None = None
-    """Since when the coordinator has not responded; None if it responded to the last request."""
+    """When the coordinator stopped responding; None if it responded to the last request."""
     answered: float = field(default=float("-inf"))
     news: Any = None
     failures: int = 0

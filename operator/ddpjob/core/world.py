@@ -491,7 +491,7 @@ class World:
 
     @cached_property
     def deaf_since(self) -> datetime | None:
-        """Since when most members have been silent although their hosts are up.
+        """The time since which most members have been silent, although their hosts are up.
 
         The coordinator itself is then partitioned. None if it hears from most of its members.
         """

@@ -74,7 +74,7 @@ LOG_STREAMS = 16
 _LOG_PODS = 16
 """Maximum number of pods in the log of a whole job."""
 _LOG_LINES = 500
-"""How many of each pod's last lines a log begins with."""
+"""Number of lines from the end of each pod's log that are shown first."""
 _LINE = 4000
 """Maximum number of characters in a log line; the rest is cut off."""
 _BATCH = 500
@@ -519,7 +519,7 @@ def _reads_gone(request: web.Request, view: FleetView) -> bool:
 def _copy_log(
     backend: Backend, name: str, body: Json, chosen: Chosen, options: LogOptions, lines: queue.Queue[str | None]
 ) -> None:
-    """Put the lines and then None into the queue; end when `options.stop` is set."""
+    """Put the lines and then None into the queue; stop when `options.stop` is set."""
 
     def put(line: str | None) -> None:
         while not options.stopped:

@@ -114,7 +114,8 @@ class CoordinatorClient:
     async def notify(self, target: Target, verb: str, body: Json) -> None:
         """Send `POST /v1/VERB`.
 
-        If the message is lost, the next reconcile sends it again while its reason persists.
+        If the message is lost, the next reconcile sends it again, provided that the reason for it
+        still holds.
         """
         try:
             await self.link(target).request("POST", Command(verb).path, json.dumps(body).encode())

@@ -415,7 +415,7 @@ def _store_elsewhere(job: DDPJob) -> list[str]:
     """Return the setting that keeps torchrun from hosting the coordinator's store.
 
     A `command` gets it only if the coordinator shares a pod with a node. Otherwise torchrun detects
-    by itself that the coordinator's host is a different one, and `--standalone`, which uses a
+    on its own that the coordinator's host is a different one, and `--standalone`, which uses a
     different endpoint, must be able to host its own store.
     """
     shared = job.spec.rendezvous.placement is Placement.MASTER

@@ -20,13 +20,13 @@ MOST_PODS = 200
 _QUEUE = 10_000
 """Maximum number of lines that have been read but not yet taken."""
 _QUEUE_OF_MANY = 500
-"""Maximum number of such lines for a log that can be stopped. It is smaller because a process with
-such logs reads many of them."""
+"""Maximum number of lines that have been read but not yet taken, for a log that can be stopped. It
+is smaller because one process may read many such logs."""
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")
-"""Reasons of the condition Running. If it has one of them, the status does not show the group's
-number of nodes."""
+"""Reasons of the Running condition with which the status does not show how many nodes the group
+has."""
 _TAG = re.compile(rb"\[(default|rank)(\d+)\]:")
 """Prefix of a line from a known rank. torchrun's --tee writes the local rank, PyTorch's messages
 the global one."""
@@ -66,9 +66,8 @@ def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range
 
 
 def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
-    """Return the nodes in the order of their ranks.
-
-    They stay ordered by index if the status shows an order for different nodes.
+    """Return the nodes in rank order. They stay ordered by index if the order in the status is for
+    different nodes.
     """
     places = {index: place for place, index in enumerate(status.rank_order)}
     if {pod.index for pod in nodes} != places.keys():
@@ -161,7 +160,7 @@ def _shortened(line: bytes, limit: int) -> bytes:
 class LogFollower:
     """Reads the logs of the chosen pods. `lines()` yields their lines.
 
-    With `options.follow`, it continues until the job has ended.
+    With `options.follow`, it continues until the job has finished.
     """
 
     def __init__(self, backend: Backend, body: Json, options: LogOptions, chosen: Chosen = _ALL) -> None:
@@ -176,7 +175,8 @@ class LogFollower:
         self.options = replace(options, follow=options.follow and not chosen.gone)
         self._kept: KeptLogs | None = None
         self.ranks: dict[str, range] = {}
-        """Ranks of the training pods when last listed, and former ranks of ended pods."""
+        """Ranks of the training pods when they were last listed, and former ranks of terminated
+        pods."""
         self.notes: list[str] = []
         """Notes for the user about logs that could not be read."""
         self.seen: set[str] = set()
@@ -270,7 +270,7 @@ class LogFollower:
         )
 
     def why_nothing(self) -> str:
-        """Return the reason why there was no line; empty if the notes explain it."""
+        """Return the reason why no line was read; empty if the notes explain it."""
         if self.seen or self.notes:
             return ""
         if self._chosen.ranks:
@@ -288,9 +288,8 @@ class LogFollower:
         return f"{found}: {', '.join(f'{pod.name} is {pod.state}' for pod in pods) or 'no pods'}"
 
     def missing_slots(self) -> str:
-        """Return a message if no pod is in a requested slot.
-
-        The message is empty if a pod is in one, or if there are no pods.
+        """Return a message if none of the requested slots has a pod; empty if one has, or if the
+        job does not have any pods.
         """
         return self._missing_slots(self.backend.pods(self.job)) if self._chosen.indices else ""
 

@@ -62,7 +62,7 @@ if not found:
 """
 )
 """Python code that prints the stacks of its pod's ranks. It uses the signal that the launcher sends
-in a hang."""
+when the group hangs."""
 
 
 _OWN_FRAME = re.compile(r'^  File "(?:[^"\n]*/ddpjob_(?:runtime|pod)/|<frozen |[^"\n]*/runpy\.py).*\n?', re.MULTILINE)

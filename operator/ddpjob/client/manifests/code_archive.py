@@ -48,8 +48,8 @@ SECRETS = (
 """Patterns of files that usually hold keys or passwords."""
 _SHOWN = 5
 _PROGRESS_BYTES, _PROGRESS_SECONDS = 16 * 2**20, 2.0
-"""The upload of fewer bytes is not reported. A larger one is reported at most once in this many
-seconds."""
+"""Uploads of fewer bytes are not reported. Progress of a larger one is reported at most once in
+this many seconds."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,9 @@ class Packed:
 
 
 def pack(found: Found, source: str, to: Path) -> Packed:
-    """Write the archive of a folder's files. Raises Mistake if they are too many or too large."""
+    """Write the archive of a folder's files. Raises Mistake if there are too many files or they are
+    too large.
+    """
     if len(found.files) > MOST_CODE_FILES:
         raise Mistake(f"{source}: {len(found.files)} files; at most {MOST_CODE_FILES} can be sent; {_remedy(found)}")
     try:

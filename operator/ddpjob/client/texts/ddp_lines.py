@@ -1,8 +1,9 @@
 """The lines that turn a script for one GPU into one whose ranks train together.
 
-A script with its own training loop needs eight lines: `import os`, the group, this rank's GPU, the
-sampler, the model, the sampler's epoch, saving on one rank, and the end of the group. They work
-with and without GPUs and under any torchrun, and no other line changes. For example:
+A script with its own training loop needs eight lines. They import `os`, form the group, select this
+rank's GPU, add the sampler, wrap the model, set the sampler's epoch, save on one rank only, and
+destroy the group. The lines work with and without GPUs and under any torchrun, and no other line
+changes. For example:
 
     line 31      loader = DataLoader(data, sampler=torch.utils.data.DistributedSampler(data))
 
@@ -116,8 +117,8 @@ def general_form(script: TrainingScript | None = None) -> Iterator[str]:
 
 
 def _shown(lines: Sequence[AddedLine]) -> Iterator[str]:
-    """Yield each line with its place, indented as in the script, because that says in which block
-    it belongs.
+    """Yield each line with its place, indented as in the script, because the indentation shows to
+    which block it belongs.
     """
     for added in lines:
         is_end = added.text.strip() == _END and added is lines[-1]

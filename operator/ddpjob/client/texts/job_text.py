@@ -218,7 +218,7 @@ def _nodes(job: DDPJob) -> str:
 
 
 def _ranks(status: JobStatus) -> str:
-    """Return the nodes in the order of their ranks, unless that is the order of their indices."""
+    """Return the nodes in rank order; empty if the status does not have this order."""
     runs: list[list[int]] = []
     for index in status.rank_order:
         if runs and index == runs[-1][-1] + 1:
@@ -239,7 +239,7 @@ def _progress(status: JobStatus) -> str:
 def time_is_left(status: JobStatus) -> bool:
     """Whether to mention the remaining time.
 
-    It is omitted if the job has ended or is suspended.
+    It is omitted if the job has finished or is suspended.
     """
     return not (status.terminal or status.holds(ConditionType.SUSPENDED))
 
@@ -271,9 +271,8 @@ def _repeated_work(status: JobStatus) -> str:
 
 
 def at_risk(status: JobStatus) -> str:
-    """Return the work that a loss now would repeat.
-
-    It is empty if no state is held in memory, or if the job has ended.
+    """Return the work that would have to be repeated after a loss now; empty if that is unknown or
+    the job has finished.
     """
     steps = status.progress.get(AT_RISK)
     return f"at most {count(int(steps), 'step')}" if is_number(steps) and not status.terminal else ""
@@ -485,8 +484,8 @@ SAID = "message "
 """Prefix of the names of remedies for messages. A message matches if it contains the rest of the
 name."""
 _STATUS = re.compile(r"^\([^)]*\) ")
-"""A status in parentheses, which begins the page's text if the reason belongs to a true
-condition."""
+"""Matches the status in parentheses with which the page's text begins if the reason belongs to a
+condition that is True."""
 
 
 def main_condition(status: JobStatus) -> Condition | None:

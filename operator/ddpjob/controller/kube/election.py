@@ -173,9 +173,10 @@ class Lease:
 
 
 async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
-    """Wait for the Lease, and run `act` while the Lease is renewed. Repeat whenever it is lost.
+    """Wait for the Lease, and run `act` while the Lease is renewed. Repeat whenever the Lease is
+    lost.
 
-    Return when `act` ends. The process keeps running however long the API server is unreachable,
+    Return when `act` returns. The process keeps running however long the API server is unreachable,
     because a restart would not help.
     """
     while True:
@@ -189,7 +190,7 @@ async def _term(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
     """Act for one term.
 
     Raises LeadershipLost if the Lease could not be renewed in time, or any exception from `act`.
-    Both are raised after `act` has ended.
+    Both are raised after `act` has stopped.
     """
     taken = await _acquire(lease)
     acting, renewing = asyncio.ensure_future(act()), asyncio.ensure_future(_renew(lease, taken))

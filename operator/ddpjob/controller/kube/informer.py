@@ -54,14 +54,14 @@ Id = tuple[str, str]
 
 PAGE = 500
 PAGE_BYTES = 2 * 1024 * 1024
-"""Maximum size of one page of a list in bytes. As Python objects, a page may take 30 times as much.
-A larger page is requested again as smaller pages, down to one object, whose size the API server
-limits."""
+"""Maximum size of one page of a list in bytes. As Python objects, a page may take up 30 times as
+much memory. A larger page is requested again as smaller pages, down to one object, whose size the
+API server limits."""
 WATCH_SECONDS = 300
 """Duration of a watch in seconds. The API server then ends it, and the next one continues."""
 _SILENCE = 75.0
-"""How long a watch may have no event, in seconds, before it counts as dead. The API server sends a
-bookmark every minute."""
+"""How long a watch may go without an event, in seconds, before it counts as dead. The API server
+sends a bookmark every minute."""
 TURN_SECONDS = 0.02
 """Maximum time in seconds for which one watch may block everything else, including the Lease, when
 thousands of events arrive at once."""

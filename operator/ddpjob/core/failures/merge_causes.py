@@ -37,7 +37,8 @@ from ddpjob.core.failures.classify import Cause, names_pod
 SAME_BREAK = timedelta(seconds=5)
 """Maximum time between a pod's end and an incident that belong to one break."""
 CLEARLY_BEFORE = timedelta(seconds=2)
-"""Longer than the clocks can differ, including the kubelets' rounding."""
+"""A time that is longer than any difference between the clocks, including the kubelets' rounding.
+"""
 
 _EVER = datetime.max.replace(tzinfo=UTC)
 _HARD = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})

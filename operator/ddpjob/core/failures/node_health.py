@@ -77,7 +77,7 @@ class NodeVerdict:
 def judge_nodes(view: View) -> list[NodeVerdict]:
     """Return verdicts on the slots' pods on unhealthy nodes, ordered by index.
 
-    The result is empty once a node of the job has finished, because the job is about to end.
+    The result is empty once a node of the job has finished, because the job is about to finish.
     """
     hosts = view.world.hosts
     if not hosts or any(slot.state is SlotState.SUCCEEDED for slot in view.status.slots):

@@ -9,7 +9,7 @@ of these conditions hold:
   least COST less time if it kept pace. If a script reports no costs, its slow ranks are only
   reported.
 - It has been reported for LASTS by the operator's clock, in addition to the half minute after which
-  the training reports it. Short loads, evaluations and checkpoints end sooner.
+  the training reports it. Short loads, evaluations and checkpoints are over sooner.
 - At most a quarter of the pods are slow. If more are, they are not an exception.
 - A spare is ready on a different Kubernetes node. Otherwise the rank would only lose its work.
 - Within the last hour, the rank was not moved, the job has not left this Kubernetes node, and there
@@ -79,7 +79,7 @@ class _Slow:
 def judge_slow_ranks(view: View) -> list[PaceVerdict]:
     """Return verdicts on pods with clearly slow ranks, the slowest first.
 
-    The result is empty while the job finishes, and until APART has passed since the last move.
+    The result is empty while the job is finishing, and until APART has passed since the last move.
     """
     slow = [found for found in _slow_pods(view) if view.now >= found.since + LASTS]
     if not slow or _next_after_move(view) is not None:

@@ -1,4 +1,4 @@
-"""Second stage: attribute ended pods and the coordinator's new incidents to breaks.
+"""Second stage: attribute the ends of pods and the coordinator's new incidents to breaks.
 
 Each break has one cause. All other failures in it are consequences, which never count. The rules
 are in `failures.merge_causes`. This stage turns ends and incidents into findings for these rules.
@@ -45,7 +45,9 @@ _LOSSES = frozenset({IncidentKind.PEER_LOST, IncidentKind.LEFT})
 
 
 def awaits_cause(ends: Ends) -> bool:
-    """Whether every ended pod of a `command` has lost a peer whose own end may be observed soon."""
+    """Whether all pods of a `command` that have ended lost a peer whose own end may be observed
+    soon.
+    """
     if ends.view.job.spec.under_torchrun or not ends.slots:
         return False
     if all(slot.state is not SlotState.RUNNING for slot in ends.view.status.slots):
@@ -78,7 +80,7 @@ class Attribution:
 
 
 def attribute_ends(ends: Ends) -> Attribution:
-    """Merge ended pods and new incidents into breaks."""
+    """Merge the ends of pods and new incidents into breaks."""
     view = ends.view
     incidents = find_new_incidents(view)
     findings = [_finding_of_end(view, index, ended, incidents) for index, ended in ends.slots.items()]

@@ -75,7 +75,9 @@ class Ended:
 
 @dataclass(frozen=True)
 class Ends:
-    """The ended pods, and the status with the current states of the slots and the coordinator."""
+    """The pods that have ended, and the status with the current states of the slots and the
+    coordinator.
+    """
 
     view: View
     slots: dict[int, Ended]
@@ -89,7 +91,7 @@ class Ends:
 
 
 def find_ends(view: View) -> Ends:
-    """Return the ended pods of the current generation's slots and coordinator."""
+    """Return the pods of the current generation's slots and coordinator that have ended."""
     view, slots = _follow_slots(view)
     view, coordinator = _follow_coordinator(view)
     ends = Ends(view, slots, _suspect_host(view, coordinator))
@@ -116,9 +118,9 @@ def _follow_slots(view: View) -> tuple[View, dict[int, Ended]]:
 
 
 def _silent_since(view: View, slot: Slot, pod: PodView | None) -> datetime | None:
-    """Return since when a slot's pod has been silent; None if it is not silent.
+    """Return when a slot's pod fell silent; None if it is not silent.
 
-    If the exact beginning is unknown, the slot remembers the first reconcile that saw the silence.
+    If the exact time is unknown, the slot remembers the first reconcile that saw the silence.
     """
     since = lost_since(pod, view.world, view.now) if pod is not None else None
     return min(since, slot.lost_since) if since is not None and slot.lost_since is not None else since

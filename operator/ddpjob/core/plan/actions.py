@@ -127,7 +127,8 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
 
 
 def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -> bool:
-    """Whether the back-off of a creation is over. If it is not, add its end to `held`.
+    """Whether the back-off of a creation is over. If it is not over, add the time when it ends to
+    `held`.
 
     If more than the maximum remains, the clock was set back. The back-off then counts as over.
     """
@@ -268,7 +269,7 @@ DEAF = timedelta(seconds=4)
 
 
 def send_away_deaf(view: View, endpoint: str) -> list[Action]:
-    """Return the message that ends launchers that have missed the deletion of their pods.
+    """Return the message that stops launchers that have missed the deletion of their pods.
 
     SIGTERM is lost if it arrives while a container's first process starts. The launcher would then
     wait for a group until the kubelet kills it at the end of the grace period. The coordinator
@@ -289,9 +290,9 @@ LONGEST_DEAF = timedelta(seconds=20)
 
 
 def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
-    """Return the message that ends a replaced coordinator, which may still run on a lost host.
+    """Return the message that stops a replaced coordinator, which may still run on a lost host.
 
-    If the generation continues, its members look for the next coordinator. Otherwise they end. A
+    If the generation continues, its members look for the next coordinator. Otherwise they exit. A
     coordinator of an old generation whose host is not lost gets no message, because its pods may be
     saving. It is deleted after them.
     """

@@ -20,7 +20,7 @@ Example of a job that is scaled from 4 nodes to 6:
     Kueue admits 7c and finishes 1a: the job is resized to 6 nodes, 1a is deleted
     Kueue evicts 7c: the pods end gracefully, then 7c is released and waits in its place
 
-The label that names the queue is read when a job begins, and while it is suspended. On a running
+The label that names the queue is read when a job starts, and while it is suspended. On a running
 job, a new label has no effect, and removing the label does not release the quota.
 
 Why: docs/decisions/0017.
@@ -69,8 +69,8 @@ def is_queued(view: View) -> bool:
     """Whether a queue decides when the job runs.
 
     If the label is added to a job that runs without a queue, it takes effect only once the job is
-    suspended, so that training does not end. If the label is removed, training keeps its quota,
-    because Kueue would otherwise grant that quota to other jobs.
+    suspended, so that training is not interrupted. If the label is removed, training keeps its
+    quota, because Kueue would otherwise grant that quota to other jobs.
     """
     status = view.status
     if view.world.serves_queues is None:
@@ -89,7 +89,7 @@ def _holding(view: View) -> WorkloadView | None:
         for w in view.world.workloads
         if w.admitted and not (w.evicted or w.leaving) and (not w.finished or (w.finished == REPLACED and pending))
         if w.shape == shape and w.grant is not None and w.grant.pods >= least
-        # A change by the user takes effect when the job begins.
+        # A change by the user takes effect when the job starts.
         if view.status.queue is not None or w.asks == _asks(job)
     ]
     return min(usable, key=lambda w: (bool(w.finished), w.name != name), default=None)
@@ -154,9 +154,9 @@ def with_admitted(view: View) -> JobStatus:
 def plan_queue_actions(view: View) -> list[Action]:
     """Return the quota requests to create, release and delete.
 
-    The quota of ending pods must not be released. A job that has left its queue therefore keeps its
-    Workloads until its old pods have ended. For a job in a queue, the caller ensures that it either
-    has quota or has no pods left.
+    The quota of terminating pods must not be released. A job that has left its queue therefore
+    keeps its Workloads until its old pods have ended. For a job in a queue, the caller ensures that
+    it either has quota or has no pods left.
     """
     job, world, queue = view.job, view.world, view.status.queue
     if not is_queued(view):
@@ -197,7 +197,7 @@ def drop_workloads(view: View) -> list[Action]:
 
 
 def finish_workloads(view: View) -> list[Action]:
-    """Return actions that release the quota of a job that has ended.
+    """Return actions that release the quota of a finished job.
 
     The Workloads stay as a record, as they do for other kinds of jobs.
     """

@@ -229,7 +229,7 @@ def plan_next_coordinator(status: JobStatus) -> JobStatus:
 
 
 def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None) -> Repeated:
-    """Return the back-off after another end.
+    """Return the back-off after another pod has ended.
 
     The count rises if the pod ended quickly for the same cause, and a delay may help against this
     cause. Otherwise it is reset. After a preemption, the next pod waits for ROOM instead.

@@ -66,7 +66,7 @@ def current_restart(status: JobStatus) -> Restart | None:
 def makes_new_steps(status: JobStatus) -> bool:
     """Whether a running group makes steps that no earlier round has made, as far as is known.
 
-    It does not before its first step, nor while it repeats steps.
+    It makes none before its first step or while it repeats steps.
     """
     restart = current_restart(status)
     if restart is None:
