@@ -45,8 +45,8 @@ class DDPJob:
     def read(cls, body: Mapping[str, Any]) -> DDPJob:
         """Read a whole object with metadata, spec and status.
 
-        Raises KeyError or ValueError for a malformed object. `spec` is the effective spec: it has
-        the values of the class in the status, and is cut to that class's limits.
+        Raises KeyError or ValueError for a malformed object. `spec` is the effective spec, with the
+        values of the class in the status and within its limits.
         """
         meta, spec = body["metadata"], body["spec"]
         too_large = oversized(spec)
@@ -135,7 +135,7 @@ def taken_class(spec: Mapping[str, Any], status: JobStatus) -> JobClass | None:
 
 
 def classed(spec: Mapping[str, Any], given: JobClass) -> Json:
-    """Return a spec as written plus the values of a class."""
+    """Add the values of a class to a spec as written, and return the result."""
     return with_class(spec, given.spec, given.fixed)
 
 

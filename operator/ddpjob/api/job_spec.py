@@ -1,8 +1,9 @@
 """`spec` of a DDPJob as frozen dataclasses, which pydantic reads.
 
-The CRD file is the only source of names, defaults and ranges. A field with a default there has no
-default here, because `JobSpec.read` fills in the CRD's defaults first. A spec can therefore also be
-read under the CRD of a different release. A default here is the value of a field that is absent.
+The CRD file is the only source of names, defaults and ranges. A field with a default in the CRD has
+no default in its dataclass, because `JobSpec.read` fills in the CRD's defaults first. A spec can
+therefore also be read under the CRD of a different release. A default in a dataclass applies to a
+field that is absent and has no default in the CRD.
 """
 
 from __future__ import annotations
@@ -261,7 +262,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
-    """Bounds of `nodes`."""
+    """Bounds for `nodes`."""
 
     min_nodes: int
     max_nodes: int | None = None

@@ -59,7 +59,7 @@ class ConditionType(StrEnum):
     NODES_HEALTHY = "NodesHealthy"
     """Set only while a pod stays on a Kubernetes node that a health agent reports as unhealthy."""
     RANKS_KEEP_PACE = "RanksKeepPace"
-    """Set only while a clearly slow rank stays in its place."""
+    """Set only while a clearly slow rank is not moved."""
     CHECKPOINTS_COPIED = "CheckpointsCopied"
     """Set only if checkpoints do not reach the bucket, although they should."""
     SNAPSHOTS_HELD = "SnapshotsHeld"
@@ -186,7 +186,7 @@ class RendezvousStatus:
     state: SlotState = SlotState.PLANNED
     endpoint: str = ""
     nodes: _Number = 0
-    """The number of nodes for which the slots were last laid out."""
+    """The number of nodes for which the slots were last planned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +283,7 @@ class Restart:
     round: Annotated[_Number, _OMIT_EMPTY] = 0
     """The round that began with this restart."""
     consequence: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether another failure in the same round caused it."""
+    """Whether another failure in the same round caused this one."""
     everywhere: Annotated[bool, _OMIT_EMPTY] = False
     """Whether ranks of other pods (or other ranks of the only pod) failed with the same error in
     that round."""

@@ -45,7 +45,7 @@ def summary(job: DDPJob, status: JobStatus) -> str:
 
 
 def _figures(status: JobStatus) -> list[str]:
-    """Return progress, loss, time left, speed and accuracy, without those that are unknown."""
+    """Return progress, loss, time left, speed and accuracy, if they are known."""
     shown = (("", "display"), ("loss ", "lossDisplay"), ("eta ", "eta"), ("", "speedDisplay"))
     words = [f"{label}{status.progress[name]}" for label, name in shown if name in status.progress]
     words += [f"accuracy {accuracy:.2%}" for accuracy in [reported_accuracy(status)] if accuracy is not None]

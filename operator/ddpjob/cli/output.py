@@ -80,7 +80,7 @@ def document(body: Json, kind: str) -> str:
 def _escaped(character: str) -> str:
     """Return a character of JSON text, escaped if it could control a terminal.
 
-    JSON itself requires this only of control characters below 32.
+    JSON itself requires this only for control characters below 32.
     """
     return character if character.isprintable() else json.dumps(character)[1:-1]
 

@@ -35,7 +35,7 @@ _PANELS = (("loss", "loss"), ("test loss", "loss"), ("test accuracy", "accuracy"
 
 
 def means(values: Sequence[float], width: int) -> list[float]:
-    """Return at most `width` numbers, each the mean of its part of `values`."""
+    """Return at most `width` numbers, each the mean of one part of `values`."""
     width = min(width, len(values))
     parts = [values[len(values) * part // width : len(values) * (part + 1) // width] for part in range(width)]
     return [sum(part) / len(part) for part in parts]
@@ -182,7 +182,7 @@ def _panel(title: str, runs: Sequence[Points], right: float) -> Iterator[str]:
 
 
 def _columns(points: Points, right: float) -> dict[int, float]:
-    """Return the mean of the points in each column of the panel that has any."""
+    """Return the mean of each column of the panel, except for columns without points."""
     found: dict[int, list[float]] = {}
     for position, value in points:
         at = round(position / right * (WIDTH - 1)) if right > 0 else 0

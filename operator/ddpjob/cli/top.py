@@ -45,7 +45,7 @@ _PIPED_WIDTH = 200
 
 
 class StepCurve:
-    """Reported values of one number, one per step."""
+    """Values of one reported number, one per step."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -139,7 +139,7 @@ def _text(line: str) -> Text:
 
 
 def _prose(line: str) -> Text:
-    """Return a line that is wrapped, because its end says what to do."""
+    """Return a line as text that wraps, because the end of the line says what to do."""
     return Text(printable(line))
 
 

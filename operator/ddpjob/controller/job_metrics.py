@@ -1,9 +1,9 @@
 """Prometheus metrics of jobs, from the statuses that the operator writes and reads anyway.
 
-Events are counted when a job's status in the cache changes: once for each status that the API
-server has stored, whether its response or a watch showed it. Events are not counted if they
-happened before this replica read the job or while no replica acted. Counters start at 0 with the
-process, as Prometheus expects.
+Events are counted when a job's status in the cache changes, once for each status that the API
+server has stored. The cache may get the status from a response or from a watch. Events are not
+counted if they happened before this replica read the job or while no replica acted. Counters start
+at 0 with the process, as Prometheus expects.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class Leader:
     ) -> None:
         self.settings, self.shard, self.schema = settings, shard, schema
         creating = Turns(CREATIONS)
-        # Each namespace has its share of the workers; see `_rank` for the order. Jobs that need
-        # pods come before jobs whose status only reports them.
+        # Each namespace has its share of the workers; see `_rank` for the order. Jobs that lack
+        # pods come before jobs whose pods only have to be reported in the status.
         self.queue = DelayQueue[JobKey](group=lambda key: key.namespace, rank=self._rank, crowded=creating.wanted)
         self._reconciled = set[JobKey]()
         self.accounts = JobAccounts()

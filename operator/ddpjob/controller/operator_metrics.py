@@ -122,8 +122,8 @@ PATIENCE = 10.0
 FRESH_SECONDS = 0.5
 """How long a text is reused after it was created, in seconds."""
 SHARE = 0.1
-"""Maximum share of a CPU's time for creating texts. A text about many jobs takes long to create, so
-it is served for longer."""
+"""Maximum share of a CPU's time for creating texts. A text about many jobs takes a long time to
+create, so it is reused for longer."""
 
 
 class Page:

@@ -171,9 +171,10 @@ class ReportWatch:
     def _share(self, followed: FollowedCoordinator, size: int) -> float:
         """Return how long to wait so that all reports stay below READ_BYTES per second.
 
-        The wait is long enough to read the last report of every coordinator or, if that is shorter,
-        as many reports of this `size` as there are coordinators. A large report thus waits only if
-        many reports are large, and a small report never waits for large ones.
+        At that rate, it takes a certain time to read the last report of every coordinator, and a
+        certain time to read equally many reports of this `size`. The wait is the shorter of the
+        two. A large report thus waits only if many reports are large, and a small report never
+        waits for large ones.
         """
         self._bytes += size - followed.size
         followed.size = size

@@ -7,7 +7,7 @@ resumes.
 2. The slots are planned again as a new generation, so that resuming only has to create the pods.
 3. Nodes are deleted with their grace period. The coordinator is deleted last, because nodes need it
    until they have ended. Its deletion does not wait for a pod that should have ended long ago.
-4. An unreachable host cannot confirm the end of its pods, so they are deleted without waiting.
+4. An unreachable host cannot confirm that its pods have ended, so they are deleted without waiting.
 5. After the last pod, the PodGroup is deleted, and so are the quota requests unless the job waits
    in a queue.
 

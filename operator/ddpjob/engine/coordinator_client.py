@@ -192,7 +192,7 @@ class CoordinatorLink:
             if answer.headers.get("Content-Encoding", "identity") != "identity":
                 raise ValueError(f"the response is encoded: {answer.headers['Content-Encoding'][:40]!r}")
             async with asyncio.timeout(SECONDS):
-                # The wait of a long poll is over when the response begins.
+                # A long poll has stopped waiting when its response begins.
                 content = await self._read(answer.content)
             return answer.status, answer.headers, content
 

@@ -119,7 +119,7 @@ class JobFolder(_Folder):
 
 
 def holds_checkpoints(folder: Path, but: Collection[str] = ()) -> bool:
-    """Return whether a checkpoint folder has more than the record of rounds and `but`.
+    """Return whether a checkpoint folder has files other than the record of rounds and `but`.
 
     Raises OSError.
     """

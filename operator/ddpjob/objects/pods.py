@@ -223,8 +223,8 @@ def _affinity(job: DDPJob, status: JobStatus) -> Json:
 
 def _elsewhere(status: JobStatus) -> Json:
     """Build the affinity that keeps pods off avoided Kubernetes nodes if possible."""
-    # A field selector takes one value, so each avoided node needs its own. All of them in a term
-    # must hold.
+    # A field selector takes only one value, so each avoided node needs a selector of its own. A
+    # term requires that all of its selectors match.
     fields = [
         {"key": "metadata.name", "operator": "NotIn", "values": [avoided.node]} for avoided in status.avoided_nodes
     ]

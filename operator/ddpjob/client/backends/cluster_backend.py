@@ -600,13 +600,15 @@ class _ReadPosition:
 
 
 def _order(stamp: bytes) -> tuple[bytes, bytes]:
-    """Return a sort key for the timestamp of a log line, whose fraction lacks trailing zeros."""
+    """Return a sort key for a log line's timestamp, in which trailing zeros of the fraction are
+    missing.
+    """
     whole, _, fraction = stamp.removesuffix(b"Z").partition(b".")
     return whole, fraction.ljust(9, b"0")
 
 
 def _names_object(refusal: ApiRefusal) -> bool:
-    """Whether a 404 is about one object rather than its kind."""
+    """Whether a 404 is about one object rather than about its whole kind."""
     return re.search(r'"[^"]+" not found', str(refusal)) is not None
 
 

@@ -29,7 +29,9 @@ _MOST_FILES = 10_000
 
 
 def list_files(path: str, most: int) -> list[tuple[str, int]]:
-    """Return names and sizes of the regular files in a folder. This source also runs in pods."""
+    """Return names and sizes of the regular files in a folder. The function's source also runs in
+    pods.
+    """
     import os
     from itertools import islice
 
@@ -50,7 +52,7 @@ def list_files(path: str, most: int) -> list[tuple[str, int]]:
 
 
 def read_file(path: str, name: str, most: int) -> bytes:
-    """Return the last `most` bytes of a regular file. This source also runs in pods."""
+    """Return the last `most` bytes of a regular file. The function's source also runs in pods."""
     import os
     import stat
 

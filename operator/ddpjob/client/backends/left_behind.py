@@ -238,9 +238,7 @@ def _break(incident: Incident) -> Iterator[str]:
 
 
 def describe_end(incident: Incident) -> list[str]:
-    """Return the exit code, the signal and the number of consequences, without those that are
-    unknown.
-    """
+    """Return the exit code, the signal and the number of consequences, if they are known."""
     parts = [f"exit code {incident.exit_code}"] if incident.exit_code is not None else []
     parts += [incident.signal] if incident.signal else []
     return [*parts, *([count(incident.consequences, "consequence")] if incident.consequences else [])]

@@ -169,7 +169,7 @@ class ProcessBackend:
         path = folder.run((_record(folder) or {})["local"]["run"]).events
         found = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-            with suppress(ValueError):  # cut off by a full disk or by the end of its run
+            with suppress(ValueError):  # The disk was full, or the run was killed.
                 event = json.loads(line)
                 found.append(Happened(parse_time(event["time"]), event["warning"], event["reason"], event["message"]))
         return found
@@ -466,7 +466,7 @@ def _object(folder: JobFolder, record: Json, ended: bool) -> Json:
 def _interrupted(status: Json) -> Json:
     """Return the status of a job whose run is gone, along with all its pods.
 
-    A killed run could not record its end.
+    A killed run could not record that it ended.
     """
     status = {**status, "phase": INTERRUPTED}
     nodes = status.get("nodes")

@@ -12,7 +12,8 @@ The following rules decide which files are sent. The first rule that applies win
    not read.
 3. Hidden files, caches and outputs (DEFAULTS) are left out, as are files that look like secrets
    (SECRETS). The latter are reported.
-4. Files that match the patterns in a `.gitignore` file are left out, each file for its own folder.
+4. Files that match the patterns in a `.gitignore` file are left out. Each `.gitignore` applies to
+   its own folder.
 
 Example: if no ignore file mentions `certs/ca.pem`, it is left out with a note. `!certs/ca.pem` in
 .ddpjobignore sends it.

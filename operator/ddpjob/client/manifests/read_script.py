@@ -4,9 +4,9 @@ Problem: a script written for one GPU also runs under torchrun. Each rank then t
 on all the data, and nothing fails. The user needs to know before the job starts, and needs the
 lines to add with the names of this script.
 
-Rule: the script is parsed with `ast`, never imported or executed. It forms a group if it, or a
-module that it imports from its own folder, calls a function in `_FORMS`, or creates the Trainer of
-Lightning or Hugging Face, or an Accelerator. Otherwise:
+Rule: the script is parsed with `ast`, never imported or executed. The script forms a group if its
+own code, or a module that it imports from its own folder, calls a function in `_FORMS` or creates
+an Accelerator or the Trainer of Lightning or Hugging Face. Otherwise:
 
 - the optimizer is the variable that gets `SGD(…)`, `Adam(…)` or another class of torch.optim;
 - the model is X in its argument `X.parameters()`;
@@ -59,7 +59,7 @@ class Named:
 
 @dataclass
 class TrainingScript:
-    """The parts that a script trains with, and how its ranks find each other."""
+    """The parts of a script that training uses, and how the script's ranks find each other."""
 
     text: str
     framework: str = ""
@@ -280,7 +280,7 @@ def _scope(tree: ast.Module, wanted: ast.stmt) -> list[ast.stmt]:
 
 
 def _is_seen(wanted: ast.stmt, scope: list[ast.stmt], tree: ast.Module) -> bool:
-    """Return whether a variable that `wanted` sets is known among the statements of `scope`."""
+    """Return whether the statements of `scope` can use a variable that `wanted` sets."""
     return wanted in tree.body or any(_contains(node, wanted) for node in scope)
 
 

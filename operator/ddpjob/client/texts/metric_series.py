@@ -169,7 +169,8 @@ def _fractions(epochs: Mapping[int, float]) -> dict[int, float]:
     for step in sorted(epochs):
         ends[epochs[step]] = step
     order = sorted(ends)
-    # Training may have continued in the middle, so the first known epoch has an unknown beginning.
+    # Training may have continued in the middle of an epoch, so it is unknown where the first epoch
+    # with steps began.
     begin = min(epochs, default=1) - 1 if order and order[0] != 1 else 0
     spans, length = dict[float, tuple[int, int]](), 1
     for epoch in order:

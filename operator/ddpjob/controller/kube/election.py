@@ -64,7 +64,7 @@ class Lease:
         since."""
         self._version: str | None = None
         self._seen = 0.0
-        """When this version was first seen (monotonic seconds)."""
+        """When the current version of the Lease was first seen (monotonic seconds)."""
         self._read = float("-inf")
         self.written = float("-inf")
         """When this replica began its last write of the Lease. Other replicas never measure the

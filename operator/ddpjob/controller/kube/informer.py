@@ -89,7 +89,7 @@ class Cache(Generic[View]):
     ) -> None:
         self.rest, self.path, self.read, self.on_change, self.keep = rest, path, read, on_change, keep
         self.listed = asyncio.Event()
-        """Set when the cache is complete, because a list of the collection has been read."""
+        """Set once the cache is complete, that is, once a list of the collection has been read."""
         self.answered = asyncio.Event()
         """Set when `listed` is set, or when the API server has refused access to the collection."""
         self.served = False

@@ -202,7 +202,8 @@ def _close(incident: Finding, here: _Break) -> bool:
 
 
 def _join(incident: Finding, here: _Break) -> bool:
-    """Add an incident to a break that began with ended pods, as its cause or as a consequence.
+    """Add an incident to a break that began with the ends of pods, as its cause or as a
+    consequence.
 
     Return False if the incident is a separate, earlier break.
     """

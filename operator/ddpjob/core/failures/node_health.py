@@ -349,8 +349,8 @@ class Wants:
         """Whether a node is of the kind that the job runs on.
 
         Such a node offers the requested kinds of devices or, if the job does not request any, has
-        the labels of its node selector. A node whose devices are all broken still offers the kind,
-        with the number 0.
+        the labels of its node selector. A node whose devices are all broken still lists them, with
+        the number 0.
         """
         if self.devices:
             return self.devices.keys() <= host.devices.keys()

@@ -7,7 +7,7 @@ It also handles two cases that the findings alone cannot show:
 - The end of an idle spare does not break the group (`_was_idle`).
 - A `command` has no coordinator that reports which rank failed first. If one node fails, all others
   soon fail as well, because they have lost a peer. If only such errors have been seen, the stage
-  waits for the peer's own end for up to CAUSE_WAIT (`awaits_cause`). Then a single finding is kept:
+  waits up to CAUSE_WAIT for the peer itself to end (`awaits_cause`). Then a single finding is kept:
   a disruption if there is one, otherwise the first error that is not about a lost peer.
 
 Example of a `command` with 2 nodes:

@@ -10,7 +10,7 @@ Failed. A restart is pointless in these cases, in this order (`find_failure`):
 1. A rule, or its default, says that the cause fails the job (`failures.policy`).
 2. The job has never run, and its image does not exist.
 3. The coordinator cannot start before the first step.
-4. More failures have counted than recovery.maxRestarts allows.
+4. More failures have been counted than recovery.maxRestarts allows.
 5. The same error of the program repeats before the first step.
 
 Example with 2 nodes under torchrun:

@@ -182,7 +182,7 @@ def _removals(view: View, lost: frozenset[str]) -> list[Action]:
         if pod.name in view.current_names and pod.name not in lost:
             continue
         if not pod.ended and (pod.name in lost or is_given_up(view, pod, lost_since(pod, world, view.now))):
-            # An unreachable host will never confirm the pod's end.
+            # An unreachable host will never confirm that the pod has ended.
             actions.append(DeletePod(pod.name, pod.uid, 0))
         elif pod.role is Role.COORDINATOR:
             if pod.deleted_at is None and (pod.generation == generation or not old_nodes_run):

@@ -5,7 +5,7 @@ slot, and the pod of slot 2 in attempt 5 is called `JOB-2-5`. The slots are the 
 missing pod is created, and a running pod that no slot names is deleted.
 
 No pod name is ever used twice. A replacement therefore need not wait for a deletion, and a name
-never leads to the address of a different pod. So attempts only grow, and a new slot begins above
+never leads to the address of a different pod. So attempts only grow, and a new slot starts above
 the highest attempt of any dropped slot. An operator may also have died right after creating a pod,
 before the status shows it, so the attempts of all existing pods are skipped.
 

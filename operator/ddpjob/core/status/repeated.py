@@ -108,7 +108,7 @@ def _with_seconds(counts: Restarts, restart: Restart | None, seconds: float) -> 
 def judge_snapshots(view: View) -> JobStatus:
     """Return the status with the SnapshotsHeld condition.
 
-    The condition is absent until states do not fit.
+    The condition is absent until a state does not fit into a pod's memory.
     """
     status, figures = view.status, view.reported_progress
     condition = partial(with_condition, status, ConditionType.SNAPSHOTS_HELD, now=view.now)

@@ -90,9 +90,10 @@ def _steps(progress: Mapping[str, Any]) -> bool:
 def _timed(view: View) -> tuple[Restart, ...]:
     """Return the recent restarts, with the duration in seconds of each restart that is over.
 
-    If steps are reported to the coordinator, a restart is over with the next step. The coordinator
-    measures the last restart more precisely than the operator, which sees it only at reconciles. A
-    restart that a suspension has cut short gets no duration, because there was no recovery.
+    If steps are reported to the coordinator, a restart is over when the next step has been made.
+    The coordinator measures the last restart more precisely than the operator, which sees it only
+    at reconciles. A restart that a suspension has cut short gets no duration, because there was no
+    recovery.
     """
     report = view.report
     if report is not None and report.recovery.down_since is not None and view.job.spec.under_torchrun:
