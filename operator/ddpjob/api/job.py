@@ -36,7 +36,7 @@ class DDPJob:
     queue_priority: str = ""
     """The WorkloadPriorityClass from the job's label."""
     written: Json = field(default_factory=dict, compare=False, repr=False)
-    """`spec` as written in the object, for a job that names a class."""
+    """`spec` as written in the object; empty unless the job names a class."""
     oversized: str = ""
     """Path of the oversized part of the spec. If it is set, large fields are not read, and no pods
     are made from the other fields."""

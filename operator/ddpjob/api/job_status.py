@@ -275,7 +275,7 @@ class Restart:
     repeated_steps: Annotated[_Number | None, _OMIT_NONE] = None
     """Number of complete steps that were repeated; None if unknown."""
     repeated_seconds: Annotated[float | None, _OMIT_NONE] = None
-    """Seconds spent on repeating these steps; None until all have been repeated."""
+    """Seconds spent on the repeated steps; None until all of them have been repeated."""
     continued_from: Annotated[str, _OMIT_EMPTY] = ""
     """The source from which training continued: memory, storage, scratch, or unknown if the script
     has not reported it; empty until the first step.
@@ -309,7 +309,7 @@ class Restarts:
     repeated_steps: Annotated[_Number, _OMIT_EMPTY] = 0
     """Number of complete steps that are known to have been repeated since the job started."""
     repeated_seconds: Annotated[float, _OMIT_EMPTY] = 0.0
-    """Seconds spent on repeating these steps."""
+    """Seconds that are known to have been spent on repeated steps since the job started."""
     unknown_repeats: Annotated[_Number, _OMIT_EMPTY] = 0
     """Number of restarts with an unknown number of repeated steps."""
     seen_start: Annotated[str, _below("seen", "start")] = ""

@@ -143,7 +143,7 @@ def fit(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     for dropped in (None, *_DROPPED):
         cut = cut or dropped == ""
         columns = [cells for cells in columns if cells[0] != dropped]
-        if cut:  # A dropped column gives its room back to the names.
+        if cut:  # A dropped column leaves room for the names.
             most = max(_NAME, width - sum(_wide(cells) + _GAP for cells in columns[1:]))
             columns[0] = [_cut(name, most) for name in names]
         if sum(map(_wide, columns)) + _GAP * (len(columns) - 1) <= width:

@@ -9,8 +9,8 @@ Three things that kopf does not do are done here:
 - It never shows deletions during an interruption of its watch, but lists the jobs again and shows
   the existing ones. Whenever kopf lists, and once a minute, the names of all jobs are listed
   here. A job that is not on this list is gone.
-- It does not report the end of its first list. The cache is complete once all jobs in the first
-  list of names have been read because kopf has shown them.
+- It does not report the end of its first list. The cache is complete once kopf has shown all jobs
+  in the first list of names and each of them has been read.
 - After a restore from a backup it keeps watching from a version that the API server's store no
   longer has. The list of names reveals this. `restored` is then set, and kopf is restarted.
 

@@ -84,10 +84,10 @@ LONGEST_PAUSE = 60.0
 """Maximum delay in seconds between attempts at a refused request."""
 _DELETION, _LABEL, _CHANGE = "deletion", "label", "change"
 FOUND_FOR = 30.0
-"""How long, in seconds, a created or found object is assumed to exist although no watch shows
-it."""
+"""How long an object that was created or found is assumed to exist although no watch shows it, in
+seconds."""
 LOOK_AGAIN = 5.0
-"""How long, in seconds, the state read for an apparently lost Kubernetes node is trusted."""
+"""How long a reading of an apparently lost Kubernetes node is trusted, in seconds."""
 _MOST_CHECKED = 5000
 """Maximum number of ConfigMaps recorded as checked. Each namespace with jobs has one or two, but
 users may delete them at any time, and new ones are then created."""

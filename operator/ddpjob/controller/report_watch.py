@@ -123,7 +123,7 @@ class ReportWatch:
     def report(self, key: JobKey) -> Report | None:
         """Return the job's last report.
 
-        The result is None while its coordinator does not respond or has not been asked.
+        The result is None while the job's coordinator does not respond or has not been asked.
         """
         followed = self._followed.get(key)
         return followed.report if followed is not None else None

@@ -145,7 +145,7 @@ def _end_of_group(followed: Followed, events: list[Event]) -> Decision | None:
 
 def _restart_events(followed: Followed) -> list[Event]:
     failure = followed.failure
-    # The failure has its own event, so its restart does not get a second one.
+    # The failure has its own event, so the restart does not get a second event.
     restarts = tuple(r for r in followed.restarts if failure is None or r.reason != failure.reason)
     return restart_events(followed.view, restarts, followed.idle, failed=failure is not None)
 

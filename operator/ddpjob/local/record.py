@@ -42,7 +42,7 @@ def held(folder: JobFolder) -> Iterator[None]:
                 f"job {folder.name} is already running (process {pid}); `ddpjob stop {folder.name}` stops it"
             )
         os.ftruncate(descriptor, 0)
-        # Write at once, because another process that finds the lock held reports its holder.
+        # Write at once, because a process that finds the lock held reports who holds it.
         os.write(descriptor, str(os.getpid()).encode())
         try:
             if parent := _unlocked_runner(folder):
@@ -193,7 +193,7 @@ def _refusal(request: Path) -> Path:
 def requests(folder: JobFolder) -> list[tuple[Path, str, str]]:
     """Return (file, verb, subject) of every pending request, oldest first.
 
-    The runner removes the file after processing it.
+    The runner removes a request's file after processing it.
     """
     if not folder.requests.is_dir():
         return []

@@ -302,7 +302,7 @@ class BearerServer(ApiServer):
         """Stop all reads, including those in other threads, and refuse later requests."""
         self._closed = True
         for response in list(self._open):
-            with suppress(RuntimeError, ValueError, OSError):  # It has already ended.
+            with suppress(RuntimeError, ValueError, OSError):  # The response has already ended.
                 response.shutdown()
         self._pool.clear()
 

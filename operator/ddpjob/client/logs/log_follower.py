@@ -235,7 +235,7 @@ class LogFollower:
                     break
             if (over or gone > 1) and not self._reading:
                 return
-            if gone > 1 and quiet and self.backend.local:  # local logs end when the run does
+            if gone > 1 and quiet and self.backend.local:  # Local logs end when the run ends.
                 return
 
     def _pods(self) -> list[PodLine]:

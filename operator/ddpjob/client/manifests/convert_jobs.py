@@ -89,7 +89,7 @@ def convert(
     """Convert a manifest of another operator. Raises Mistake for an unknown kind.
 
     `runtimes` are the runtimes that a TrainJob may name. `image` replaces the manifest's image, and
-    `script` is the entry point if it is in the image.
+    `script` is the entry point if only the image defines it.
     """
     made = _converted(manifest, runtimes)
     _complete(made, script, image)

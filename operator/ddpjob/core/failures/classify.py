@@ -92,7 +92,7 @@ PLANNED = frozenset({Cause.JOINED, Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_C
 def names_pod(restart: Restart) -> bool:
     """Whether the restart is due to one pod.
 
-    A hang or a changed spec affects the whole group, so such a restart has the job's name instead.
+    A hang or a changed spec affects the whole group, so such a restart names the job instead.
     """
     return restart.index is not None or restart.reason == Cause.COORDINATOR_LOST
 

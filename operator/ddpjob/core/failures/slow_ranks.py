@@ -2,8 +2,8 @@
 
 All ranks wait for the slowest one in each step, so one throttled GPU or one busy host slows the
 whole job down. The ranks measure this (`ddpjob_pod/stragglers.py`) and report which of them lag.
-Moving one costs a restart, and helps only if its place is the reason. So a rank moves only if all
-of these conditions hold:
+Moving a rank costs a restart, and helps only if the rank's host is the reason. So a rank moves only
+if all of these conditions hold:
 
 - It is reported as at least SLOWDOWN times as slow as the median rank, and each step would take at
   least COST less time if it kept pace. If a script reports no costs, its slow ranks are only

@@ -243,7 +243,8 @@ def _has_other_platform(view: View, hosts: set[str]) -> bool:
 
 
 def _suspect_host(view: View, ended: Ended | None) -> Ended | None:
-    """Return the coordinator's end, as the host's fault if the operator never reached it.
+    """Return the coordinator's end, blamed on the host if the operator never reached the
+    coordinator.
 
     Such an end does not count, and the next coordinator starts on a different host. If the job
     already avoids a host because of a start error, the host is not suspected again, because the
