@@ -449,12 +449,12 @@ class JobStatus:
 
     @classmethod
     def read(cls, status: Mapping[str, Any]) -> JobStatus:
-        """Read a `status`. Unknown fields are ignored, because a different release may have written
-        it.
+        """Read a `status`.
 
-        An empty status belongs to a new job. Raises an error if `status` is not a JSON object.
-        Fields that cannot be read and objects that lack a required field are ignored, because the
-        CRD admits some of them and a file with a job's record may hold anything.
+        Unknown fields are ignored, because a different release may have written it. An empty status
+        belongs to a new job. Raises an error if `status` is not a JSON object. Fields that cannot
+        be read and objects that lack a required field are ignored, because the CRD admits some of
+        them and a file with a job's record may hold anything.
         """
         return _validated({**status, "slots": _expanded(status.get("slots") or ())})
 

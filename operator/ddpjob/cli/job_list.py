@@ -113,8 +113,10 @@ class JobList:
 
 
 def in_order(bodies: Sequence[Json]) -> list[Json]:
-    """Sort the jobs: waiting jobs come after those with pods, and finished jobs come last. Within
-    each group, the newest job comes first.
+    """Sort the jobs.
+
+    Waiting jobs come after those with pods, and finished jobs come last. Within each group, the
+    newest job comes first.
     """
     newest = sorted(bodies, key=lambda body: str(body["metadata"].get("creationTimestamp")), reverse=True)
     return sorted(newest, key=lambda body: (phase(body) in ENDED, phase(body) in _WAITING))

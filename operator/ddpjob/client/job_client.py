@@ -441,8 +441,9 @@ class Client:
         _read_manifest(manifest)
 
     def restart(self, job: str | Job, *, timeout: float = 600) -> None:
-        """Replace all pods of a job: suspend the job, wait until its pods have stopped, and resume
-        it.
+        """Replace all pods of a job.
+
+        This suspends the job, waits until its pods have stopped, and resumes it.
         """
         restart(self._backend, _name(job), timeout)
 
@@ -475,8 +476,9 @@ def _in_notebook() -> bool:
 
 
 class ProgressLine:
-    """A line of output that is overwritten at each change. If `wanted` is false, nothing is
-    printed.
+    """A line of output that is overwritten at each change.
+
+    If `wanted` is false, nothing is printed.
     """
 
     def __init__(self, wanted: bool) -> None:

@@ -39,8 +39,9 @@ _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def rerun(backend: Backend, name: str, *, fresh: bool) -> str:
-    """Rerun the job and return a text about what was done. Raises Mistake if the job has not
-    finished.
+    """Rerun the job and return a text about what was done.
+
+    Raises Mistake if the job has not finished.
     """
     body = backend.job(name)
     state = phase(body)

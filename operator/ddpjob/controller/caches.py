@@ -242,8 +242,9 @@ class Caches:
         return [job for job in self._jobs_of(namespace).views() if job.namespace == namespace]
 
     def others_wait(self, job: DDPJob) -> bool:
-        """Whether another job waits for room. False unless this job's own Scheduled condition is
-        false.
+        """Whether another job waits for room.
+
+        The result is False unless this job's own Scheduled condition is false.
         """
         own = job.status.condition(ConditionType.SCHEDULED)
         if own is None or own.status:
@@ -277,8 +278,9 @@ class Caches:
         return found if found is not None and job.uid in found.job_uids else None
 
     def known(self, kind: str, namespace: str, name: str) -> Owned | None:
-        """Return the cached metadata of an object, for kinds that are cached as metadata only; None
-        if the object is not cached.
+        """Return the cached metadata of an object; None if the object is not cached.
+
+        This is for kinds that are cached as metadata only.
         """
         found: Owned | None = self._of(kind, namespace).get(namespace, name)
         return found

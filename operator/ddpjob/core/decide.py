@@ -68,8 +68,8 @@ def decide(job: DDPJob, world: World, now: datetime) -> Decision:
     `now` is timezone-aware UTC.
 
     The function is pure: the same arguments always give the same decision. The decision may be
-    performed twice, because creations are named by index and attempt, and deletions carry a uid. If
-    an operator dies partway through, the next reconcile decides from a new observation.
+    performed twice, because created objects are named by index and attempt, and deletions carry a
+    uid. If an operator dies partway through, the next reconcile decides from a new observation.
 
     A job that is being deleted, or that belongs to another controller, is left alone. For any other
     job, the GATES come first and then `_run`. Notifications for the job's receiver, and the job's

@@ -55,8 +55,8 @@ class CreateWorkload:
 
     name: str
     replaces: str = ""
-    """Name of the Workload that holds the job's quota. This Workload, which has a different number
-    of pods, replaces it when it is admitted."""
+    """Name of the Workload that holds the job's quota. Once admitted, the new Workload, which has a
+    different number of pods, replaces that one."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,7 @@ class DeletePod:
 
 @dataclass(frozen=True)
 class DeleteGang:
-    """Deletes the PodGroup of an earlier generation or of a finished job. Its uid is a
-    precondition.
-    """
+    """Deletes the PodGroup of an old generation or of a finished job. Its uid is a precondition."""
 
     name: str
     uid: str

@@ -187,8 +187,7 @@ def _is_of_a_training_machine(volume: Mapping[str, Any]) -> bool:
 
 
 def _coordinator_containers(spec: Mapping[str, Any]) -> list[Json]:
-    """Return the trainer's settings that the coordinator's container needs too, as a list of one
-    container.
+    """Return a list of one container, with the trainer's settings that the coordinator needs too.
 
     Both containers run the same image. The list is empty if there are no such settings.
     """

@@ -517,12 +517,11 @@ def _unreadable(name: str, checkpoints: Json) -> Mistake | None:
 
 
 def _output(sock: Any, pod: str) -> str:
-    """Return the output of a command in a pod. Read until the command exits, for at most
-    _EXEC_SECONDS.
+    """Return the output of a command in a pod.
 
-    Raises Mistake if the output is too large. Each frame is counted as it arrives, because
-    WSClient.update would keep everything that a pod sends, and the python3 in a job's image may be
-    any program.
+    Read until the command exits, for at most _EXEC_SECONDS. Raises Mistake if the output is too
+    large. Each frame is counted as it arrives, because WSClient.update would keep everything that a
+    pod sends, and the python3 in a job's image may be any program.
     """
     from websocket import ABNF, WebSocketConnectionClosedException, WebSocketTimeoutException
 
@@ -600,8 +599,9 @@ class _ReadPosition:
 
 
 def _order(stamp: bytes) -> tuple[bytes, bytes]:
-    """Return a sort key for a log line's timestamp, in which trailing zeros of the fraction are
-    missing.
+    """Return a sort key for the timestamp of a log line.
+
+    Such a timestamp lacks trailing zeros of its fraction.
     """
     whole, _, fraction = stamp.removesuffix(b"Z").partition(b".")
     return whole, fraction.ljust(9, b"0")

@@ -29,8 +29,9 @@ _MOST_FILES = 10_000
 
 
 def list_files(path: str, most: int) -> list[tuple[str, int]]:
-    """Return names and sizes of the regular files in a folder. The function's source also runs in
-    pods.
+    """Return names and sizes of the regular files in a folder.
+
+    The function's source also runs in pods.
     """
     import os
     from itertools import islice

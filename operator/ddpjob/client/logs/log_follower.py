@@ -66,8 +66,9 @@ def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range
 
 
 def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
-    """Return the nodes in rank order. They stay ordered by index if the order in the status is for
-    different nodes.
+    """Return the nodes in rank order.
+
+    They stay ordered by index if the order in the status is for different nodes.
     """
     places = {index: place for place, index in enumerate(status.rank_order)}
     if {pod.index for pod in nodes} != places.keys():
@@ -288,8 +289,9 @@ class LogFollower:
         return f"{found}: {', '.join(f'{pod.name} is {pod.state}' for pod in pods) or 'no pods'}"
 
     def missing_slots(self) -> str:
-        """Return a message if none of the requested slots has a pod; empty if one has, or if the
-        job does not have any pods.
+        """Return a message if none of the requested slots has a pod.
+
+        The message is empty if one of them has a pod, or if the job does not have any pods.
         """
         return self._missing_slots(self.backend.pods(self.job)) if self._chosen.indices else ""
 

@@ -243,8 +243,9 @@ class Packed:
 
 
 def pack(found: Found, source: str, to: Path) -> Packed:
-    """Write the archive of a folder's files. Raises Mistake if there are too many files or they are
-    too large.
+    """Write the archive of a folder's files.
+
+    Raises Mistake if there are too many files or they are too large.
     """
     if len(found.files) > MOST_CODE_FILES:
         raise Mistake(f"{source}: {len(found.files)} files; at most {MOST_CODE_FILES} can be sent; {_remedy(found)}")

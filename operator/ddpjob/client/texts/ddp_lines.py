@@ -117,8 +117,9 @@ def general_form(script: TrainingScript | None = None) -> Iterator[str]:
 
 
 def _shown(lines: Sequence[AddedLine]) -> Iterator[str]:
-    """Yield each line with its place, indented as in the script, because the indentation shows to
-    which block it belongs.
+    """Yield each line with its place, indented as in the script.
+
+    The indentation shows to which block the line belongs.
     """
     for added in lines:
         is_end = added.text.strip() == _END and added is lines[-1]

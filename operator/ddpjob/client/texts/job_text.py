@@ -271,8 +271,9 @@ def _repeated_work(status: JobStatus) -> str:
 
 
 def at_risk(status: JobStatus) -> str:
-    """Return the work that would have to be repeated after a loss now; empty if that is unknown or
-    the job has finished.
+    """Return the work that would have to be repeated after a loss now.
+
+    The result is empty if that is unknown or the job has finished.
     """
     steps = status.progress.get(AT_RISK)
     return f"at most {count(int(steps), 'step')}" if is_number(steps) and not status.terminal else ""

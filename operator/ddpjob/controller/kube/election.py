@@ -173,11 +173,10 @@ class Lease:
 
 
 async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
-    """Wait for the Lease, and run `act` while the Lease is renewed. Repeat whenever the Lease is
-    lost.
+    """Wait for the Lease, and run `act` while the Lease is renewed.
 
-    Return when `act` returns. The process keeps running however long the API server is unreachable,
-    because a restart would not help.
+    Repeat whenever the Lease is lost. Return when `act` returns. The process keeps running however
+    long the API server is unreachable, because a restart would not help.
     """
     while True:
         try:

@@ -126,9 +126,7 @@ does not fit in /dev/shm."""
 
 
 def if_shared_memory_full(said: str, signal_name: str = "") -> str:
-    """Return how to fix a full /dev/shm, if SIGBUS or an error about /dev/shm terminated the
-    program.
-    """
+    """Return how to fix a full /dev/shm, if the program got SIGBUS or an error about /dev/shm."""
     return _SHARED_MEMORY_FULL if signal_name == "SIGBUS" or _SAYS_SHARED_MEMORY.search(said) else ""
 
 

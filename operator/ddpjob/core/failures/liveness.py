@@ -2,8 +2,8 @@
 
 A pod on a machine without power looks healthy, because Kubernetes keeps showing the last state that
 its kubelet reported. Giving up a pod too early costs a restart for a short network outage, but
-giving it up too late keeps all other nodes waiting. There are two witnesses, and either may be
-wrong alone.
+giving it up too late keeps all other nodes waiting. Two witnesses are consulted, because either of
+them may be wrong.
 
 - The host: Kubernetes reports it as not ready, or it has been deleted. That counts unless no host
   at all is ready, because then the control plane is partitioned from all hosts.

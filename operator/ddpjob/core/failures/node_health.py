@@ -4,7 +4,7 @@ Here a node is a Kubernetes node. Health agents mark nodes that are about to fai
 should move before it fails (`judge_nodes`). But agents may be wrong, so there are limits:
 
 - A sign must last for LASTS, and at most SHARE of the nodes of one kind may have one.
-- A job leaves a node only once an hour, and only if a spare or another node may take the pod.
+- A job leaves a node only once an hour, and only if a spare or another node can take over.
 - Whether that other node has room is unknown. Without a spare, the unhealthy node itself must
   therefore be able to take the pod back.
 

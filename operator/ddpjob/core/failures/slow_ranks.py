@@ -14,7 +14,7 @@ if all of these conditions hold:
 - A spare is ready on a different Kubernetes node. Otherwise the rank would only lose its work.
 - Within the last hour, the rank was not moved, the job has not left this Kubernetes node, and there
   were fewer than MAX_MOVES moves. If a rank is slow again after a move, its work is the reason.
-- The last such move was APART ago. One pod is moved at a time.
+- The last such move was at least APART ago. Only one pod is moved at a time.
 
 Example with the trainer's defaults and one spare:
 

@@ -45,9 +45,7 @@ _LOSSES = frozenset({IncidentKind.PEER_LOST, IncidentKind.LEFT})
 
 
 def awaits_cause(ends: Ends) -> bool:
-    """Whether all pods of a `command` that have ended lost a peer whose own end may be observed
-    soon.
-    """
+    """Whether all ends in a `command` are due to a lost peer whose own end may be observed soon."""
     if ends.view.job.spec.under_torchrun or not ends.slots:
         return False
     if all(slot.state is not SlotState.RUNNING for slot in ends.view.status.slots):

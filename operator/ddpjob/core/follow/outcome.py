@@ -92,9 +92,7 @@ def settle(view: View) -> View | None:
 
 
 def give_up_lost(attribution: Attribution) -> View:
-    """Return the view of a finished group, in which pods that have ended are marked as lost for
-    good.
-    """
+    """Return the view of a finished group, with pods that have ended marked as lost for good."""
     ends = attribution.ends.slots
     slots = enumerate(attribution.ends.view.status.slots)
     view = attribution.ends.view.with_slots([replace(s, state=SlotState.LOST) if i in ends else s for i, s in slots])

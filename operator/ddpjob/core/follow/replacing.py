@@ -48,9 +48,7 @@ _REGROUPS = frozenset({Cause.RENDEZVOUS_LOST})
 
 
 def replace_ended(recorded: Recorded) -> View:
-    """Return the view in which the next attempts of pods that have ended, or a new generation, are
-    planned.
-    """
+    """Return the view with replacements planned: the next attempts, or a new generation."""
     ends, view = recorded.slots, recorded.view.with_status(_with_backoff(recorded))
     if _must_regroup(recorded, view):
         return view.with_status(begin_generation(view if view.job.spec.under_torchrun else _all_wait(view, ends)))

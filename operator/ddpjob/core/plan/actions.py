@@ -127,10 +127,10 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
 
 
 def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -> bool:
-    """Whether the back-off of a creation is over. If it is not over, add the time when it ends to
-    `held`.
+    """Whether the back-off of a creation is over.
 
-    If more than the maximum remains, the clock was set back. The back-off then counts as over.
+    If it is not over, add the time when it ends to `held`. If more than the maximum remains, the
+    clock was set back. The back-off then counts as over.
     """
     longest = max(timedelta(seconds=view.job.spec.recovery.backoff.maximum), ROOM) + timedelta(seconds=1)
     if not_before is None or not timedelta(0) < not_before - view.now <= longest:

@@ -76,9 +76,7 @@ def is_outdated(view: View) -> bool:
 
 
 def with_placed(view: View) -> JobStatus:
-    """Return the status, with the gang marked as placed once all its pods are on hosts at the same
-    time.
-    """
+    """Return the status, with the gang marked as placed once all its pods are on hosts."""
     status = view.status
     if status.gang is None or status.gang.placed:
         return status

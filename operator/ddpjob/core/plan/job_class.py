@@ -32,9 +32,7 @@ CLASS_MISSING, CLASS_REFUSED, CLASS_EXCEEDED = "ClassMissing", "ClassRefused", "
 
 
 def find_class_fault(view: View) -> tuple[str, str] | None:
-    """Return (reason, message) if a job that is about to start cannot get its class; otherwise
-    None.
-    """
+    """Return (reason, message) if a starting job cannot get its class; otherwise None."""
     job, offer = view.job, view.world.offer
     if not begins(job):
         return None
