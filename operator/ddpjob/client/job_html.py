@@ -50,7 +50,7 @@ class MetricCurve:
 
     @property
     def label(self) -> str:
-        """The numbers at both ends, in words."""
+        """The first and the last number of the curve, in words."""
         (first, begin), (last, end) = self.points[0], self.points[-1]
         scale = ", on a logarithmic scale" if self._is_logarithmic else ""
         return f"{self._name} from {begin:.4g} to {end:.4g}, steps {first:g} to {last:g}{scale}"

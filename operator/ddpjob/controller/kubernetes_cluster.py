@@ -122,7 +122,7 @@ class _Pause:
 class _Shared:
     """The queue for becoming an owner of a ConfigMap: whose turn it is, and which jobs wait.
 
-    For each waiting job, its owner reference is kept by uid.
+    The owner references of waiting jobs are kept by the jobs' uids.
     """
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -217,7 +217,7 @@ class Fleet:
     def __init__(self, *backends: Backend, clock: Callable[[], float] = time.monotonic) -> None:
         self.backends = backends
         self.version = 0
-        """Increases with each change that a row shows."""
+        """A number that increases with each change to a row."""
         self._rows: dict[Key, FleetRow] = {}
         self._sources: dict[Key, Backend] = {}
         self._versions: dict[Key, int] = {}

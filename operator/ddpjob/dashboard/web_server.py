@@ -330,7 +330,7 @@ class Dashboard:
         return {"key": key, "path": f"/jobs/{key[0]}/{key[1]}", "job": _job(read.body), "state": phase(read.body)}
 
     async def _read(self, view: FleetView, key: Key) -> Read:
-        _backend(view, key)  # Data about a deleted job is useless.
+        _backend(view, key)  # Raises NoSuchJob if the job was deleted in the meantime.
         # A page requested after a change was announced must show the change.
         read = ("job", key, view.fleet.job_version(key))
         return await view.shared.get(read, _FRESH_SECONDS, lambda: view.run(_read_now, view, key))

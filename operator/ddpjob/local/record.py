@@ -1,6 +1,4 @@
-"""A job's record on disk: the process that runs it, its status, and requests from other
-terminals.
-"""
+"""A job's record on disk: its status, the process that runs it, and requests to that process."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ _CHANGES = ("ADDED", "MODIFIED", "DELETED")
 _METRICS_PODS = 4
 """Maximum number of pods that are queried for metrics."""
 _METRICS_SECONDS = 60.0
-"""Seconds after which no more pods are queried."""
+"""Seconds after which no more pods are queried for metrics."""
 _METRICS_MARK = "metrics of this run:\n"
 _METRICS_PROBE = f"""
 import os

@@ -18,10 +18,11 @@ from ddpjob.client.backends.kept_logs import KeptLogs
 MOST_PODS = 200
 """Maximum number of logs that are read at the same time."""
 _QUEUE = 10_000
-"""Maximum number of lines that have been read but not yet taken."""
+"""Maximum number of lines in the queue."""
 _QUEUE_OF_MANY = 500
-"""Maximum number of lines that have been read but not yet taken, for a log that can be stopped. It
-is smaller because one process may read many such logs."""
+"""Maximum number of lines in the queue for a log that can be stopped. It is smaller because one
+process may read many such logs.
+"""
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")
@@ -189,7 +190,7 @@ class LogFollower:
         self._begun: set[str] = set()
         """Pods whose log is being read or has been read."""
         self._reading = 0
-        """Number of logs whose end has not been taken yet."""
+        """Number of logs whose end has not been taken from the queue yet."""
 
     def lines(self) -> Iterator[LogLine]:
         """Yield lines as they arrive. The lines of one pod stay in order."""

@@ -11,7 +11,8 @@ AT_ONCE = 16
 
 MOST_CHARACTERS = 1 << 20
 """Maximum number of characters in a rank's stack. It is limited because a script may also write to
-the file."""
+the file with the stacks.
+"""
 
 PROBE = (
     f"""

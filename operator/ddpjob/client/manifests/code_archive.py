@@ -49,8 +49,9 @@ SECRETS = (
 """Patterns of files that usually hold keys or passwords."""
 _SHOWN = 5
 _PROGRESS_BYTES, _PROGRESS_SECONDS = 16 * 2**20, 2.0
-"""Uploads of fewer bytes are not reported. Progress of a larger one is reported at most once in
-this many seconds."""
+"""Uploads of fewer bytes are not reported. The progress of larger ones is reported at most once in
+this many seconds.
+"""
 
 
 @dataclass(frozen=True)

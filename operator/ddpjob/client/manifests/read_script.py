@@ -1,15 +1,15 @@
 """Reads a script without running it, to find its main names and whether its ranks form a group.
 
 Problem: a script written for one GPU also runs under torchrun. Each rank then trains its own model
-on all the data, and nothing fails. The user needs to know before the job starts, and needs the
-lines to add with the names of this script.
+on all the data, and nothing fails. The user needs to know this before the job starts, and needs the
+lines to add, written with the names in this script.
 
 Rule: the script is parsed with `ast`, never imported or executed. The script forms a group if its
 own code, or a module that it imports from its own folder, calls a function in `_FORMS` or creates
 an Accelerator or the Trainer of Lightning or Hugging Face. Otherwise:
 
 - the optimizer is the variable that gets `SGD(…)`, `Adam(…)` or another class of torch.optim;
-- the model is X in its argument `X.parameters()`;
+- the model is X in the optimizer's argument `X.parameters()`;
 - the training loader is the DataLoader that a loop with `.backward()` iterates, or that is passed
   to a function with such a loop. Otherwise it is the DataLoader that shuffles, or that has `train`
   in its name;

@@ -97,7 +97,7 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
 
 
 def general_form(script: TrainingScript | None = None) -> Iterator[str]:
-    """Yield the lines and the places where they belong, with the names that are known."""
+    """Yield the lines to add and the places where they belong, with the names that are known."""
     model = (script and script.model) or "model"
     loader, data = "loader", "data"
     if script and script.loader:

@@ -1,8 +1,8 @@
 """Decides whether a cause counts against the budget, and whether it fails the job.
 
-A restart helps after a lost node, but not if the program itself is wrong. It is impossible to tell
-for certain which of the two is the case. The defaults therefore consider the cause, and whether the
-job has ever made a step. Users who know better write `recovery.rules`.
+A restart helps after a lost node, but not if the program itself is wrong. It is impossible to know
+for certain which of the two has happened. The defaults therefore consider the cause, and whether
+the job has ever made a step. Users who know better write `recovery.rules`.
 
 1. The first of `recovery.rules` that matches the cause and exit code decides (`evaluate_rules`)
    whether to fail the job, restart and count, or restart without counting.

@@ -1,7 +1,8 @@
 """Decides what a job in a Kueue queue requests, whether it may run, and at which size.
 
-Kueue grants quota through its own objects, Workloads. Their owner creates a Workload, starts when
-it is admitted, stops when it is evicted, and releases the quota. The operator is such an owner.
+Kueue grants quota through its own objects, Workloads. The owner of a Workload creates it, starts
+when it is admitted, stops when it is evicted, and releases the quota. The operator is such an
+owner.
 
 - A Workload requests the pods of all slots and the coordinator's pod. Its name is a hash of the
   request, so that creating it twice is harmless.

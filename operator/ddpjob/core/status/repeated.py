@@ -36,7 +36,7 @@ UNKNOWN = "unknown"
 
 
 def count_repeats(view: View) -> JobStatus:
-    """Return the status with the repeated steps of the round in the coordinator's report."""
+    """Return the status with the repeated steps of the round that the coordinator reports."""
     status, report = view.status, view.report
     if report is None:
         return status
