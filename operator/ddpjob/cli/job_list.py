@@ -236,7 +236,7 @@ def show_list(backend: Backend, console: Console, open_job: OpenJob, seconds: fl
                     else:
                         frame = draw_job()
                     patience.answered()
-                except NoSuchJob:  # It was deleted while its screen was open.
+                except NoSuchJob:  # The job was deleted while its screen was open.
                     draw_job = None
                 except Mistake as mistake:
                     patience.tolerate(mistake)

@@ -130,11 +130,11 @@ class Job:
 
         try:
             now = self._asked().get(self).body
-        except Mistake:  # It was deleted, or its cluster cannot be reached.
+        except Mistake:  # The job was deleted, or its cluster cannot be reached.
             return job_html(self.body, [])
         try:
             return job_html(now, self.metrics())
-        except Mistake:  # It has no metrics yet.
+        except Mistake:  # The job has no metrics yet.
             return job_html(now, [])
 
     @property
@@ -323,7 +323,9 @@ class Client:
         if goal not in ("Complete", "Running", "Suspended"):
             raise ValueError(f"goal {goal!r}: write 'Complete', 'Running' or 'Suspended'")
         line = ProgressLine(_in_notebook() if progress is None else progress)
-        for seen in itertools.chain(self.watch(job, timeout=timeout), map(self.get, (job,))):  # a last look
+        for seen in itertools.chain(
+            self.watch(job, timeout=timeout), map(self.get, (job,))
+        ):  # Read the job again at the end.
             line.show(seen)
             if seen.phase == goal:
                 return seen

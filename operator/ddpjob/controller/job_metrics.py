@@ -227,7 +227,7 @@ def _count_start(old: JobStatus, new: JobStatus) -> None:
     start = new.start_time
     if start is None:
         return
-    # The duration of a start that broke is in `ddpjob_recovery_seconds` instead.
+    # If a start broke, its duration is in `ddpjob_recovery_seconds` instead.
     first = not any(restart.time >= start for restart in new.restarts.recent)
     for kind, histogram in ((ConditionType.SCHEDULED, TO_PODS), (ConditionType.RUNNING, TO_RUNNING)):
         condition = new.condition(kind)

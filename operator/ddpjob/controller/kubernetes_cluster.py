@@ -386,8 +386,8 @@ class KubernetesCluster:
         body = make_object(API_VERSION, KIND, meta, status=status)
         key, stored = JobKey(job.namespace, job.name), JobStatus.read(status)
         # The write succeeds only if the rest of the object still equals that of `job`. The response
-        # need not include the rest, which may be up to 1.5 MB. The exception is a different class
-        # in the status, which changes the meaning of the spec.
+        # need not include the rest, which may be up to 1.5 MB. It is read only if the class in the
+        # status has changed, because that changes the meaning of the spec.
         same_spec = stored.job_class == job.status.job_class
         accept = METADATA if same_spec else JSON
         self._unsure.add(key)

@@ -201,7 +201,8 @@ def requests(folder: JobFolder) -> list[tuple[Path, str, str]]:
             body = json.loads(path.read_text())
             found.append((path, str(body["verb"]), str(body["subject"])))
         except OSError:
-            # Its sender waited too long and withdrew it, or it belongs to another user.
+            # The sender waited too long and withdrew the request, or the file belongs to another
+            # user.
             continue
         except (ValueError, KeyError, TypeError):
             # This is not a request: a conflicting copy in a synchronized folder, or another tool's

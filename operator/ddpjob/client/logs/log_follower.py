@@ -209,8 +209,8 @@ class LogFollower:
             try:
                 over, pods = self._is_over(), self._pods()
                 patience.answered()
-                # On this machine, a pod may have a log before it is listed, so look twice before it
-                # counts as gone.
+                # On this machine, a pod may have a log before it is listed, so list the pods twice
+                # before it counts as gone.
                 gone = gone + 1 if self._chosen.pod in self._begun and all(pod.ended for pod in pods) else 0
             except Mistake as mistake:
                 if not self.options.follow:

@@ -210,7 +210,7 @@ class _Walk:
                 self.links.append(path)
             elif is_folder:
                 self.visit(Path(entry.path), f"{path}/", above)
-            elif entry.is_file():  # Not a pipe. A link to a file is sent as its content.
+            elif entry.is_file():  # A link to a file is sent as the file's content.
                 self.files[path] = Path(entry.path)
 
     def _is_left_out(self, path: str, above: tuple[tuple[str, Patterns], ...], *, folder: bool) -> bool:

@@ -265,7 +265,7 @@ def apply_lines(text: str, lines: Sequence[AddedLine]) -> str:
     """Return the script with the lines applied."""
     rows = text.splitlines()
     in_order = sorted(lines, key=lambda each: each.line)
-    for added in in_order[::-1]:  # Going backwards, the numbers of earlier lines stay valid.
+    for added in in_order[::-1]:  # Last line first, so that earlier line numbers stay valid.
         stop = added.last if added.replaces else added.line - 1
         rows[added.line - 1 : stop] = added.text.splitlines()
     return "\n".join(rows) + "\n"

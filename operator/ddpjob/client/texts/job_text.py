@@ -371,7 +371,7 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     name, state = body["metadata"]["name"], phase(body)
     main = main_condition(status)
     if state == "Interrupted" and body["spec"].get("image") == "":
-        # Only the contents of its folder are known.
+        # Only the contents of the job's folder are known.
         yield f"{name}: its end was not recorded. It was suspended, deleted or interrupted, or it is still training."
         return
     if state == "Interrupted":

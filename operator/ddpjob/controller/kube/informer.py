@@ -309,7 +309,7 @@ class Informer(Cache[View]):
         async for page in self.pages(self._query, self._page, self._list_accept):
             version = int(page["metadata"]["resourceVersion"])
             self._note_version(version)
-            for body in page["items"] or ():  # null for an empty list of metadata
+            for body in page["items"] or ():  # The API server may send null instead of an empty list.
                 found.add(id_of(body))
                 self._take(body, -1)
                 del body

@@ -341,7 +341,7 @@ def _never_began(pod: PodView) -> End:
     Either an init container failed or the host rejected the pod.
     """
     # Init containers start in order, so the failed one is the one that started last. Sidecars
-    # started before it, and the kubelet ends them afterwards.
+    # started before it, and the kubelet stops them afterwards.
     for name, container in reversed(list(pod.init_containers.items())):
         if container.ended and container.exit_code != 0:
             written = read_termination_message(container)

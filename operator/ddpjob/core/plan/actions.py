@@ -105,8 +105,8 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
         members = status.gang.nodes if status.gang is not None and status.gang_waits else len(status.slots)
         pods += [CreateNode(i, s.attempt) for i, s in planned if i < members and _due(view, s.not_before, held)]
     if buildable and missing and _due(view, status.rendezvous.not_before, held):
-        # Create the coordinator right after the first node's pod. It prefers the same kind of
-        # machine, and should not wait for all pods of a large job.
+        # Create the coordinator right after the first node's pod. The coordinator prefers the same
+        # kind of machine, and should not wait for all pods of a large job.
         pods.insert(1, CreateCoordinator())
     isolated = view.status.condition(ConditionType.ISOLATED)
     if world.policy and not world.has_policy and (pods or isolated is None or isolated.status):
