@@ -69,8 +69,9 @@ def recoveries(status: JobStatus) -> list[str]:
     """Return a line for each restart after which the group ran again.
 
     The line shows what broke the group, how long the group took to run again, and the repeated
-    work. It appears once that work is known, or can no longer become known. A job that has not
-    reported a step has no such lines, because its group may run again only to fail again.
+    work. The line appears once the repeated work is known, or once it is certain that it will never
+    be known. A job that has not reported a step has no such lines, because its group may run again
+    only to fail again.
     """
     if not status.progress:
         return []

@@ -78,8 +78,9 @@ REPORT_RETRY = 1.0
 """Delay in seconds before a job with a pending report is reconciled again. The arrival of the
 report wakes the job earlier."""
 CREATIONS = 16
-"""Maximum number of objects created at the same time for all jobs. As many slow creations are
-allowed in addition (`Turns`), so that a burst does not monopolize the API server."""
+"""Maximum number of objects created at the same time for all jobs. The same number of slow
+creations is allowed in addition (`Turns`). The limit keeps a burst from monopolizing the API
+server."""
 LONGEST_PAUSE = 60.0
 """Maximum delay in seconds between attempts at a refused request."""
 _DELETION, _LABEL, _CHANGE = "deletion", "label", "change"

@@ -1,4 +1,4 @@
-"""Runs one job on this machine to its end: reconcile loop, signals, record and clean-up."""
+"""Runs one job on this machine until it has ended: reconcile loop, signals, record and clean-up."""
 
 from __future__ import annotations
 

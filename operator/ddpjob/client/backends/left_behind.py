@@ -33,8 +33,7 @@ from ddpjob.core.status.shown_progress import duration, show_progress
 
 _BYTES = 8 << 20
 """Maximum number of bytes that are read from the end of the record. The runtime keeps at most two
-files of 4 MiB.
-"""
+files of 4 MiB."""
 _SHOWN = 200
 """Maximum number of rounds shown; older ones are omitted."""
 

@@ -21,8 +21,7 @@ _QUEUE = 10_000
 """Maximum number of lines in the queue."""
 _QUEUE_OF_MANY = 500
 """Maximum number of lines in the queue for a log that can be stopped. It is smaller because one
-process may read many such logs.
-"""
+process may read many such logs."""
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")

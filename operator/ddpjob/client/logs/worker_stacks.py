@@ -11,8 +11,7 @@ AT_ONCE = 16
 
 MOST_CHARACTERS = 1 << 20
 """Maximum number of characters in a rank's stack. It is limited because a script may also write to
-the file with the stacks.
-"""
+the file with the stacks."""
 
 PROBE = (
     f"""

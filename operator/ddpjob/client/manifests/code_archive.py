@@ -50,8 +50,7 @@ SECRETS = (
 _SHOWN = 5
 _PROGRESS_BYTES, _PROGRESS_SECONDS = 16 * 2**20, 2.0
 """Uploads of fewer bytes are not reported. The progress of larger ones is reported at most once in
-this many seconds.
-"""
+this many seconds."""
 
 
 @dataclass(frozen=True)

@@ -485,8 +485,8 @@ SAID = "message "
 """Prefix of the names of remedies for messages. A message matches if it contains the rest of the
 name."""
 _STATUS = re.compile(r"^\([^)]*\) ")
-"""Matches the status in parentheses with which the page's text begins if the reason belongs to a
-condition that is True."""
+"""Matches a status such as `(True) ` at the beginning of the page's text. The page has it if the
+reason belongs to a condition that is True."""
 
 
 def main_condition(status: JobStatus) -> Condition | None:

@@ -45,8 +45,7 @@ from ddpjob.core.world import PodView
 SLOWDOWN = 1.3
 COST = 0.1
 """Minimum share of each step that a move must save. Such a move repays its restart in about a
-minute.
-"""
+minute."""
 LASTS = timedelta(seconds=30)
 APART = timedelta(minutes=5)
 _MOVES = (Cause.SLOW_RANK, Cause.NODE_UNHEALTHY)

@@ -43,7 +43,7 @@ pod."""
 
 
 def plan_gang(view: View) -> GangStatus | None:
-    """Return the gang of a generation that begins now; None if its pods are placed one by one."""
+    """Return the gang of a new generation; None if its pods are placed one by one."""
     spec = view.job.spec
     wanted = spec.scheduling.gang
     if wanted is None:

@@ -48,8 +48,7 @@ ROOM = timedelta(seconds=8)
 """Time to wait after a preempted pod's end before the next pod is created. kube-scheduler 1.36 does
 not reserve room for a gang that preempts other pods. It retries the gang within 10 s
 (podMaxBackoffSeconds) of the attempt that preempted the pods, and the shutdown of these pods takes
-part of that time. A pod that is created sooner would take the room and be preempted again.
-"""
+part of that time. A pod that is created sooner would take the room and be preempted again."""
 _REPEATING = frozenset(
     {
         *(Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.EVICTED),
