@@ -15,7 +15,7 @@ from ddpjob.api.merging import QUEUE, with_class
 GROUP, VERSION, KIND, PLURAL = "ddpjob.io", "v1alpha1", "DDPJob", "ddpjobs"
 API_VERSION = f"{GROUP}/{VERSION}"
 QUEUE_LABEL, PRIORITY_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
-"""Labels through which Kueue learns a job's LocalQueue and WorkloadPriorityClass."""
+"""Labels that tell Kueue a job's LocalQueue and WorkloadPriorityClass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class DDPJob:
     queue_priority: str = ""
     """The WorkloadPriorityClass from the job's label."""
     written: Json = field(default_factory=dict, compare=False, repr=False)
-    """`spec` as written in the object, for a job that names a class."""
+    """`spec` as written in the object; empty unless the job names a class."""
     oversized: str = ""
     """Path of the oversized part of the spec. If it is set, large fields are not read, and no pods
     are made from the other fields."""
@@ -45,8 +45,8 @@ class DDPJob:
     def read(cls, body: Mapping[str, Any]) -> DDPJob:
         """Read a whole object with metadata, spec and status.
 
-        Raises KeyError or ValueError for a malformed object. `spec` is the effective spec: it has
-        the values of the class in the status, and is cut to that class's limits.
+        Raises KeyError or ValueError for a malformed object. `spec` is the effective spec, with the
+        values of the class in the status and within its limits.
         """
         meta, spec = body["metadata"], body["spec"]
         too_large = oversized(spec)
@@ -97,8 +97,9 @@ class DDPJob:
     def checkpoint_folder(self) -> str:
         """The job's folder in its checkpoint volume; empty for the root.
 
-        In a volume that other jobs may also use, the folder has the job's name. Jobs that began
-        under an operator that mounted the root are an exception. docs/decisions/0027 explains why.
+        In a volume that other jobs may also use, the folder has the job's name. Jobs that started
+        under an older operator, which mounted the root, are an exception. docs/decisions/0027
+        explains why.
         """
         volume = self.spec.storage.checkpoints
         if volume is None:
@@ -136,7 +137,7 @@ def taken_class(spec: Mapping[str, Any], status: JobStatus) -> JobClass | None:
 
 
 def classed(spec: Mapping[str, Any], given: JobClass) -> Json:
-    """Return a spec as written plus the values of a class."""
+    """Add the values of a class to a spec as written, and return the result."""
     return with_class(spec, given.spec, given.fixed)
 
 

@@ -1,4 +1,4 @@
-"""Suggests what a refused field or value was meant to be: other operators' words, units, shapes."""
+"""Suggests what a rejected field or value was meant to be: another API's name, a unit, a shape."""
 
 from __future__ import annotations
 

@@ -100,5 +100,5 @@ def with_backend(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def exit_code(mistake: Mistake) -> int:
-    """Return the exit code of a command that ended with a mistake."""
+    """Return the exit code of a command that raised a Mistake."""
     return EXIT_UNREACHABLE if isinstance(mistake, Unreachable) else EXIT_MISTAKE

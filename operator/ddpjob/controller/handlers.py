@@ -31,7 +31,7 @@ object, None."""
 CLIENT_TIMEOUT = WATCH_SECONDS + 30
 CONNECT_TIMEOUT = 10.0
 RETRY = 2.0
-"""Delay in seconds before kopf is restarted after it has ended."""
+"""Delay in seconds before kopf is restarted after it has exited."""
 
 
 class Patience:

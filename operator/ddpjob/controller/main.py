@@ -69,8 +69,8 @@ class Leader:
     ) -> None:
         self.settings, self.shard, self.schema = settings, shard, schema
         creating = Turns(CREATIONS)
-        # Each namespace has its share of the workers; see `_rank` for the order. Jobs that need
-        # pods come before jobs whose status only reports them.
+        # Each namespace has its share of the workers; see `_rank` for the order. Jobs that lack
+        # pods come before jobs whose pods only have to be reported in the status.
         self.queue = DelayQueue[JobKey](group=lambda key: key.namespace, rank=self._rank, crowded=creating.wanted)
         self._reconciled = set[JobKey]()
         self.accounts = JobAccounts()
@@ -94,7 +94,7 @@ class Leader:
         return shard_of(namespace, self.settings.shards) == self.shard
 
     def _rank(self, key: JobKey) -> int:
-        """Return a job's rank. Ended jobs come last.
+        """Return a job's rank. Finished jobs come last.
 
         At the start of a term, jobs that lack something come before jobs that seem well.
         """
@@ -237,7 +237,7 @@ class Operator:
     async def act_when_elected(self) -> None:
         """Act while this replica holds a Lease, or always if there are no Leases.
 
-        This ends only with an error. A replica that is newer than the CRD leaves the Leases to
+        Only an error ends this method. A replica that is newer than the CRD leaves the Leases to
         replicas of the previous release, because it would otherwise replace them.
         """
         looking = asyncio.create_task(self.schema.run())

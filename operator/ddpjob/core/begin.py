@@ -1,9 +1,9 @@
-"""Decides a job's generation and slots when it begins, resumes, changes or gives up its nodes.
+"""Decides a job's generation and slots when it starts, resumes, changes or gives up its nodes.
 
 A generation is one coordinator with its pods (`plan.slots`). The question here is whether the
 current generation still fits the job, and if not, how much of it must be replaced.
 
-- A new job begins generation 0.
+- A new job starts with generation 0.
 - If pods would now be built differently, a new generation replaces all of them. This happens after
   a change to the operator's key or to the spec that pods are built from. It also happens if a
   missing pod cannot get the same runtime as its peers. The restart is planned, so it does not

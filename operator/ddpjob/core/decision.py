@@ -92,7 +92,7 @@ class DeletePod:
 
 @dataclass(frozen=True)
 class DeleteGang:
-    """Deletes the PodGroup of an earlier generation or an ended job. Its uid is a precondition."""
+    """Deletes the PodGroup of an old generation or of a finished job. Its uid is a precondition."""
 
     name: str
     uid: str

@@ -1,12 +1,13 @@
 """Decides how a job loses its pods when it is suspended or waits for a class or quota.
 
-Scripts must be able to save, nothing may be left running, and a resume must find a new plan.
+Scripts must be able to save, nothing may be left running, and the job must find a new plan when it
+resumes.
 
 1. If the group has already finished its work, the job is complete and is not suspended.
-2. The slots are planned again as a new generation, so a resume only has to create the pods.
+2. The slots are planned again as a new generation, so that resuming only has to create the pods.
 3. Nodes are deleted with their grace period. The coordinator is deleted last, because nodes need it
-   until they have ended. It does not wait for a pod that should have ended long ago.
-4. An unreachable host cannot confirm the end of its pods, so they are deleted without waiting.
+   until they have ended. Its deletion does not wait for a pod that should have ended long ago.
+4. An unreachable host cannot confirm that its pods have ended, so they are deleted without waiting.
 5. After the last pod, the PodGroup is deleted, and so are the quota requests unless the job waits
    in a queue.
 
@@ -125,7 +126,7 @@ def _send_away(view: View, leaving: list[PodView]) -> list[Action]:
 
 
 def is_left(pod: PodView, world: World) -> bool:
-    """Whether the pod still has to end.
+    """Whether the pod still has to terminate.
 
     A sidecar may still be running after the pod's program has ended. On a dead host, it is ignored.
     """

@@ -6,10 +6,10 @@ no pod is created until every claim exists, suits the number of nodes, and holds
 - A claim that only one Kubernetes node can mount cannot serve several nodes.
 - A claim from `claimTemplate` is used only if this job made it, or an earlier job with the same
   name made it from an equal template. If it is lost with its checkpoints, no new pod is created.
-- A checkpoint folder belongs to the first job that begins with it, until that job has ended or is
-  deleted. A suspended job keeps its folder. Another job with the same folder of the same
-  volume waits (`FolderTaken`), because it would continue and overwrite the first job's training.
-  Jobs share a folder only if all of them set `exclusive: false`.
+- A checkpoint folder belongs to the first job that starts with it, until that job has ended or is
+  deleted. A suspended job keeps its folder. Another job with the same folder of the same volume
+  waits (`FolderTaken`), because it would continue and overwrite the first job's training. Jobs
+  share a folder only if all of them set `exclusive: false`.
 
 Example with three jobs that name the claim `checkpoints`:
 
@@ -81,8 +81,8 @@ def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
 def find_folder_user(job: DDPJob, others: Iterable[DDPJob]) -> str:
     """Return the name and phase of another job that uses this job's folder; empty if it is free.
 
-    A job that already has its folder keeps it, so only jobs that begin or wait are judged. If two
-    jobs begin at once, the older one gets the folder.
+    A job that already has its folder keeps it, so only starting or waiting jobs are judged. If two
+    jobs start at once, the older one gets the folder.
     """
     key = _folder(job)
     if not key or _has_its_folder(job):

@@ -258,10 +258,10 @@ def remembered(
 ) -> dict[str, HostView]:
     """Return the hosts that were `found`, with the operator's memory of them from `before`.
 
-    The operator remembers since when each host has been ready, not ready or unhealthy, and which
-    hosts were deleted. A host that was never seen counts as unknown, not as deleted, because it may
-    be newer than the list. If a host is already unhealthy when it is first seen, the beginning of
-    the fault is unknown.
+    The operator remembers when each host became ready, not ready or unhealthy, and which hosts were
+    deleted. A host that was never seen counts as unknown, not as deleted, because it may be newer
+    than the list. If a host is already unhealthy when it is first seen, the beginning of the fault
+    is unknown.
     """
     hosts = {}
     for name, host in (before or {}).items():
@@ -498,7 +498,7 @@ class World:
 
     @cached_property
     def deaf_since(self) -> datetime | None:
-        """Since when most members have been silent although their hosts are up.
+        """The time since which most members have been silent, although their hosts are up.
 
         The coordinator itself is then partitioned. None if it hears from most of its members.
         """

@@ -77,7 +77,7 @@ class FleetView:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def close(self) -> None:
-        """End the view's streams and threads."""
+        """Stop the view's streams and threads."""
         self.closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -103,7 +103,7 @@ class Gate(Protocol):
         """Return the gate's own paths, which are served without `admit`."""
 
     async def close(self) -> None:
-        """End all views."""
+        """Close all views."""
 
 
 class OneSession:

@@ -311,7 +311,7 @@ class Viewers:
     def _scope(self, api: BearerServer, user: str, chosen: tuple[str, ...]) -> tuple[str, ...]:
         """Return the namespaces to follow; empty means all.
 
-        Raises AccessRefused if no namespace may be read, and Mistakes.
+        Raises Mistake, or AccessRefused if no namespace may be read.
         """
         if not chosen and _may_list(api, ""):
             return ()

@@ -138,7 +138,7 @@ async def _perform(cluster: Cluster, job: DDPJob, action: Change | NotifyCoordin
 async def _together(requests: Iterable[Callable[[], Awaitable[None]]]) -> None:
     """Run up to CONCURRENT requests at a time, starting them in order.
 
-    All requests end before the first error is raised.
+    All requests finish before the first error is raised.
     """
     gate = asyncio.Semaphore(CONCURRENT)
 

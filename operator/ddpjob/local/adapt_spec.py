@@ -105,8 +105,8 @@ def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
 def _adapted(spec: JobSpec, given: Path | None, code: Path | None, *, on_cpu: bool) -> JobSpec:
     """Return the spec in the form that this machine can run.
 
-    Class, gang, rank order and receiver are removed. So is the time to live, because folders are
-    kept, and logs are files there. --data is applied, and nccl is not used on the CPU. A script
+    Class, gang, rank order and receiver are removed. So is the time to live, because the folders,
+    which contain the logs, are kept. --data is applied, and nccl is not used on the CPU. A script
     below CODE_FOLDER is taken from `code`.
     """
     storage = spec.storage

@@ -29,11 +29,11 @@ class Platform:
     """The file that torchrun in a `command` starts instead of Python for its workers: the runtime's
     worker.py."""
     data_path: str | None = None
-    """A folder to use instead of spec.storage.data's mount path, unless None."""
+    """A folder that replaces the mount path of spec.storage.data; None keeps the path."""
     checkpoint_path: str | None = None
-    """A folder to use instead of spec.storage.checkpoints' mount path, unless None."""
+    """A folder that replaces the mount path of spec.storage.checkpoints; None keeps the path."""
     code_path: str | None = None
-    """A folder to use for spec.code instead of CODE_FOLDER, unless None."""
+    """A folder that replaces CODE_FOLDER for spec.code; None keeps CODE_FOLDER."""
     git_image: str = "docker.io/alpine/git:2.49.1"
     """The image with the git that clones spec.code.git. It also contains sh."""
     operator_peer: Json | None = None

@@ -230,8 +230,8 @@ def _affinity(job: DDPJob, status: JobStatus) -> Json:
 
 def _elsewhere(status: JobStatus) -> Json:
     """Build the affinity that keeps pods off avoided Kubernetes nodes if possible."""
-    # A field selector takes one value, so each avoided node needs its own. All of them in a term
-    # must hold.
+    # A field selector takes only one value, so each avoided node needs a selector of its own. A
+    # term requires that all of its selectors match.
     fields = [
         {"key": "metadata.name", "operator": "NotIn", "values": [avoided.node]} for avoided in status.avoided_nodes
     ]
@@ -422,7 +422,7 @@ def _store_elsewhere(job: DDPJob) -> list[str]:
     """Return the setting that keeps torchrun from hosting the coordinator's store.
 
     A `command` gets it only if the coordinator shares a pod with a node. Otherwise torchrun detects
-    by itself that the coordinator's host is a different one, and `--standalone`, which uses a
+    on its own that the coordinator's host is a different one, and `--standalone`, which uses a
     different endpoint, must be able to host its own store.
     """
     shared = job.spec.rendezvous.placement is Placement.MASTER

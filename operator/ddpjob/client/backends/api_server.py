@@ -299,10 +299,10 @@ class BearerServer(ApiServer):
         return self._url
 
     def close(self) -> None:
-        """End all reads, including those in other threads, and refuse later requests."""
+        """Stop all reads, including those in other threads, and refuse later requests."""
         self._closed = True
         for response in list(self._open):
-            with suppress(RuntimeError, ValueError, OSError):  # It has already ended.
+            with suppress(RuntimeError, ValueError, OSError):  # The response has already ended.
                 response.shutdown()
         self._pool.clear()
 
@@ -341,7 +341,7 @@ class BearerServer(ApiServer):
 
 
 def _keepalive_options() -> list[tuple[int, int, int]]:
-    """Return socket options with which an unreachable host is noticed within half a minute."""
+    """Return socket options that detect an unreachable host within half a minute."""
     from urllib3.connection import HTTPConnection
 
     options = [*HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]

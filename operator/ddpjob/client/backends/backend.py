@@ -79,11 +79,11 @@ class OutagePatience:
         self._since: float | None = None
 
     def answered(self) -> None:
-        """End an outage."""
+        """Record that the API server has responded, which ends an outage."""
         self._since = None
 
     def tolerate(self, mistake: Mistake) -> None:
-        """Raise the mistake, unless it is temporary and the outage has not yet lasted too long."""
+        """Raise the mistake if it is not temporary, or if the outage has lasted too long."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         if not mistake.passing or now - self._since > OUTAGE_SECONDS:
@@ -133,8 +133,7 @@ class LogOptions:
     previous: bool = False
     """Read the log of the previous container, if the kubelet has restarted the pod."""
     stop: threading.Event | None = None
-    """Set by a reader that stops reading. The followed log ends within SILENCE_SECONDS after that.
-    """
+    """Set by a reader that stops reading. Following the log then stops within SILENCE_SECONDS."""
     line_bytes: int = LINE_BYTES
     """Maximum size of a line in bytes; the rest is cut off."""
 
@@ -181,8 +180,8 @@ class Backend(Protocol):
     ) -> Iterator[tuple[Json, bool]]:
         """Yield the current jobs, then every change as (object, deleted).
 
-        Stop after `seconds`; None means never. `known` are jobs that the caller already has; the
-        deleted ones among them come first. The object of a deleted job may consist of its name
+        Stop after `seconds`; None means never. `known` are jobs that the caller already has. Those
+        that have been deleted come first. The object of a deleted job may consist of its name
         alone, because callers keep the other fields that they need.
 
         Raises NoSuchJob if job `name` does not exist or is deleted.

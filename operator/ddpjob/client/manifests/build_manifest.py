@@ -25,7 +25,8 @@ SOURCE = "function.py"
 """File name of JobRequest.source. It must not be the name of a module, because the script's folder
 is on sys.path."""
 MOST_BYTES = 1024 * 1024 - 16 * 1024
-"""Maximum size of all files in bytes. An object may have 1 MiB, including its metadata."""
+"""Maximum total size of the files in bytes. An object may be 1 MiB large, including its metadata.
+"""
 _ENTRIES = ("train.py", "main.py", "__main__.py")
 _MODULE = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _Kind = TypeVar("_Kind", list[Any], dict[str, Any])

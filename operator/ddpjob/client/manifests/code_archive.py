@@ -12,7 +12,8 @@ The following rules decide which files are sent. The first rule that applies win
    not read.
 3. Hidden files, caches and outputs (DEFAULTS) are left out, as are files that look like secrets
    (SECRETS). The latter are reported.
-4. Files that match the patterns in a `.gitignore` file are left out, each file for its own folder.
+4. Files that match the patterns in a `.gitignore` file are left out. Each `.gitignore` applies to
+   its own folder.
 
 Example: if no ignore file mentions `certs/ca.pem`, it is left out with a note. `!certs/ca.pem` in
 .ddpjobignore sends it.
@@ -48,8 +49,8 @@ SECRETS = (
 """Patterns of files that usually hold keys or passwords."""
 _SHOWN = 5
 _PROGRESS_BYTES, _PROGRESS_SECONDS = 16 * 2**20, 2.0
-"""The upload of fewer bytes is not reported. A larger one is reported at most once in this many
-seconds."""
+"""Uploads of fewer bytes are not reported. The progress of larger ones is reported at most once in
+this many seconds."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ class _Walk:
                 self.links.append(path)
             elif is_folder:
                 self.visit(Path(entry.path), f"{path}/", above)
-            elif entry.is_file():  # Not a pipe. A link to a file is sent as its content.
+            elif entry.is_file():  # A link to a file is sent as the file's content.
                 self.files[path] = Path(entry.path)
 
     def _is_left_out(self, path: str, above: tuple[tuple[str, Patterns], ...], *, folder: bool) -> bool:
@@ -242,7 +243,10 @@ class Packed:
 
 
 def pack(found: Found, source: str, to: Path) -> Packed:
-    """Write the archive of a folder's files. Raises Mistake if they are too many or too large."""
+    """Write the archive of a folder's files.
+
+    Raises Mistake if there are too many files or they are too large.
+    """
     if len(found.files) > MOST_CODE_FILES:
         raise Mistake(f"{source}: {len(found.files)} files; at most {MOST_CODE_FILES} can be sent; {_remedy(found)}")
     try:

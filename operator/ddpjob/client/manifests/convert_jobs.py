@@ -66,7 +66,7 @@ _OF_TRAIN_JOB = {
              "runtimePatches", "labels", "annotations", "managedBy"),
     "spec.trainer": ("image", "command", "args", "env", "numNodes", "numProcPerNode", "resourcesPerNode"),
 }  # fmt: skip
-"""The fields that are read, or that do not need a counterpart because the operator decides. All
+"""The fields that are read, or that do not need a counterpart because the operator sets them. All
 others are reported as omitted."""
 
 
@@ -89,7 +89,7 @@ def convert(
     """Convert a manifest of another operator. Raises Mistake for an unknown kind.
 
     `runtimes` are the runtimes that a TrainJob may name. `image` replaces the manifest's image, and
-    `script` is the entry point if it is in the image.
+    `script` is the entry point if only the image defines it.
     """
     made = _converted(manifest, runtimes)
     _complete(made, script, image)
@@ -369,7 +369,7 @@ def _procs(made: Conversion, count: Any) -> None:
 
 
 def _rendezvous(made: Conversion, settings: Iterable[tuple[str, Any]]) -> None:
-    """Take the join timeout from torchrun's rdzv_conf; the operator decides the other settings."""
+    """Take the join timeout from torchrun's rdzv_conf; the operator chooses the other settings."""
     for name, value in settings:
         if name.strip() == "join_timeout" and str(value).isdigit():
             made.job["spec"].setdefault("rendezvous", {}).setdefault("joinTimeoutSeconds", int(value))
@@ -659,7 +659,7 @@ def _after_launcher(words: list[str]) -> list[str] | None:
 def _reads_only_theirs(line: str) -> bool:
     """Whether a torchrun line needs a shell only for options that are replaced.
 
-    The values of these options have variables, but the operator replaces the options.
+    The values of these options contain variables, but the operator replaces the options.
     """
     if _SHELL.search(_THEIRS.sub(" ", line)):
         return False

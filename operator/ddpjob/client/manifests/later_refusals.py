@@ -1,4 +1,4 @@
-"""Finds faults that a DDPJob's schema allows but the API server or kubelet refuses in its pods.
+"""Finds faults that a DDPJob's schema allows, but that the API server or kubelet rejects in pods.
 
 `ddpjob validate` uses it. The operator does not: it creates the pods and shows the API server's own
 response, which a check here can only predict.

@@ -1,8 +1,9 @@
 """The lines that turn a script for one GPU into one whose ranks train together.
 
-A script with its own training loop needs eight lines: `import os`, the group, this rank's GPU, the
-sampler, the model, the sampler's epoch, saving on one rank, and the end of the group. They work
-with and without GPUs and under any torchrun, and no other line changes. For example:
+A script with its own training loop needs eight lines. They import `os`, form the group, select this
+rank's GPU, add the sampler, wrap the model, set the sampler's epoch, save on one rank only, and
+destroy the group. The lines work with and without GPUs and under any torchrun, and no other line
+changes. For example:
 
     line 31      loader = DataLoader(data, sampler=torch.utils.data.DistributedSampler(data))
 
@@ -96,7 +97,7 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
 
 
 def general_form(script: TrainingScript | None = None) -> Iterator[str]:
-    """Yield the lines and the places where they belong, with the names that are known."""
+    """Yield the lines to add and the places where they belong, with the names that are known."""
     model = (script and script.model) or "model"
     loader, data = "loader", "data"
     if script and script.loader:
@@ -116,8 +117,9 @@ def general_form(script: TrainingScript | None = None) -> Iterator[str]:
 
 
 def _shown(lines: Sequence[AddedLine]) -> Iterator[str]:
-    """Yield each line with its place, indented as in the script, because that says in which block
-    it belongs.
+    """Yield each line with its place, indented as in the script.
+
+    The indentation shows to which block the line belongs.
     """
     for added in lines:
         is_end = added.text.strip() == _END and added is lines[-1]
@@ -263,7 +265,7 @@ def apply_lines(text: str, lines: Sequence[AddedLine]) -> str:
     """Return the script with the lines applied."""
     rows = text.splitlines()
     in_order = sorted(lines, key=lambda each: each.line)
-    for added in in_order[::-1]:  # Going backwards, the numbers of earlier lines stay valid.
+    for added in in_order[::-1]:  # Last line first, so that earlier line numbers stay valid.
         stop = added.last if added.replaces else added.line - 1
         rows[added.line - 1 : stop] = added.text.splitlines()
     return "\n".join(rows) + "\n"

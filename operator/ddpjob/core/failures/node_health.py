@@ -4,7 +4,7 @@ Here a node is a Kubernetes node. Health agents mark nodes that are about to fai
 should move before it fails (`judge_nodes`). But agents may be wrong, so there are limits:
 
 - A sign must last for LASTS, and at most SHARE of the nodes of one kind may have one.
-- A job leaves a node only once an hour, and only if a spare or another node may take the pod.
+- A job leaves a node only once an hour, and only if a spare or another node can take over.
 - Whether that other node has room is unknown. Without a spare, the unhealthy node itself must
   therefore be able to take the pod back.
 
@@ -80,7 +80,7 @@ class NodeVerdict:
 def judge_nodes(view: View) -> list[NodeVerdict]:
     """Return verdicts on the slots' pods on unhealthy nodes, ordered by index.
 
-    The result is empty once a node of the job has finished, because the job is about to end.
+    The result is empty once a node of the job has finished, because the job is about to finish.
     """
     hosts = view.world.hosts
     if not hosts or any(slot.state is SlotState.SUCCEEDED for slot in view.status.slots):
@@ -354,8 +354,8 @@ class Wants:
         """Whether a node is of the kind that the job runs on.
 
         Such a node offers the requested kinds of devices or, if the job does not request any, has
-        the labels of its node selector. A node whose devices are all broken still offers the kind,
-        with the number 0.
+        the labels of its node selector. A node whose devices are all broken still lists them, with
+        the number 0.
         """
         if self.devices:
             return self.devices.keys() <= host.devices.keys()

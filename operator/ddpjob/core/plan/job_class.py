@@ -2,12 +2,13 @@
 
 The platform team writes classes, and users name one in spec.className. A job takes its class when
 it starts or is resumed, and keeps it in the status. A change to the class must not restart running
-jobs, so it reaches a job only at its next start or resume.
+jobs, so a job takes it only when it next starts or resumes.
 
 - If the namespace has no such class, the job waits (ClassMissing).
 - If a job sets a field that the class fixes, or exceeds a limit, a new job fails and a resumed job
   waits (ClassRefused).
-- If a running job is changed in such a way, it keeps the class's values (ClassExceeded).
+- If a running job is changed so that it violates the class, it keeps the class's values
+  (ClassExceeded).
 
 Example with the class h100, which allows 8 nodes:
 
@@ -31,7 +32,7 @@ CLASS_MISSING, CLASS_REFUSED, CLASS_EXCEEDED = "ClassMissing", "ClassRefused", "
 
 
 def find_class_fault(view: View) -> tuple[str, str] | None:
-    """Return a reason and a message if a job that begins cannot get its class; otherwise None."""
+    """Return (reason, message) if a starting job cannot get its class; otherwise None."""
     job, offer = view.job, view.world.offer
     if not begins(job):
         return None
@@ -47,9 +48,10 @@ def find_class_fault(view: View) -> tuple[str, str] | None:
 
 
 def take_class(view: View) -> JobStatus | None:
-    """Return the status with the current class, for a job that begins.
+    """Return the status with the current class, for a job that is about to start.
 
-    Return None if the job does not begin, does not name a class, or already has the current class.
+    Return None if the job is not about to start, does not name a class, or already has the current
+    class.
     """
     given, taken = view.world.offer.job_class, view.status.job_class
     if not begins(view.job) or given is None:

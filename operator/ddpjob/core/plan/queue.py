@@ -1,7 +1,8 @@
 """Decides what a job in a Kueue queue requests, whether it may run, and at which size.
 
-Kueue grants quota through its own objects, Workloads. Their owner creates a Workload, starts when
-it is admitted, stops when it is evicted, and releases the quota. The operator is such an owner.
+Kueue grants quota through its own objects, Workloads. The owner of a Workload creates it, starts
+when it is admitted, stops when it is evicted, and releases the quota. The operator is such an
+owner.
 
 - The job runs while one of its Workloads is admitted and holds quota for pods of this shape
   (`_holding`). `status.queue` is the grant. Pods are built from it, so its size applies.
@@ -106,8 +107,8 @@ def is_queued(view: View) -> bool:
     """Whether a queue decides when the job runs.
 
     If the label is added to a job that runs without a queue, it takes effect only once the job is
-    suspended, so that training does not end. If the label is removed, training keeps its quota,
-    because Kueue would otherwise grant that quota to other jobs.
+    suspended, so that training is not interrupted. If the label is removed, training keeps its
+    quota, because Kueue would otherwise grant that quota to other jobs.
     """
     status = view.status
     if view.world.serves_queues is None:
@@ -236,9 +237,9 @@ def with_admitted(view: View) -> JobStatus:
 def plan_queue_actions(view: View) -> list[Action]:
     """Return the quota requests to create, release and delete.
 
-    The quota of ending pods must not be released. A job that has left its queue therefore keeps its
-    Workloads until its old pods have ended. For a job in a queue, the caller ensures that it either
-    has quota or has no pods left.
+    The quota of terminating pods must not be released. A job that has left its queue therefore
+    keeps its Workloads until its old pods have ended. For a job in a queue, the caller ensures that
+    it either has quota or has no pods left.
     """
     job, world, queue = view.job, view.world, view.status.queue
     if not is_queued(view):
@@ -290,7 +291,7 @@ def drop_workloads(view: View) -> list[Action]:
 
 
 def finish_workloads(view: View) -> list[Action]:
-    """Return actions that release the quota of a job that has ended.
+    """Return actions that release the quota of a finished job.
 
     The Workloads stay as a record, as they do for other kinds of jobs.
     """

@@ -5,7 +5,7 @@ slot, and the pod of slot 2 in attempt 5 is called `JOB-2-5`. The slots are the 
 missing pod is created, and a running pod that no slot names is deleted.
 
 No pod name is ever used twice. A replacement therefore need not wait for a deletion, and a name
-never leads to the address of a different pod. So attempts only grow, and a new slot begins above
+never leads to the address of a different pod. So attempts only grow, and a new slot starts above
 the highest attempt of any dropped slot. An operator may also have died right after creating a pod,
 before the status shows it, so the attempts of all existing pods are skipped.
 
@@ -47,8 +47,8 @@ QUICK = timedelta(seconds=60)
 ROOM = timedelta(seconds=8)
 """Time to wait after a preempted pod's end before the next pod is created. kube-scheduler 1.36 does
 not reserve room for a gang that preempts other pods. It retries the gang within 10 s
-(podMaxBackoffSeconds) of the attempt that preempted them, and their shutdown takes part of that
-time. A pod that is created sooner would take the room and be preempted again."""
+(podMaxBackoffSeconds) of the attempt that preempted the pods, and the shutdown of these pods takes
+part of that time. A pod that is created sooner would take the room and be preempted again."""
 _REPEATING = frozenset(
     {
         *(Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.EVICTED),
@@ -264,7 +264,7 @@ def plan_next_coordinator(status: JobStatus) -> JobStatus:
 
 
 def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None) -> Repeated:
-    """Return the back-off after another end.
+    """Return the back-off after another pod has ended.
 
     The count rises if the pod ended quickly for the same cause, and a delay may help against this
     cause. Otherwise it is reset. After a preemption, the next pod waits for ROOM instead.

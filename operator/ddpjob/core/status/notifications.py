@@ -6,8 +6,8 @@ outcome is known. Each reconcile resends pending notifications with the same id,
 receiver can drop duplicates.
 
 - A notification is sent when a job completes or fails, and when its budget is nearly spent.
-- If the receiver cannot be used, the Notifies condition shows this at the job's start. The entry is
-  abandoned.
+- If the receiver cannot be used, the Notifies condition shows this when the job starts, and the
+  entry is abandoned.
 - A job is not deleted after its time to live while a notification is pending.
 
 Example of a job that fails:

@@ -1,6 +1,6 @@
 """The Running condition: whether the group trains, and what is missing or wrong.
 
-Only the coordinator's report proves that a group trains. If it does not, the most useful
+Only the coordinator's report proves that a group trains. Without this proof, the most useful
 explanation is shown (`judge_running`), in this order:
 
 1. a container that cannot start, with the kubelet's reason
@@ -221,8 +221,8 @@ def _without_steps(view: View, overdue: Overdue, training: int) -> str:
 
 
 _SAME_STEP = timedelta(minutes=1)
-"""Maximum difference between two reported times of the same step. They differ slightly, because
-each report compares the clocks again."""
+"""Maximum difference between two reported times of the same step. The two times differ slightly,
+because each report compares the clocks again."""
 _NO_STEP = "made no step since"
 _LAST_STEP = re.compile(rf"{_NO_STEP} (\S+Z)")
 
