@@ -53,7 +53,7 @@ NAMES = {
     ELASTIC + "multiprocessing.errors": ("ProcessFailure.__post_init__",),
     ELASTIC + "multiprocessing.subprocess_handler": ("SubprocessHandler.close",),
 }
-"""For each module, the names that are replaced, overridden or called."""
+"""Names to replace, override or call, for each module."""
 SET = {
     (ELASTIC + "agent.server.api", "SimpleElasticAgent"): ("_worker_group", "_remaining_restarts"),
     (ELASTIC + "agent.server.local_elastic_agent", "LocalElasticAgent"): ("_pcontext",),
@@ -117,7 +117,7 @@ def use_worker_handler(make: Callable[[Any], Callable[..., Any]]) -> bool:
 
 
 def tolerate_error_files() -> None:
-    """Make torch ignore an error file that it cannot read. Otherwise, it would end the launcher.
+    """Make torch ignore unreadable error files, which would otherwise end the launcher.
 
     A full disk leaves an empty file, and a killed worker leaves a partial one.
     """

@@ -62,7 +62,9 @@ class CheckpointFolder:
         self._parts_group: Any = None
         self._ownership = Ownership(path)
         self._heads: list[int] | None = None
-        """For each rank, the first rank that sees its folder. None means that `shared` decides."""
+        """First rank that sees the folder, for each rank's folder. None means that `shared`
+        decides.
+        """
         self._bucket = open_bucket(config) if config.url and (group.rank == 0 or self._parts) else None
         # Every writing rank has the same checkpoint, so one rank copies it. If it is in parts, each
         # rank copies its own part.

@@ -32,10 +32,10 @@ def move_running(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor)
 class BatchStatistics:
     """A model's running means and variances, over the ranks of a group.
 
-    For a model without running statistics, it does nothing. With `ordered`, micro-batches are added
-    up in order, so that the sum has identical bits on any number of ranks. The model's buffers
-    become views of one flat tensor per device and format, so that each step takes a few calls in
-    total instead of several per layer. A model can have only one BatchStatistics at a time.
+    Does nothing for a model without running statistics. With `ordered`, micro-batches are added up
+    in order, so that the sum has identical bits on any number of ranks. The model's buffers become
+    views of one flat tensor per device and format, so that each step takes a few calls in total
+    instead of several per layer. A model can have only one BatchStatistics at a time.
     """
 
     def __init__(self, model: nn.Module, group: Group, ordered: bool = False) -> None:

@@ -37,7 +37,7 @@ class MovingAverage:
         self._aside: list[torch.Tensor] | None = None
 
     def update(self, skipped: bool | torch.Tensor = False) -> None:
-        """Update the averages after a step. A skipped one (see precision.Update) changes nothing."""
+        """Update the averages after a step. A skipped one (precision.Update) changes nothing."""
         if isinstance(skipped, torch.Tensor) and self._updates:
             self._update_unless(skipped)
         elif not skipped:
