@@ -7,6 +7,7 @@ The parts are those of examples/own_parts.py, which docs/trainer.md shows.
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from ddpjob_trainer import config, train
 from ddpjob_trainer.commands import evaluate_checkpoint
 from ddpjob_trainer.commands.check_ledger import read, verify
 from ddpjob_trainer.data import batch_transform
-from ddpjob_trainer.errors import TrainerError
+from ddpjob_trainer.errors import ConfigError, TrainerError
+from ddpjob_trainer.own_functions import load_function
 from ranks import TINY, good, metrics, run, stop_at
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +52,11 @@ class Impatient:
 class Broken:
     def on_step(self, step, loss):
         raise ValueError("no such thing\\nand more")
+
+
+class InTorch:
+    def on_step(self, step, loss):
+        torch.nn.Linear(2, 3)(torch.ones(1, 1))
 
 
 class Renamed:
@@ -183,7 +190,7 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["optim.name=sgdd"], r"optim.name: 'sgdd' is unknown; use sgd, .*package.module:function; did you mean 'sgd'"),
+        (["optim.name=:sgd"], r"optim.name=:sgd: must be package.module:name"),
         (["optim.name=torch.optim:Muonn"], r"torch.optim has no function 'Muonn'; did you mean torch.optim:Muon"),
         (["optim.name=wrong_parts:nothing"], r"a call as name\(groups, lr=.*\) returned int; return a torch.optim.Opt"),
         (["optim.name=wrong_parts:some"], r"its param_groups must hold each given parameter once"),
@@ -193,7 +200,6 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
             ["optim.name=torch.optim:LBFGS"],
             r"torch.optim:LBFGS: a call as .* raised TypeError in .*weight_d",
         ),
-        (["optim.schedule=cosin"], r"optim.schedule: 'cosin' is unknown; .*did you mean 'cosine'"),
         (["optim.schedule=wrong_parts:infinite"], r"returned inf for epoch=1, epochs=2; return a finite factor"),
         (["optim.schedule=wrong_parts:negative"], r"returned -1.0 for epoch=0"),
         (["optim.schedule=wrong_parts:random_factor"], r"returns different factors for the same epoch"),
@@ -216,6 +222,7 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
             ["train.callbacks=wrong_parts:Broken"],
             r"on_step raised ValueError in wrong_parts.py, line 14: no such",
         ),
+        (["train.callbacks=wrong_parts:InTorch"], r"on_step raised RuntimeError in wrong_parts.py, line 19: .*mat1"),
         (["train.callbacks=Broken"], r"train.callbacks: 'Broken': must be package.module:name"),
         (["data.flip=true"], r"data.flip: has no effect on data.name=digits"),
         (["model.pretrained=default"], r"only models of torchvision and timm have weights by name"),
@@ -226,6 +233,41 @@ def test_mistakes_are_named_before_the_first_checkpoint(keys: list[str], message
     with pytest.raises(TrainerError, match=message):
         train.run(config.load(None, [*TINY, *keys, f"checkpoint.dir={tmp_path}"]))
     assert not list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (
+            "optim.name=adamv",
+            r"optim.name: 'adamv' is unknown; use sgd, .*package.module:function; did you mean 'adamw'",
+        ),
+        ("optim.schedule=cosin", r"optim.schedule: 'cosin' is unknown; .*did you mean 'cosine'"),
+    ],
+)
+def test_a_misspelled_name_is_refused_before_anything_is_read(key: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config.load(None, [key])
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def f(:\n", r"an import of broken_part raised SyntaxError in broken_part.py, line 1: invalid syntax"),
+        ("\nlimit = nothing\n", r"raised NameError in broken_part.py, line 2: name 'nothing' is not defined; correct"),
+        ("from torch import nothing\n", r"raised ImportError in broken_part.py, line 1: cannot import name 'nothing'"),
+        ("import nothing.at_all\n", r"raised ModuleNotFoundError in broken_part.py, line 1: No .* 'nothing'; correct"),
+        (None, r"optim.loss=broken_part:f: No module named 'broken_part'; put its folder on PYTHONPATH"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named_with_its_line(
+    source: str | None, message: str, tmp_path: Path
+) -> None:
+    if source is not None:
+        (tmp_path / "broken_part.py").write_text(source)
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=message):
+        load_function("optim.loss", "broken_part:f")
 
 
 def test_another_optimizer_of_ones_own_is_refused_at_a_resume(tmp_path: Path) -> None:
