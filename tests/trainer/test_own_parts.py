@@ -21,6 +21,7 @@ from ddpjob_trainer.commands.check_ledger import read, verify
 from ddpjob_trainer.data import batch_transform
 from ddpjob_trainer.errors import ConfigError, TrainerError
 from ddpjob_trainer.own_functions import load_function
+from ddpjob_trainer.reporting.callbacks import Callbacks
 from ranks import TINY, good, metrics, run, stop_at
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,7 @@ PARTS = [
 EXACT = [*PARTS, "ddp.ordered=true", "data.micro_batches=4", "train.epochs=3"]
 
 SOURCE = """
+import os
 import random
 
 import torch
@@ -52,6 +54,28 @@ class Impatient:
 class Broken:
     def on_step(self, step, loss):
         raise ValueError("no such thing\\nand more")
+
+
+class Growing:
+    def on_test_batch(self, scores, targets):
+        self.count = getattr(self, "count", 0) + 1
+        return torch.ones(self.count)
+
+    def on_test_end(self, sums):
+        return {}
+
+
+class OfRank:
+    def on_test_batch(self, scores, targets):
+        return torch.ones(1 + int(os.environ["RANK"]))
+
+    def on_test_end(self, sums):
+        return {}
+
+
+class Ambiguous:
+    def on_epoch_end(self, epoch, metrics):
+        return torch.ones(2)
 
 
 class InTorch:
@@ -178,6 +202,30 @@ def test_a_callback_ends_the_training_once_and_for_all(tmp_path: Path, capfd: py
     assert len(metrics(tmp_path / "run", "step")) == 40, "without the callback, training continues"
 
 
+def test_only_the_callback_that_ended_the_training_keeps_it_ended(tmp_path: Path) -> None:
+    keys = [*TINY, "train.epochs=3", "checkpoint.every_epochs=0", f"checkpoint.dir={tmp_path}"]
+    both = "train.callbacks=wrong_parts:Impatient,own_parts:EarlyStopping"
+    for callbacks, steps in ((both, 16), (both, 16), ("train.callbacks=own_parts:EarlyStopping", 24)):
+        train.run(config.load(None, [*keys, callbacks]))
+        assert len(metrics(tmp_path / "run", "step")) == steps, callbacks
+
+
+def test_an_older_checkpoint_only_knows_that_training_has_ended() -> None:
+    callbacks = Callbacks(["wrong_parts:Impatient"])
+    assert [bool(callbacks.still_ending(kept)) for kept in (True, False, [], ["a:b"])] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("train.callbacks=wrong_parts:OfRank", r"OfRank: on_test_batch returned 1 and 2 sums for different parts"),
+    ],
+)
+def test_parts_that_differ_among_ranks_are_named_on_each(key: str, message: str, tmp_path: Path) -> None:
+    for end in run(2, [*TINY, key, "train.epochs=1", "train.timeout_seconds=20", f"checkpoint.dir={tmp_path}"]):
+        assert re.search(message, end.error), end
+
+
 def test_the_command_evaluate_reports_the_metrics_of_callbacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,9 +268,21 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
         (["train.callbacks=wrong_parts:Unsaved"], r"has a builtins.object at state\['callbacks'\]"),
         (
             ["train.callbacks=wrong_parts:Broken"],
-            r"on_step raised ValueError in wrong_parts.py, line 14: no such",
+            r"on_step raised ValueError in wrong_parts.py, line 15: no such",
         ),
-        (["train.callbacks=wrong_parts:InTorch"], r"on_step raised RuntimeError in wrong_parts.py, line 19: .*mat1"),
+        (["train.callbacks=wrong_parts:InTorch"], r"on_step raised RuntimeError in wrong_parts.py, line 42: .*mat1"),
+        (
+            ["train.callbacks=wrong_parts:Ambiguous", "checkpoint.every_epochs=0"],
+            r"bool\(\) of the result of on_epoch_end raised RuntimeError",
+        ),
+        (
+            ["train.callbacks=wrong_parts:Growing", "train.eval_batch=200", "checkpoint.every_epochs=0"],
+            r"callbacks=wrong_parts:Growing: on_test_batch returned 1 and 2 sums for .*torch.bincount\(..., minlength=",
+        ),
+        (
+            ["train.callbacks=wrong_parts:Impatient", "train.eval_every=0"],
+            r"Impatient: its on_epoch_end is never called with train.eval_every=0; set train.eval_every=1",
+        ),
         (["train.callbacks=Broken"], r"train.callbacks: 'Broken': must be package.module:name"),
         (["data.flip=true"], r"data.flip: has no effect on data.name=digits"),
         (["model.pretrained=default"], r"only models of torchvision and timm have weights by name"),

@@ -149,10 +149,11 @@ class Trainer:
             data.train_size, config.data.batch, self.division.dealing, first, config.data.repeats
         )
         self.callbacks = Callbacks(config.train.callbacks)
+        self.callbacks.check_evaluations(config.train.eval_every)
         check_state({"sampler": {}, "callbacks": self.callbacks.state()})
         self.step = 0
         self.epochs_evaluated = 0
-        self.ended_early = False
+        self.ended_by: list[str] = []
         self.last_update = Update(0.0, False)
         self._first_pass = True
         self._clock, self._window = self.strategy.clock, (0, 0)
@@ -201,7 +202,7 @@ class Trainer:
         stopped = self._evaluate_if_due()
         self._steps, ahead = tee(self.sampler.upcoming(self.config.train.epochs))
         self._batches = self._load(ahead)
-        while not (stopped or self.ended_early) and self.sampler.state.epoch < self.config.train.epochs:
+        while not (stopped or self.ended_by) and self.sampler.state.epoch < self.config.train.epochs:
             stopped = self._train_epoch()
         self.stop.over()
         self._save()  # Does nothing if exactly this state is already saved.
@@ -211,7 +212,7 @@ class Trainer:
         if stopped:
             self.reporter.stopped(self.step)
         else:
-            self.ledger.end(self.step, self.sampler.state.epoch if self.ended_early else None)
+            self.ledger.end(self.step, self.sampler.state.epoch if self.ended_by else None)
             self.checkpoints.release()
             self.reporter.end(self.step, time.monotonic() - began)
         self.reporter.close()
@@ -428,7 +429,7 @@ class Trainer:
         self.reporter.evaluated(complete, self.step, result)
         self.checkpoints.scored(self.step, result.scalars())
         if names := self.callbacks.ends(complete, result.scalars(), self.group):
-            self.ended_early = True
+            self.ended_by = names
             self.reporter.ended_early(complete, names)
         return False
 
@@ -469,7 +470,7 @@ class Trainer:
             "fingerprint": self._fingerprint,
             "epochs_evaluated": self.epochs_evaluated,
             "micro_batches": self.division.micro_batches,
-            **({"callbacks": self.callbacks.state(), "ended": self.ended_early} if self.config.train.callbacks else {}),
+            **({"callbacks": self.callbacks.state(), "ended": self.ended_by} if self.config.train.callbacks else {}),
             **self.strategy.state(),
             "config": self._recorded,
             "data": describe(self.data),
@@ -516,8 +517,7 @@ class Trainer:
         self._other_data = snapshot.get("fingerprint", self._fingerprint) != self._fingerprint
         self.step, self.epochs_evaluated = int(snapshot["step"]), int(snapshot["epochs_evaluated"])
         self._notes += self.callbacks.load(snapshot.get("callbacks", {}))
-        # Without callbacks, training continues after an early end.
-        self.ended_early = bool(self.config.train.callbacks) and bool(snapshot.get("ended"))
+        self.ended_by = self.callbacks.still_ending(snapshot.get("ended", []))
         self.division = self.division.resume(snapshot)
         self.sampler.dealing = self.division.dealing
         self.division.check_smallest_micro_batch(self.sampler.state)
