@@ -143,6 +143,10 @@ def random_factor(epoch, epochs):
     return random.random()
 
 
+def of_rank(epoch, epochs):
+    return 1 + int(os.environ["RANK"])
+
+
 def shorter(images, labels, generator):
     return images[1:], labels
 
@@ -218,6 +222,7 @@ def test_an_older_checkpoint_only_knows_that_training_has_ended() -> None:
 @pytest.mark.parametrize(
     ("key", "message"),
     [
+        ("optim.schedule=wrong_parts:of_rank", r"of_rank: returns different factors on ranks 0 and 1; compute them"),
         ("train.callbacks=wrong_parts:OfRank", r"OfRank: on_test_batch returned 1 and 2 sums for different parts"),
     ],
 )

@@ -129,7 +129,7 @@ class Trainer:
         self.strategy = open_strategy(replace(config, amp=amp), group, device)
         run_plan.check_fit(config, data, self.strategy)
         model = build_model(config.model, data.shape, data.classes, config.data.seed, device)
-        self._notes = run_plan.check_optimizer(config, data, model)
+        self._notes = run_plan.check_optimizer(group, config, data, model)
         if is_own(config.model):  # It may draw from generators that have not been seeded.
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
         parameters = sum(weight.numel() for weight in model.parameters())
