@@ -147,6 +147,18 @@ def of_rank(epoch, epochs):
     return 1 + int(os.environ["RANK"])
 
 
+def labels_from_one(images, labels, generator):
+    return images, labels + 1
+
+
+def ignored(images, labels, generator):
+    return images, torch.full_like(labels, -100)
+
+
+def shares_of_three(images, labels, generator):
+    return images, torch.ones(len(labels), 3)
+
+
 def shorter(images, labels, generator):
     return images[1:], labels
 
@@ -262,6 +274,12 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
         (["optim.groups=head.*=-1"], r"with numbers of at least 0"),
         (["data.batch_transform=wrong_parts:shorter"], r"must return \(images, labels\) for the same 200 samples"),
         (["data.batch_transform=wrong_parts:halves"], r"with images of torch.float32 on cpu"),
+        (
+            ["data.batch_transform=wrong_parts:labels_from_one"],
+            r"labels of 1..10; return class numbers \(n,\) from 0 to 9",
+        ),
+        (["data.batch_transform=wrong_parts:ignored"], r"returned labels of -100..-100; return class numbers"),
+        (["data.batch_transform=wrong_parts:shares_of_three"], r"labels of shape \(200, 3\); .*of classes \(n, 10\)"),
         (["data.batch_transform=own_parts:blend", "data.mixup=0.2"], r"cannot be combined with data.mixup"),
         (
             ["data.batch_transform=own_parts:blend", "model.sync_batchnorm=true"],

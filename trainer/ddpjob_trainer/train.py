@@ -29,7 +29,7 @@ from ddpjob_trainer.data.augment import build_erasers
 from ddpjob_trainer.data.batch_transform import BatchTransform
 from ddpjob_trainer.data.catalog import open_data
 from ddpjob_trainer.data.corrupt import CorruptCount, check_test_images
-from ddpjob_trainer.data.dataset import Batch, DataSet, describe
+from ddpjob_trainer.data.dataset import Batch, DataSet, Targets, describe
 from ddpjob_trainer.data.sampler import Dividing, ElasticSampler, Micro, SamplerState, Step
 from ddpjob_trainer.distributed import devices
 from ddpjob_trainer.distributed.init_method import join_group
@@ -135,7 +135,9 @@ class Trainer:
         parameters = sum(weight.numel() for weight in model.parameters())
         self._erasers = build_erasers(config.data, data.shape)
         own = config.data.batch_transform
-        self._transform = BatchTransform(own, device) if own else None
+        # A loss of the user's own may take any labels.
+        classes = 0 if ":" in config.optim.loss or data.targets is not Targets.CLASSES else data.classes
+        self._transform = BatchTransform(own, device, classes) if own else None
         tied = is_tied_to_micro_batches(model)
         with run_plan.explain_sizes(config, data):
             self.strategy.prepare(model, data.shape)
