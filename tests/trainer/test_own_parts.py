@@ -7,6 +7,7 @@ The parts are those of examples/own_parts.py, which docs/trainer.md shows.
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ from ddpjob_trainer import config, train
 from ddpjob_trainer.commands import evaluate_checkpoint
 from ddpjob_trainer.commands.check_ledger import read, verify
 from ddpjob_trainer.data import batch_transform
-from ddpjob_trainer.errors import TrainerError
+from ddpjob_trainer.errors import ConfigError, TrainerError
+from ddpjob_trainer.own_functions import load_function
+from ddpjob_trainer.reporting.callbacks import Callbacks
 from ranks import TINY, good, metrics, run, stop_at
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +40,7 @@ PARTS = [
 EXACT = [*PARTS, "ddp.ordered=true", "data.micro_batches=4", "train.epochs=3"]
 
 SOURCE = """
+import os
 import random
 
 import torch
@@ -50,6 +54,33 @@ class Impatient:
 class Broken:
     def on_step(self, step, loss):
         raise ValueError("no such thing\\nand more")
+
+
+class Growing:
+    def on_test_batch(self, scores, targets):
+        self.count = getattr(self, "count", 0) + 1
+        return torch.ones(self.count)
+
+    def on_test_end(self, sums):
+        return {}
+
+
+class OfRank:
+    def on_test_batch(self, scores, targets):
+        return torch.ones(1 + int(os.environ["RANK"]))
+
+    def on_test_end(self, sums):
+        return {}
+
+
+class Ambiguous:
+    def on_epoch_end(self, epoch, metrics):
+        return torch.ones(2)
+
+
+class InTorch:
+    def on_step(self, step, loss):
+        torch.nn.Linear(2, 3)(torch.ones(1, 1))
 
 
 class Renamed:
@@ -112,6 +143,22 @@ def random_factor(epoch, epochs):
     return random.random()
 
 
+def of_rank(epoch, epochs):
+    return 1 + int(os.environ["RANK"])
+
+
+def labels_from_one(images, labels, generator):
+    return images, labels + 1
+
+
+def ignored(images, labels, generator):
+    return images, torch.full_like(labels, -100)
+
+
+def shares_of_three(images, labels, generator):
+    return images, torch.ones(len(labels), 3)
+
+
 def shorter(images, labels, generator):
     return images[1:], labels
 
@@ -171,6 +218,31 @@ def test_a_callback_ends_the_training_once_and_for_all(tmp_path: Path, capfd: py
     assert len(metrics(tmp_path / "run", "step")) == 40, "without the callback, training continues"
 
 
+def test_only_the_callback_that_ended_the_training_keeps_it_ended(tmp_path: Path) -> None:
+    keys = [*TINY, "train.epochs=3", "checkpoint.every_epochs=0", f"checkpoint.dir={tmp_path}"]
+    both = "train.callbacks=wrong_parts:Impatient,own_parts:EarlyStopping"
+    for callbacks, steps in ((both, 16), (both, 16), ("train.callbacks=own_parts:EarlyStopping", 24)):
+        train.run(config.load(None, [*keys, callbacks]))
+        assert len(metrics(tmp_path / "run", "step")) == steps, callbacks
+
+
+def test_an_older_checkpoint_only_knows_that_training_has_ended() -> None:
+    callbacks = Callbacks(["wrong_parts:Impatient"])
+    assert [bool(callbacks.still_ending(kept)) for kept in (True, False, [], ["a:b"])] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("optim.schedule=wrong_parts:of_rank", r"of_rank: returns different factors on ranks 0 and 1; compute them"),
+        ("train.callbacks=wrong_parts:OfRank", r"OfRank: on_test_batch returned 1 and 2 sums for different parts"),
+    ],
+)
+def test_parts_that_differ_among_ranks_are_named_on_each(key: str, message: str, tmp_path: Path) -> None:
+    for end in run(2, [*TINY, key, "train.epochs=1", "train.timeout_seconds=20", f"checkpoint.dir={tmp_path}"]):
+        assert re.search(message, end.error), end
+
+
 def test_the_command_evaluate_reports_the_metrics_of_callbacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,17 +255,16 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["optim.name=sgdd"], r"optim.name: 'sgdd' is unknown; use sgd, .*package.module:function; did you mean 'sgd'"),
+        (["optim.name=:sgd"], r"optim.name=:sgd: must be package.module:name"),
         (["optim.name=torch.optim:Muonn"], r"torch.optim has no function 'Muonn'; did you mean torch.optim:Muon"),
         (["optim.name=wrong_parts:nothing"], r"a call as name\(groups, lr=.*\) returned int; return a torch.optim.Opt"),
         (["optim.name=wrong_parts:some"], r"its param_groups must hold each given parameter once"),
-        (["optim.name=wrong_parts:Counting"], r"after a checkpoint is loaded, its next step differs"),
-        (["optim.name=wrong_parts:Noisy"], r"next step differs, .*do not draw random numbers"),
+        (["optim.name=wrong_parts:Counting"], r"step 8 differs after a checkpoint of step 7 is loaded"),
+        (["optim.name=wrong_parts:Noisy"], r"step 8 differs .*do not draw random numbers"),
         (
             ["optim.name=torch.optim:LBFGS"],
             r"torch.optim:LBFGS: a call as .* raised TypeError in .*weight_d",
         ),
-        (["optim.schedule=cosin"], r"optim.schedule: 'cosin' is unknown; .*did you mean 'cosine'"),
         (["optim.schedule=wrong_parts:infinite"], r"returned inf for epoch=1, epochs=2; return a finite factor"),
         (["optim.schedule=wrong_parts:negative"], r"returned -1.0 for epoch=0"),
         (["optim.schedule=wrong_parts:random_factor"], r"returns different factors for the same epoch"),
@@ -203,6 +274,12 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
         (["optim.groups=head.*=-1"], r"with numbers of at least 0"),
         (["data.batch_transform=wrong_parts:shorter"], r"must return \(images, labels\) for the same 200 samples"),
         (["data.batch_transform=wrong_parts:halves"], r"with images of torch.float32 on cpu"),
+        (
+            ["data.batch_transform=wrong_parts:labels_from_one"],
+            r"labels of 1..10; return class numbers \(n,\) from 0 to 9",
+        ),
+        (["data.batch_transform=wrong_parts:ignored"], r"returned labels of -100..-100; return class numbers"),
+        (["data.batch_transform=wrong_parts:shares_of_three"], r"labels of shape \(200, 3\); .*of classes \(n, 10\)"),
         (["data.batch_transform=own_parts:blend", "data.mixup=0.2"], r"cannot be combined with data.mixup"),
         (
             ["data.batch_transform=own_parts:blend", "model.sync_batchnorm=true"],
@@ -214,7 +291,20 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
         (["train.callbacks=wrong_parts:Unsaved"], r"has a builtins.object at state\['callbacks'\]"),
         (
             ["train.callbacks=wrong_parts:Broken"],
-            r"on_step raised ValueError in wrong_parts.py, line 14: no such",
+            r"on_step raised ValueError in wrong_parts.py, line 15: no such",
+        ),
+        (["train.callbacks=wrong_parts:InTorch"], r"on_step raised RuntimeError in wrong_parts.py, line 42: .*mat1"),
+        (
+            ["train.callbacks=wrong_parts:Ambiguous", "checkpoint.every_epochs=0"],
+            r"bool\(\) of the result of on_epoch_end raised RuntimeError",
+        ),
+        (
+            ["train.callbacks=wrong_parts:Growing", "train.eval_batch=200", "checkpoint.every_epochs=0"],
+            r"callbacks=wrong_parts:Growing: on_test_batch returned 1 and 2 sums for .*torch.bincount\(..., minlength=",
+        ),
+        (
+            ["train.callbacks=wrong_parts:Impatient", "train.eval_every=0"],
+            r"Impatient: its on_epoch_end is never called with train.eval_every=0; set train.eval_every=1",
         ),
         (["train.callbacks=Broken"], r"train.callbacks: 'Broken': must be package.module:name"),
         (["data.flip=true"], r"data.flip: has no effect on data.name=digits"),
@@ -226,6 +316,41 @@ def test_mistakes_are_reported_before_the_first_checkpoint(keys: list[str], mess
     with pytest.raises(TrainerError, match=message):
         train.run(config.load(None, [*TINY, *keys, f"checkpoint.dir={tmp_path}"]))
     assert not list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (
+            "optim.name=adamv",
+            r"optim.name: 'adamv' is unknown; use sgd, .*package.module:function; did you mean 'adamw'",
+        ),
+        ("optim.schedule=cosin", r"optim.schedule: 'cosin' is unknown; .*did you mean 'cosine'"),
+    ],
+)
+def test_a_misspelled_name_is_refused_before_anything_is_read(key: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config.load(None, [key])
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def f(:\n", r"an import of broken_part raised SyntaxError in broken_part.py, line 1: invalid syntax"),
+        ("\nlimit = nothing\n", r"raised NameError in broken_part.py, line 2: name 'nothing' is not defined; correct"),
+        ("from torch import nothing\n", r"raised ImportError in broken_part.py, line 1: cannot import name 'nothing'"),
+        ("import nothing.at_all\n", r"raised ModuleNotFoundError in broken_part.py, line 1: No .* 'nothing'; correct"),
+        (None, r"optim.loss=broken_part:f: No module named 'broken_part'; put its folder on PYTHONPATH"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named_with_its_line(
+    source: str | None, message: str, tmp_path: Path
+) -> None:
+    if source is not None:
+        (tmp_path / "broken_part.py").write_text(source)
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=message):
+        load_function("optim.loss", "broken_part:f")
 
 
 def test_a_different_custom_optimizer_is_refused_at_a_resume(tmp_path: Path) -> None:

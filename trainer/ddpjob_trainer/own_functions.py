@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_trainer.errors import ConfigError, TrainerError, first_line
+
+_OTHERS = (f"{Path(__file__).parent}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
+"""Where code is not the user's: this package and Python's library. Others are in site-packages."""
 
 
 def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..., Any]:
@@ -20,12 +24,19 @@ def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..
     ConfigError with the remedy.
     """
     where, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        near = difflib.get_close_matches(where, kinds, n=1)
-        hint = f"did you mean {near[0]}:{attribute}?" if near else "put its folder on PYTHONPATH (in a job: its image)"
-        raise ConfigError(f"{key}={name}: {error}; {hint}") from error
+    if not where or not attribute:
+        raise ConfigError(f"{key}={name}: must be package.module:name")
+    with explain(key, name, f"an import of {where}"):
+        try:
+            module = importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            if not f"{where}.".startswith(f"{error.name}."):  # The module exists, but not one that it imports.
+                raise
+            near = difflib.get_close_matches(where, kinds, n=1)
+            hint = (
+                f"did you mean {near[0]}:{attribute}?" if near else "put its folder on PYTHONPATH (in a job: its image)"
+            )
+            raise ConfigError(f"{key}={name}: {error}; {hint}") from error
     found = getattr(module, attribute, None)
     if not callable(found):
         near = difflib.get_close_matches(attribute, vars(module), n=1)
@@ -33,15 +44,6 @@ def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..
         raise ConfigError(f"{key}={name}: {where} has no function {attribute!r}{hint}")
     function: Callable[..., Any] = found
     return function
-
-
-def check_name(key: str, name: str, known: Sequence[str]) -> None:
-    """Raise ConfigError unless `name` is one of `known` or has the form package.module:name."""
-    if ":" in name or name in known:
-        return
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {str(near[0])!r}?" if near else ""
-    raise ConfigError(f"{key}: {name!r} is unknown; use {', '.join(known)} or package.module:function{hint}")
 
 
 @contextmanager
@@ -52,8 +54,18 @@ def explain(key: str, name: str, call: str, kind: type[TrainerError] = ConfigErr
     except TrainerError:
         raise
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        file, line = _find_line(error)
         raise kind(
-            f"{key}={name}: {call} raised {type(error).__name__} in {Path(last.filename).name}, line {last.lineno}:"
+            f"{key}={name}: {call} raised {type(error).__name__} in {Path(file).name}, line {line}:"
             f" {first_line(error)}; correct it, and start again"
         ) from error
+
+
+def _find_line(error: Exception) -> tuple[str, int | None]:
+    """Return the user's last line before the error, or the last line of all if there is none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return error.filename, error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_OTHERS) and "-packages/" not in frame.filename]
+    last = (own or frames)[-1]
+    return last.filename, last.lineno

@@ -112,10 +112,11 @@ def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
     )
 
 
-def check_optimizer(config: Config, data: DataSet, model: nn.Module) -> list[str]:
+def check_optimizer(group: Group, config: Config, data: DataSet, model: nn.Module) -> list[str]:
     """Return notes on optim.groups and on the user's own schedule.
 
-    Raises ConfigError if they do not suit the model or the steps of the training.
+    Raises ConfigError if they do not suit the model or the steps of the training. All ranks must
+    call this together.
     """
     notes, optim, size, batch = [], config.optim, data.train_size, config.data.batch
     if optim.groups:
@@ -128,6 +129,7 @@ def check_optimizer(config: Config, data: DataSet, model: nn.Module) -> list[str
                 optim.schedule,
                 lambda consumed: learning_rate(optim, Position(consumed, size, batch, config.train.epochs)),
                 starts,
+                group,
             )
         )
     return notes

@@ -29,7 +29,7 @@ from ddpjob_trainer.data.augment import build_erasers
 from ddpjob_trainer.data.batch_transform import BatchTransform
 from ddpjob_trainer.data.catalog import open_data
 from ddpjob_trainer.data.corrupt import CorruptCount, check_test_images
-from ddpjob_trainer.data.dataset import Batch, DataSet, describe
+from ddpjob_trainer.data.dataset import Batch, DataSet, Targets, describe
 from ddpjob_trainer.data.sampler import Dividing, ElasticSampler, Micro, SamplerState, Step
 from ddpjob_trainer.distributed import devices
 from ddpjob_trainer.distributed.init_method import join_group
@@ -131,13 +131,15 @@ class Trainer:
         self.strategy = open_strategy(replace(config, amp=amp), group, device)
         run_plan.check_fit(config, data, self.strategy)
         model = build_model(config.model, data.shape, data.classes, config.data.seed, device)
-        self._notes = run_plan.check_optimizer(config, data, model)
-        if is_own(config.model):  # The user's code may draw from generators that have not been seeded.
+        self._notes = run_plan.check_optimizer(group, config, data, model)
+        if is_own(config.model):  # It may draw from generators that have not been seeded.
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
         parameters = sum(weight.numel() for weight in model.parameters())
         self._erasers = build_erasers(config.data, data.shape)
         own = config.data.batch_transform
-        self._transform = BatchTransform(own, device) if own else None
+        # A loss of the user's own may take any labels.
+        classes = 0 if ":" in config.optim.loss or data.targets is not Targets.CLASSES else data.classes
+        self._transform = BatchTransform(own, device, classes) if own else None
         tied = is_tied_to_micro_batches(model)
         with run_plan.explain_sizes(config, data):
             self.strategy.prepare(model, data.shape)
@@ -151,10 +153,11 @@ class Trainer:
             data.train_size, config.data.batch, self.division.dealing, first, config.data.repeats
         )
         self.callbacks = Callbacks(config.train.callbacks)
+        self.callbacks.check_evaluations(config.train.eval_every)
         check_state({"sampler": {}, "callbacks": self.callbacks.state()})
         self.step = 0
         self.epochs_evaluated = 0
-        self.ended_early = False
+        self.ended_by: list[str] = []
         self.last_update = Update(0.0, False)
         self._first_pass = True
         self._clock, self._window = self.strategy.clock, (0, 0)
@@ -203,7 +206,7 @@ class Trainer:
         stopped = self._evaluate_if_due()
         self._steps, ahead = tee(self.sampler.upcoming(self.config.train.epochs))
         self._batches = self._load(ahead)
-        while not (stopped or self.ended_early) and self.sampler.state.epoch < self.config.train.epochs:
+        while not (stopped or self.ended_by) and self.sampler.state.epoch < self.config.train.epochs:
             stopped = self._train_epoch()
         self.stop.over()
         self._save()  # Does nothing if exactly this state is already saved.
@@ -213,7 +216,7 @@ class Trainer:
         if stopped:
             self.reporter.stopped(self.step)
         else:
-            self.ledger.end(self.step, self.sampler.state.epoch if self.ended_early else None)
+            self.ledger.end(self.step, self.sampler.state.epoch if self.ended_by else None)
             self.checkpoints.release()
             self.reporter.end(self.step, time.monotonic() - began)
         self.reporter.close()
@@ -430,7 +433,7 @@ class Trainer:
         self.reporter.evaluated(complete, self.step, result)
         self.checkpoints.scored(self.step, result.scalars())
         if names := self.callbacks.ends(complete, result.scalars(), self.group):
-            self.ended_early = True
+            self.ended_by = names
             self.reporter.ended_early(complete, names)
         return False
 
@@ -471,7 +474,7 @@ class Trainer:
             "fingerprint": self._fingerprint,
             "epochs_evaluated": self.epochs_evaluated,
             "micro_batches": self.division.micro_batches,
-            **({"callbacks": self.callbacks.state(), "ended": self.ended_early} if self.config.train.callbacks else {}),
+            **({"callbacks": self.callbacks.state(), "ended": self.ended_by} if self.config.train.callbacks else {}),
             **self.strategy.state(),
             "config": self._recorded,
             "data": describe(self.data),
@@ -519,8 +522,7 @@ class Trainer:
         self._other_data = snapshot.get("fingerprint", self._fingerprint) != self._fingerprint
         self.step, self.epochs_evaluated = int(snapshot["step"]), int(snapshot["epochs_evaluated"])
         self._notes += self.callbacks.load(snapshot.get("callbacks", {}))
-        # Without callbacks, training continues even if a callback ended it before.
-        self.ended_early = bool(self.config.train.callbacks) and bool(snapshot.get("ended"))
+        self.ended_by = self.callbacks.still_ending(snapshot.get("ended", []))
         self.division = self.division.resume(snapshot)
         self.sampler.dealing = self.division.dealing
         self.division.check_smallest_micro_batch(self.sampler.state)

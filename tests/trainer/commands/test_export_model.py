@@ -78,6 +78,14 @@ def test_every_kind_of_tensor_is_read_by_the_library(tmp_path: Path) -> None:
         assert torch.equal(found[name], tensor) and found[name].dtype is tensor.dtype, name
 
 
+@pytest.mark.parametrize("kind", [torch.complex64, torch.float8_e4m3fn])
+def test_a_tensor_of_a_rare_type_is_named(kind: torch.dtype, tmp_path: Path) -> None:
+    tensors = {"head.phase": torch.zeros(2).to(kind), "weight": torch.ones(2)}
+    with pytest.raises(TrainingError, match=rf"a.safetensors was not written: head.phase has the type {kind}; use one"):
+        save_safetensors(tensors, {}, tmp_path / "a.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_model_that_cannot_be_traced_still_gets_its_weights(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,8 +105,14 @@ def save_safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str,
     """Write tensors in the format of https://huggingface.co/docs/safetensors.
 
     A JSON header is followed by the tensors' bytes. Tensors with large elements come first, so that
-    all are aligned.
+    all are aligned. Raises TrainingError for a type of tensor that few readers know.
     """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _TYPES:
+            raise TrainingError(
+                f"{path} was not written: {name} has the type {tensor.dtype}; use one of"
+                f" {', '.join(_TYPES.values())}, or a buffer with persistent=False"
+            )
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0

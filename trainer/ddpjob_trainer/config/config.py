@@ -106,6 +106,7 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
     layers.append(("argument", loader.read_arguments(arguments)))
     config = loader.build(Config, *layers)
     config.data.check()
+    config.optim.check()
     for key in ("epochs", "log_every", "eval_batch", "timeout_seconds", "accumulate"):
         if getattr(config.train, key) <= 0:
             raise ConfigError(f"train.{key}: {getattr(config.train, key)} is not above 0")

@@ -18,7 +18,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -193,6 +193,15 @@ def build(kind: type[T], *layers: tuple[str, Mapping[str, Any]]) -> T:
         if key not in chosen and field.env and os.environ.get(field.env):
             chosen[key] = _convert(os.environ[field.env], field.type, f"environment variable {field.env} ({key})")
     return _assemble(kind, chosen, "")
+
+
+def check_name(key: str, name: str, known: Sequence[str]) -> None:
+    """Raise ConfigError unless `name` is one of `known` or has the form package.module:name."""
+    if ":" in name or name in known:
+        return
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {str(near[0])!r}?" if near else ""
+    raise ConfigError(f"{key}: {name!r} is unknown; use {', '.join(known)} or package.module:function{hint}")
 
 
 def _nearest(key: str, known: Mapping[str, Any]) -> str:

@@ -6,12 +6,11 @@ can import them. Values are checked by the modules that use them.
 
 from __future__ import annotations
 
-import difflib
 import enum
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddpjob_trainer.config.loader import from_env
+from ddpjob_trainer.config.loader import check_name, from_env
 from ddpjob_trainer.errors import ConfigError
 
 
@@ -219,13 +218,7 @@ class DataConfig:
 
     def check(self) -> None:
         """Raise ConfigError if the name is neither a data set nor a function."""
-        if ":" in self.name or self.name in list(DataName):
-            return
-        near = difflib.get_close_matches(self.name, [name.value for name in DataName], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"data.name: {self.name!r} is unknown; use {', '.join(DataName)} or package.module:function{hint}"
-        )
+        check_name("data.name", self.name, list(DataName))
 
 
 class NormName(enum.StrEnum):
@@ -385,6 +378,11 @@ class OptimConfig:
     """one_cycle: the first learning rate as a share of optim.lr."""
     end_factor: float = 4e-6
     """one_cycle: the last learning rate as a share of optim.lr."""
+
+    def check(self) -> None:
+        """Raise ConfigError if a name is neither built in nor a function."""
+        check_name("optim.name", self.name, list(OptimizerName))
+        check_name("optim.schedule", self.schedule, list(ScheduleName))
 
 
 class AmpLevel(enum.StrEnum):

@@ -22,9 +22,12 @@ _STREAM = 0x626174
 class BatchTransform:
     """The function named by `data.batch_transform`."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        """Load the function. Raises ConfigError."""
-        self._name, self._function = name, load_function("data.batch_transform", name)
+    def __init__(self, name: str, device: torch.device, classes: int = 0) -> None:
+        """Load the function. Raises ConfigError.
+
+        The labels that it returns must suit `classes`, unless these are 0.
+        """
+        self._classes, self._name, self._function = classes, name, load_function("data.batch_transform", name)
         self._generator = torch.Generator(device)
 
     def __call__(self, batch: Batch, key: int) -> Batch:
@@ -59,4 +62,18 @@ class BatchTransform:
                 f"data.batch_transform={self._name}: must return (images, labels) for the same {len(labels)} samples,"
                 f" with images of {images.dtype} on {images.device}"
             )
+        self._check_labels(found[1])
         return found[0], found[1]
+
+    def _check_labels(self, labels: torch.Tensor) -> None:
+        shares, classes = labels.is_floating_point(), self._classes
+        wrong = classes and labels.shape[1:] != ((classes,) if shares else ())
+        # On other devices, the check would wait for the device.
+        if classes and not wrong and not shares and labels.device.type == "cpu":
+            wrong = not 0 <= int(labels.min()) <= int(labels.max()) < classes
+        if wrong:
+            found = f"shape {tuple(labels.shape)}" if shares or labels.ndim > 1 else f"{labels.min()}..{labels.max()}"
+            raise TrainingError(
+                f"data.batch_transform={self._name}: returned labels of {found}; return class numbers (n,) from 0 to"
+                f" {classes - 1}, or shares of classes (n, {classes})"
+            )

@@ -10,10 +10,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from ddpjob_trainer.config.loader import check_name
 from ddpjob_trainer.config.sections import DataConfig, OptimConfig
 from ddpjob_trainer.data.dataset import UNREADABLE, Batch, Targets, check_probabilities
 from ddpjob_trainer.errors import ConfigError, TrainingError
-from ddpjob_trainer.own_functions import check_name, load_function
+from ddpjob_trainer.own_functions import load_function
 
 Each = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Maps float32 scores and targets, both (n, k), to losses (n, k)."""

@@ -14,7 +14,6 @@ from ddpjob_trainer.distributed.dtensors import is_sharded
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.own_schedule import own_factor
 from ddpjob_trainer.optim.parameter_groups import divide
-from ddpjob_trainer.own_functions import check_name
 
 
 def build_optimizer(
@@ -64,8 +63,6 @@ def build_optimizer(
 
 def check(config: OptimConfig) -> None:
     """Raise ConfigError for invalid values."""
-    check_name("optim.name", config.name, list(OptimizerName))
-    check_name("optim.schedule", config.schedule, list(ScheduleName))
     for key in (
         "lr",
         "weight_decay",

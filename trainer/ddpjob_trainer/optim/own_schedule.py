@@ -7,9 +7,12 @@ where it stopped if the batch or the number of ranks changes.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from array import array
 from collections.abc import Callable, Sequence
 
+from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.own_functions import explain, load_function
 
@@ -32,11 +35,12 @@ def own_factor(name: str, epoch: float, epochs: int) -> float:
     return factor
 
 
-def check_own(name: str, rate: Callable[[int], float], steps: Sequence[int]) -> str:
+def check_own(name: str, rate: Callable[[int], float], steps: Sequence[int], group: Group) -> str:
     """Return a description of the schedule for the log.
 
     `rate` maps the samples consumed before a step to its learning rate, and `steps` has these
-    numbers for all steps. Raises ConfigError if a rate is invalid, or differs in a second call.
+    numbers for all steps. Raises ConfigError if a rate is invalid, or differs in a second call or
+    on a different rank. All ranks must call this together.
     """
     checked = [*steps[:: max(1, len(steps) // _MOST_STEPS)], steps[-1]]
     rates = [rate(consumed) for consumed in checked]
@@ -44,6 +48,14 @@ def check_own(name: str, rate: Callable[[int], float], steps: Sequence[int]) -> 
         raise ConfigError(
             f"optim.schedule={name}: returns different factors for the same epoch; compute them from its arguments"
             " alone, because a restart repeats only some of the calls"
+        )
+    digest = hashlib.sha256(array("d", rates)).digest()
+    digests = group.gather(int.from_bytes(digest[:7], "big"))
+    if len(set(digests)) > 1:
+        other = next(rank for rank, found in enumerate(digests) if found != digests[0])
+        raise ConfigError(
+            f"optim.schedule={name}: returns different factors on ranks 0 and {other}; compute them from its arguments"
+            " alone, without RANK, hash() or the machine's files"
         )
     top = max(range(len(rates)), key=rates.__getitem__)
     return (

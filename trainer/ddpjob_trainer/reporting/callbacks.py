@@ -30,7 +30,8 @@ from ddpjob_trainer.own_functions import explain, load_function
 
 _KEY = "train.callbacks"
 _MOST_METRICS = 20
-_METHODS = ("on_train_begin", "on_step", "on_test_batch", "on_test_end", "on_epoch_end")
+_OF_EVALUATIONS = ("on_test_batch", "on_test_end", "on_epoch_end")
+_METHODS = ("on_train_begin", "on_step", *_OF_EVALUATIONS)
 
 
 class Callbacks:
@@ -46,6 +47,15 @@ class Callbacks:
             with explain(_KEY, name, "a call without arguments"):
                 self._own[name] = make()
             _check_methods(name, self._own[name])
+
+    def check_evaluations(self, every: int) -> None:
+        """Raise ConfigError if a callback needs evaluations, but there are none (`every` is 0)."""
+        for method in _OF_EVALUATIONS:
+            for name in [] if every else self.having(method):
+                raise ConfigError(
+                    f"{_KEY}={name}: its {method} is never called with train.eval_every=0; set train.eval_every=1, or"
+                    " leave out the callback"
+                )
 
     def call(self, method: str, *arguments: Any) -> dict[str, Any]:
         """Return the results of the callbacks that have `method`, by name. Raises TrainingError."""
@@ -64,8 +74,19 @@ class Callbacks:
         results = self.call("on_epoch_end", epoch, dict(metrics))
         if not results:
             return []
-        wishes = group.sum(torch.tensor([float(bool(result)) for result in results.values()]))
+        own = []
+        for name, result in results.items():
+            with explain(_KEY, name, "bool() of the result of on_epoch_end", TrainingError):
+                own.append(float(bool(result)))
+        wishes = group.sum(torch.tensor(own))
         return [name for name, wish in zip(results, wishes.tolist(), strict=True) if wish]
+
+    def still_ending(self, ended: list[str] | bool) -> list[str]:
+        """Return the callbacks that ended the training of a checkpoint and are still configured.
+
+        An older checkpoint does not have their names, but only whether there were any.
+        """
+        return [name for name in self._own if ended is True or (ended and name in ended)]
 
     def summing(self, inner: Adding) -> Adding:
         """Return an accumulator that also computes the callbacks' metrics."""
@@ -116,6 +137,14 @@ def _check_methods(name: str, own: Any) -> None:
             raise ConfigError(f"{_KEY}={name}: {' and '.join(pair)} belong together; add the one that is missing")
 
 
+def _check_counts(name: str, counts: Collection[int]) -> None:
+    if len(counts) > 1:
+        raise TrainingError(
+            f"{_KEY}={name}: on_test_batch returned {' and '.join(map(str, sorted(counts)))} sums for different parts"
+            " of the test set; always return the same number, such as by torch.bincount(..., minlength=classes)"
+        )
+
+
 class _CallbackSums:
     """Adds up the callbacks' sums in addition to an evaluation."""
 
@@ -129,15 +158,18 @@ class _CallbackSums:
         for name, found in self._callbacks.call("on_test_batch", logits.detach().float(), labels).items():
             with explain(_KEY, name, "on_test_batch", TrainingError):
                 sums = torch.as_tensor(found).detach().to("cpu", torch.float64).reshape(-1)
-                self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+            before = self._sums.get(name, torch.zeros_like(sums))
+            _check_counts(name, {len(before), len(sums)})
+            self._sums[name] = before + sums
 
     def reduce(self, group: Group, counted: int, unreadable: int = 0) -> Evaluation:
         """Return the result over all ranks. All ranks must call this together."""
         result, own = self._inner.reduce(group, counted, unreadable), dict[str, float]()
         for name in self._callbacks.having("on_test_batch"):
-            sums = self._sums.get(name, torch.zeros(0, dtype=torch.float64))
+            sums = self._sums.get(name)
             # A rank without test samples does not know how many sums there are.
-            count = max(group.gather(len(sums)))
-            total = group.sum(sums if len(sums) else torch.zeros(count, dtype=torch.float64))
+            counts = set(group.gather(-1 if sums is None else len(sums))) - {-1}
+            _check_counts(name, counts)
+            total = group.sum(torch.zeros(max(counts, default=0), dtype=torch.float64) if sums is None else sums)
             own |= self._callbacks.metrics(name, total, {*result.scalars(), *own})
         return replace(result, own=own)
