@@ -217,17 +217,18 @@ class Snapshots:
         # generators.
         states = {**first.get("objects", {}), **own.get("objects", {}), **found.tree}
         for name, thing in self._objects.items():
+            inner = bare(thing)
             remedy = "give the same objects as before the restart, or set recovery.snapshots: none"
             if name not in states:
                 what = f"memory has the state of {', '.join(sorted(states))}, but not of {name}"
                 raise ValueError(f"ddpjob_report.Snapshots: {what}; {remedy}")
             try:
-                bare(thing).load_state_dict(_for_loading(bare(thing), states[name]))
+                inner.load_state_dict(_for_loading(inner, states[name]))
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
                 what = f"the state in memory does not fit {name}: {error}"
                 raise ValueError(f"ddpjob_report.Snapshots: {what}; {remedy}") from error
             buffers = own.get("buffers", {}).get(name) or first.get("buffers", {}).get(name) or {}
-            for key, buffer in bare(thing).named_buffers() if buffers else ():
+            for key, buffer in inner.named_buffers() if buffers else ():
                 buffer.copy_(buffers[key])
         if "torch" in own:
             set_generators(own)

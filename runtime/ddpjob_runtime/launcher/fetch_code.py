@@ -63,6 +63,7 @@ from ddpjob_runtime.launcher.s3_reader import (
     Changed,
     Credentials,
     Reader,
+    region_of,
 )
 from ddpjob_runtime.launcher.shutdown import log
 from ddpjob_runtime.protocol import MOST_CODE_BYTES, MOST_CODE_FILES, MOST_UNPACKED_BYTES
@@ -101,17 +102,15 @@ class CodeSettings:
 
         Return None if the job has no archive. Raises BucketRefusal.
         """
-        job, known = JobEnvironment.read(), os.environ.get
-        keys = take_keys("CODE")
+        job, keys = JobEnvironment.read(), take_keys("CODE")
         if not job.code_url:
             return None
         url, _, name = job.code_url.rpartition("/")
         digest = re.fullmatch(r"sha256:([0-9a-f]{64})", job.code_digest)
         if digest is None or not name:
             raise BucketRefusal(f"{job.code_url} {job.code_digest}: write s3://BUCKET/FILE and sha256:DIGITS")
-        region = job.code_region or known("AWS_REGION", "") or known("AWS_DEFAULT_REGION", "")
-        endpoint = job.code_endpoint or known("AWS_ENDPOINT_URL", "")
-        place = BucketPlace.read(url, endpoint, region, "code")
+        endpoint = job.code_endpoint or os.environ.get("AWS_ENDPOINT_URL", "")
+        place = BucketPlace.read(url, endpoint, region_of(job.code_region), "code")
         credentials = Credentials(keys or dict(os.environ), place.region, "code")
         return cls(place, name, digest[1], credentials, Path(job.code_dir))
 

@@ -53,6 +53,7 @@ from ddpjob_runtime.launcher.s3_reader import (
     Credentials,
     Reader,
     Remote,
+    region_of,
 )
 from ddpjob_runtime.launcher.shutdown import log
 
@@ -108,12 +109,10 @@ class FetchSettings:
 
         Return None if there is nothing to fetch. Raises BucketRefusal.
         """
-        job, known = JobEnvironment.read(), os.environ.get
-        keys = take_keys("DATA")
+        job, keys = JobEnvironment.read(), take_keys("DATA")
         if not job.data_url:
             return None
-        region = job.data_region or known("AWS_REGION", "") or known("AWS_DEFAULT_REGION", "")
-        place = BucketPlace.read(job.data_url, job.data_endpoint, region)
+        place = BucketPlace.read(job.data_url, job.data_endpoint, region_of(job.data_region))
         return cls(place, Credentials(keys or dict(os.environ), place.region), Path(job.data_dir))
 
 

@@ -156,12 +156,10 @@ class BucketKeeper:
 
     def _writer(self) -> Any:
         if self._open is None:
-            from ddpjob_runtime.launcher.s3_reader import BucketPlace, BucketWriter, Credentials
+            from ddpjob_runtime.launcher.s3_reader import BucketPlace, BucketWriter, Credentials, region_of
 
-            known = os.environ.get
-            region = known("AWS_REGION", "") or known("AWS_DEFAULT_REGION", "")
             url, field = f"{self._url}/{protocol.LOGS_FOLDER}", "storage.checkpoints"
-            place = BucketPlace.read(url, known("AWS_ENDPOINT_URL", ""), region, field)
+            place = BucketPlace.read(url, os.environ.get("AWS_ENDPOINT_URL", ""), region_of(), field)
             self._open = BucketWriter(place, Credentials(dict(os.environ), place.region, field))
         return self._open
 

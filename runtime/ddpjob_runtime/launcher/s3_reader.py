@@ -102,6 +102,12 @@ class BucketPlace:
         return cls(url.rstrip("/"), split.netloc, f"{prefix}/" if prefix else "", server, where, field)
 
 
+def region_of(given: str = "") -> str:
+    """Return the given region or, if it is empty, the region in AWS's variables."""
+    known = os.environ.get
+    return given or known("AWS_REGION", "") or known("AWS_DEFAULT_REGION", "")
+
+
 @dataclass(frozen=True)
 class Keys:
     """Credentials in AWS's format. They expire at `until`, in Unix seconds."""
