@@ -248,7 +248,7 @@ class Cadence:
 
         Args:
             step: the step of the restored state, which all nodes hold.
-            recent: the attribute `recent` as of that copy; empty if no cost was known yet.
+            recent: the value of `recent` when that copy was made; empty if no cost was known yet.
         """
         if self.every != AUTO or not recent:
             return 0

@@ -217,7 +217,7 @@ def _copies() -> Any:
 
 
 def _copied() -> dict[str, float]:
-    """Return the figures about copies; empty if there are no copies."""
+    """Return the figures about copies to a bucket; empty if there are none."""
     copies = sys.modules.get("ddpjob_report.copies")
     return {} if copies is None else copies.figures()
 

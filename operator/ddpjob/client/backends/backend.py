@@ -194,7 +194,7 @@ class Backend(Protocol):
         """Return the job's events, the oldest first."""
 
     def kept_logs(self, name: str) -> EndedLogs:
-        """Return the kept logs of a job's pods, most of which are gone."""
+        """Return the kept logs of a job. Most of their pods no longer exist."""
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
         """Yield pieces of a pod's log."""
