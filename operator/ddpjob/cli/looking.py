@@ -15,7 +15,7 @@ from ddpjob.cli.output import STATE_COLOURS, PathTemplate, document, format_rows
 from ddpjob.cli.places import EXIT_MISTAKE, EXIT_NEGATIVE, Place, in_place, with_backend
 from ddpjob.cli.root import bare, command_of_job, complete_job, print_line, print_note, print_painted, root
 from ddpjob.cli.waiting import wait_for
-from ddpjob.client.backends.backend import Backend, LogOptions, Mistake, NoSuchJob
+from ddpjob.client.backends.backend import Backend, EndedLogs, LogOptions, Mistake, NoSuchJob
 from ddpjob.client.texts import job_text
 from ddpjob.client.texts.metric_series import AXES
 
@@ -331,15 +331,15 @@ def logs(
     if follow and previous:
         raise click.UsageError("--previous: a container that has ended writes nothing more; remove --follow")
     backend, options = place.backend(), LogOptions(follow=follow, tail=tail, since=length, previous=previous)
-    body, pod, gone = _job_or_pod(backend, job)
+    body, pod, kept = _job_or_pod(backend, job)
     name = body["metadata"]["name"]
     if ended:
         return _list_ended(backend, name)
     if pod and index:
         raise click.UsageError(f"{job} is a pod; --index chooses pods of a job: ddpjob logs {name} --index ...")
-    if gone and rank:
+    if kept is not None and rank:
         raise click.UsageError(f"--rank: pod {pod} is gone, and its kept log does not show its ranks; remove --rank")
-    follower = LogFollower(backend, body, options, Chosen(pod, index, rank, coordinator, gone))
+    follower = LogFollower(backend, body, options, Chosen(pod, index, rank, coordinator, kept))
     printed = prefix if prefix is not None else not pod
     for line in follower.lines():
         ranks, by = line.ranks, line.rank
@@ -376,10 +376,10 @@ def _list_ended(backend: Backend, job: str) -> int:
     return 0 if left else EXIT_NEGATIVE
 
 
-def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str, bool]:
-    """Return (job, pod, whether the pod is gone); the pod is empty if the name is a job's."""
+def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str, EndedLogs | None]:
+    """Return (job, pod, kept logs if the pod is gone); the pod is empty if the name is a job's."""
     try:
-        return backend.job(name), "", False
+        return backend.job(name), "", None
     except NoSuchJob as missing:
         why = missing
     try:
@@ -393,11 +393,12 @@ def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str, bool]:
         if name.startswith(f"{job}-"):
             pods = [pod.name for pod in backend.pods(job)]
             if name in pods:
-                return body, name, False
+                return body, name, None
             why = NoSuchJob(f"no pod {name} of job {job}; its pods: {', '.join(pods[:10]) or 'none yet'}")
             try:
-                if any(pod.name == name for pod in backend.kept_logs(job).pods()):
-                    return body, name, True
+                kept = backend.kept_logs(job)
+                if any(pod.name == name for pod in kept.pods()):
+                    return body, name, kept
             except Mistake as mistake:
                 why = NoSuchJob(f"{why}. {mistake}")
     raise why

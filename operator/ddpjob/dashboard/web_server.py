@@ -406,7 +406,7 @@ class Dashboard:
                 )
                 threading.Thread(
                     target=_copy_log,
-                    args=(backend, key[1], read.body, Chosen(pod, gone=gone), options, lines),
+                    args=(backend, read.body, pod, gone, options, lines),
                     name="log",
                     daemon=True,
                 ).start()
@@ -517,7 +517,7 @@ def _reads_gone(request: web.Request, view: FleetView) -> bool:
 
 
 def _copy_log(
-    backend: Backend, name: str, body: Json, chosen: Chosen, options: LogOptions, lines: queue.Queue[str | None]
+    backend: Backend, body: Json, pod: str, gone: bool, options: LogOptions, lines: queue.Queue[str | None]
 ) -> None:
     """Put the lines and then None into the queue; stop when `options.stop` is set."""
 
@@ -527,15 +527,17 @@ def _copy_log(
                 lines.put(line, timeout=1.0)
                 return
 
+    name = body["metadata"]["name"]
     try:
-        follower = LogFollower(backend, body, options, chosen)
+        kept = backend.kept_logs(name) if gone else None
+        follower = LogFollower(backend, body, options, Chosen(pod, kept=kept))
         for line in follower.lines():
             mark = f" rank {line.rank}" if line.rank is not None else ""
             short = line.pod.name.removeprefix(f"{name}-")
             # Keep the part of a progress bar that a terminal would show.
             last = line.text.rstrip(b"\r").rpartition(b"\r")[2]
             text = plain(last[: 4 * _LINE].decode(errors="replace"))[:_LINE]
-            put(text if chosen.pod else f"[{short}{mark}] {text}")
+            put(text if pod else f"[{short}{mark}] {text}")
         for note in follower.notes:
             put(f"-- {plain(note)}")
     except Mistake as mistake:

@@ -136,8 +136,8 @@ class Chosen:
     ranks: Collection[int] = ()
     """Global ranks. Their pods' logs are read, without lines known to come from other ranks."""
     coordinator: bool = False
-    gone: bool = False
-    """Whether the pod is gone, so that its kept log is read."""
+    kept: EndedLogs | None = None
+    """The job's kept logs, if the pod is gone, so that its log is read from them."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,7 @@ class LogFollower:
         if chosen.ranks and not ranks_per_node(body):
             raise Mistake(f"rank: {self.job} runs a command, not torchrun, so it has no ranks; choose pods by index")
         self.backend, self._chosen, self._body = backend, chosen, body
-        self.options = replace(options, follow=options.follow and not chosen.gone)
-        self._kept: EndedLogs | None = None
+        self.options = replace(options, follow=options.follow and chosen.kept is None)
         self.ranks: dict[str, range] = {}
         """Ranks of the training pods when they were last listed, and former ranks of terminated
         pods."""
@@ -247,10 +246,8 @@ class LogFollower:
                 return
 
     def _pods(self) -> list[PodLine]:
-        if self._chosen.gone:
-            if self._kept is None:
-                self._kept = self.backend.kept_logs(self.job)
-            return [pod for pod in self._kept.pods() if pod.name == self._chosen.pod]
+        if (kept := self._chosen.kept) is not None:
+            return [pod for pod in kept.pods() if pod.name == self._chosen.pod]
         try:
             every = self.backend.pods(self.job)
         except NoSuchJob:
@@ -333,7 +330,7 @@ class LogFollower:
     def _read(self, pod: PodLine, options: LogOptions) -> None:
         rest, limit, cut = b"", options.line_bytes, False
         try:
-            kept = self._kept
+            kept = self._chosen.kept
             for piece in self.backend.log(pod, options) if kept is None else [kept.text(pod.name, options)]:
                 lines = (rest + piece).split(b"\n")
                 cut = cut or any(len(line) > limit for line in lines)
