@@ -181,8 +181,8 @@ class Bench:
             yield began
         finally:
             self.jobs.delete_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, job["metadata"]["name"])
-            # Wait for the garbage collector. Otherwise the operator would replace a pod that ends
-            # before it knows that the job is gone.
+            # Wait for the garbage collector. Otherwise the operator would replace pods that
+            # terminate before it knows that the job is gone.
             self.watch.wait("the job's pods are being deleted", lambda pods: all(_ending(pod) for pod in pods.values()))
             self._clean()
 

@@ -83,7 +83,7 @@ class Figures:
     """The figures of one run. Times are in seconds.
 
     Attributes:
-        attempts: connections per member until all had arrived at once, and had returned to a second
+        attempts: connections per member until all were welcomed at the start, and until all had rejoined at a second
             coordinator.
         at_rest: the coordinator's share of a processor while all members train.
         report: the size of its report in kB.
@@ -105,7 +105,7 @@ class Figures:
 
 @contextmanager
 def beside(act: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run `act` in a thread during the context. It must end soon after the event is set."""
+    """Run `act` in a thread during the context. `act` must return soon after the event is set."""
     ended = threading.Event()
     thread = threading.Thread(target=act, args=(ended,))
     thread.start()
@@ -293,14 +293,16 @@ def table(count: int, share: float, runs: list[Figures], loads: list[float]) -> 
     """Return a table with each figure's median and worst value."""
     percent = [100 * run.at_rest for run in runs]
     rows = {
-        "all connected and welcomed, s": [run.connected for run in runs],
-        "from the first `ready` to the last `go`, s": [run.formed for run in runs],
-        "from a loss to the last `go` of the next round, s": [run.formed_again for run in runs],
-        "these and 100 spares connect at once: until the last one is welcomed, s": [run.arrived for run in runs],
-        "they come from an earlier coordinator: until its round continues, s": [run.taken_over for run in runs],
+        "time until all are connected and welcomed, s": [run.connected for run in runs],
+        "time from the first `ready` to the last `go`, s": [run.formed for run in runs],
+        "time from a loss to the last `go` of the next round, s": [run.formed_again for run in runs],
+        "time until the last of these and 100 spares, connecting at once, is welcomed, s": [
+            run.arrived for run in runs
+        ],
+        "time until the round of an earlier coordinator continues, s": [run.taken_over for run in runs],
         "connections per member": [run.attempts for run in runs],
-        "while all train: the coordinator's share of a CPU, %": percent,
-        "its report's size, kB": [run.report for run in runs],
+        "the coordinator's share of a CPU while all train, %": percent,
+        "size of its report, kB": [run.report for run in runs],
         "the coordinator's CPU time for everything else, s": [run.processor for run in runs],
         "the coordinator's memory, MiB": [run.memory for run in runs],
     }

@@ -19,7 +19,7 @@ HEAD = """\
 
 """
 AFTER = """
-`NO_COLOR` is honoured. `ddpjob COMMAND --help` says the same as this page.
+`NO_COLOR` is honoured. `ddpjob COMMAND --help` prints the same text as this page.
 """
 _PLACE = ("namespace", "context", "kubeconfig", "local")
 
@@ -70,7 +70,7 @@ def render() -> str:
         if options:
             section += "\n\n| option | |\n| --- | --- |\n" + "\n".join(options)
         if any(parameter.name == "namespace" for parameter in command.params):
-            section += "\n\nTakes the options of [the place](#where-cluster-or-this-machine)."
+            section += "\n\nAlso takes the options in [Where](#where-cluster-or-this-machine)."
         sections.append(section)
     return "\n\n".join(sections) + "\n"
 

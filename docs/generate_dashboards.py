@@ -172,7 +172,7 @@ _FLEET_BOARD = Dashboard(
             "Goodput",
             {"goodput": _GOODPUT.format(by=" ", of=_FLEET, over="$__rate_interval")},
             "percentunit",
-            text="The share of pod time in which new steps were made. The rest went into starts, restarts, repeated "
+            text="The share of pod time in which new steps were taken. The rest went into starts, restarts, repeated "
             "steps, stalls and spares.",
         ),
         Panel(
@@ -257,7 +257,7 @@ _JOB_BOARD = Dashboard(
             "percentunit",
             "stat",
             4,
-            text="The share of pod time in which new steps were made, over the range shown.",
+            text="The share of pod time in which new steps were taken, over the range shown.",
         ),
         Panel(
             "Newest checkpoint",

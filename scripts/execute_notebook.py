@@ -3,7 +3,7 @@
     pip install nbclient ipykernel
     python scripts/execute_notebook.py
 
-Paths of this machine are cut down to file names. If carriage returns overwrote a line, only its
+Paths of this machine are shortened to file names. If carriage returns overwrote a line, only its
 last state is kept, as Jupyter shows it.
 """
 

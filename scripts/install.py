@@ -3,7 +3,7 @@
     python scripts/install.py ARGUMENTS...     the arguments of `pip install`
 
 uv does not read pip's settings, so settings for package sources are passed on. If uv cannot install
-a package, pip tries.
+a package, pip is used instead.
 """
 
 from __future__ import annotations

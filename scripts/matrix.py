@@ -65,11 +65,11 @@ QUICK = (
 LONG = (
     "test_coordinator_disorder.py",
     "test_one_coordinator.py",
-    "test_planted_hangs.py::test_planted_hangs_end_by_themselves",
+    "test_planted_hangs.py::test_planted_hangs_are_ended_automatically",
     "test_silent_hosts.py",
     "test_coordinator_sockets.py::test_members_that_fall_silent_together_are_waited_for",
-    "test_coordinator_sockets.py::test_a_launcher_that_was_stopped_restarts_nobody",
-    "test_coordinator_sockets.py::test_a_coordinator_that_was_stopped_restarts_nobody",
+    "test_coordinator_sockets.py::test_a_launcher_that_was_stopped_restarts_no_worker",
+    "test_coordinator_sockets.py::test_a_coordinator_that_was_stopped_restarts_no_worker",
     "test_coordinator_sockets.py::test_a_coordinator_that_was_stopped_reports_no_hang",
     "test_coordinator_sockets.py::test_a_member_whose_host_is_gone_is_lost_within_seconds",
     "test_coordinator_sockets.py::test_a_host_that_stays_silent_is_lost",
@@ -82,7 +82,7 @@ TRAINER_PYTHON = "3.11.2"
 TRAINER = (
     # Content can be restored in both formats, from fsdp to ddp to one process, and from other
     # Python versions.
-    "test_checkpoint_dcp.py::test_content_comes_back_with_its_types",
+    "test_checkpoint_dcp.py::test_loaded_content_keeps_its_types",
     "test_checkpoint_dcp.py::test_fsdp_then_ddp_then_a_single_process_continue_from_each_other",
     "test_manifest.py",
     "test_other_pythons.py",

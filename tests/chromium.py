@@ -114,7 +114,9 @@ class Page:
 
 @contextlib.asynccontextmanager
 async def browser_page() -> AsyncIterator[Page]:
-    """Yield a page of a new browser, which ends with it. Skips the test if there is no Chromium."""
+    """Yield a page of a new browser, and close the browser afterwards. Skip the test if there is no
+    Chromium.
+    """
     program, environment = _program()
     with tempfile.TemporaryDirectory(prefix="ddpjob-chromium-", ignore_cleanup_errors=True) as folder:
         process = await asyncio.create_subprocess_exec(

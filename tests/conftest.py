@@ -67,7 +67,7 @@ SLOW = (
     "unit/test_runtime.py",
     "unit/test_site.py",
 )
-"""Tests that take long, in CPU seconds: other programs, torch's import, and searches through
+"""Slow tests, with their CPU seconds: other programs, torch's import, and searches through
 thousands of cases.
 """
 
@@ -118,7 +118,7 @@ if os.environ.get("DDPJOB_WITHOUT_TORCH"):
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from all tests except tests/gpu.
 
-    Otherwise trainings would use a visible GPU with NCCL and bfloat16, and ranks forked from a
+    Otherwise training runs would use a visible GPU with NCCL and bfloat16, and ranks forked from a
     process that has used it would fail. This happens before CUDA is first queried, and is inherited
     by the tests' processes.
     """
@@ -137,8 +137,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Disable garbage collection meanwhile, and exempt modules and tests from it, because they
-    exist until the end. Scanning them repeatedly took each worker a sixth of the collection time.
+    """Disable garbage collection while pytest collects tests, and exempt the modules and tests from
+    it afterwards, because they exist until the end. Scanning them repeatedly took each worker a
+    sixth of the time for collecting tests.
     """
     gc.disable()
     try:
@@ -160,7 +161,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _sigterm_ends_a_training_of_this_test_alone() -> Iterator[None]:
-    """Remove the SIGTERM handler of a training that failed in this process. Otherwise a later
+    """Remove the SIGTERM handler of a training run that failed in this process. Otherwise a later
     test's SIGTERM would end the process.
     """
     before = signal.getsignal(signal.SIGTERM)

@@ -1,8 +1,8 @@
 """Generated DDPJobs from the CRD's schema: valid, at the limits and invalid. Pod templates and
 statuses have any content.
 
-A number generates the same object in every version of Python. A failing test prints it, and
-`Maker(number)` repeats it.
+A number generates the same object in every version of Python. A failing test prints the number, and
+`Maker(number)` generates the object again.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ _OWNED = frozenset(
         *("working_dir", "resources", "restart_policy_rules"),
     }
 )
-"""Fields that the operator refuses in a template. They are seldom used, because nothing else would
+"""Fields that the operator refuses in a template. They are rarely used, because nothing else would
 be tested otherwise.
 """
 

@@ -47,7 +47,7 @@ def unchanged() -> bool:
 
 
 def listed_anew(path: Path) -> None:
-    """Correct the sizes and checksums, as somebody would who changes files on purpose."""
+    """Correct the sizes and checksums, as an attacker would who changes the files."""
     recorded = json.loads((path / dcp.MANIFEST).read_text())
     recorded.pop("sha256")
     for name in recorded["files"]:

@@ -22,7 +22,7 @@ def slowness() -> float:
 
 
 def free_port() -> int:
-    """Return a free TCP port of the loopback, which no other process of these tests gets.
+    """Return a free TCP port on the loopback, which no other process of these tests gets.
 
     A port chosen by the system would be free for anybody once it is closed: another test's members
     would greet a coordinator that listens where theirs has just been killed. So the ports are below

@@ -86,8 +86,8 @@ def serving(place: Path) -> Iterator[Server]:
 
 
 class SlowLine:
-    """A TCP proxy to a port. It passes at most `bytes_per_second` towards it (None means all), or
-    nothing while it is `cut`.
+    """A TCP proxy to a port. It forwards at most `bytes_per_second` to the port (None means no
+    limit), and nothing while it is `cut`.
     """
 
     def __init__(self, port: int, bytes_per_second: float | None = None) -> None:

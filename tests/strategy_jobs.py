@@ -49,7 +49,7 @@ def held(args: list[str], env: dict[str, str]) -> dict[str, Any]:
 
 
 def let_go(checkpoints: Path, what: object = HELD) -> None:
-    """End the wait of a step, or the `pause` of every step."""
+    """Let a waiting step continue, or end the `pause` of every step."""
     (checkpoints / f"go-{what}").touch()
 
 

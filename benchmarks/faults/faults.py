@@ -1,4 +1,4 @@
-"""Control-plane faults. Each lasts for a few seconds, and then undoes itself."""
+"""Control-plane faults. Each lasts for a few seconds and is then undone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def compacted(scene: Scene, seconds: float) -> None:
 def refused(scene: Scene, seconds: float) -> float:
     """Refuse a third of the requests.
 
-    A pod lost during that time must be replaced before it is over.
+    A pod lost during that time must be replaced before the refusals stop.
     """
     before, scene.proxy.refuse = scene.proxy.refused, 1 / 3
     try:
@@ -188,7 +188,7 @@ def namespace_deleted(scene: Scene, seconds: float) -> None:
 
 
 def operator_killed(scene: Scene, seconds: float, kills: int = MANY) -> float:
-    """Kill the operator at random times, while jobs are created, run and end.
+    """Kill the operator at random times, while jobs are created, run and finish.
 
     No object may exist twice.
     """

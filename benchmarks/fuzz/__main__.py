@@ -93,7 +93,7 @@ def run(parsers: list[Parser], options: argparse.Namespace) -> int:
 
 
 def table_of(results: list[Result]) -> str:
-    """Return a Markdown table with a row of sums."""
+    """Return a Markdown table whose last row has the totals."""
     rows = ["| parser | what it reads | inputs | refused | findings | slowest, ms | growth, MiB |"]
     rows += ["| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
     for r in results:

@@ -226,7 +226,7 @@ class _Writer:
         return False
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
 
     abort = close
 

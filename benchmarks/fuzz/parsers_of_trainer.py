@@ -20,7 +20,7 @@ _SIDE = 24
 
 
 class _Untouched:
-    """Detects whether reading a pickle has changed a class, as the opcode BUILD may."""
+    """Detects whether reading a pickle has changed a class, as the BUILD opcode may."""
 
     def __init__(self, *classes: type) -> None:
         self._before = {kind: dict(vars(kind)) for kind in classes}
@@ -40,7 +40,9 @@ class _Untouched:
 
 
 def _checkpoint_files() -> Target:
-    """Fuzz a single-file checkpoint with a correct checksum, which prevents only accidents."""
+    """Fuzz a single-file checkpoint with a correct checksum. Checksums protect only against
+    accidental damage.
+    """
     import torch
     from ddpjob_trainer.checkpoints import torch_file
     from ddpjob_trainer.checkpoints.metadata import Metadata
@@ -95,7 +97,7 @@ def _weights() -> Target:
 
 
 def _checkpoint_folder(name: str) -> Path:
-    """Write a whole checkpoint in format dcp, and return its path."""
+    """Write a complete checkpoint in the dcp format, and return its path."""
     import torch
     from ddpjob_trainer.checkpoints import dcp
     from ddpjob_trainer.checkpoints.metadata import Metadata

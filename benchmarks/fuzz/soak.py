@@ -88,7 +88,9 @@ class Result:
 
 
 def inputs_of(parser: Parser, target: Target, seed: int, first: int = 0) -> Iterator[bytes]:
-    """Yield the parser's inputs from `first` on, endlessly: changed good inputs and findings."""
+    """Yield the parser's inputs from number `first` on, endlessly. They are mutations of good
+    inputs and of earlier findings.
+    """
     mutator = Mutator(parser.form, [*target.seeds, *(file.read_bytes() for file in corpus_of(parser))])
     number = first
     while True:
@@ -213,12 +215,12 @@ def _one_thread() -> Iterator[None]:
 def _work(parser: Parser, seed: int, first: int, limit: float, current: Any, orders: Connection) -> None:
     """Run a parser's turns in its own process. Each order is the length of a turn."""
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent terminates this process.
     with watching():
         target = parser.make()
         warm(target)
         inputs = enumerate(inputs_of(parser, target, seed, first), first)
-        # Runs until the parent has ended.
+        # Run until the parent has exited.
         with suppress(EOFError, BrokenPipeError):
             while True:
                 turn = _turn(target, inputs, orders.recv(), limit, current)

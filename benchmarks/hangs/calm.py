@@ -44,7 +44,7 @@ class Calm(Fast):
     script = Path(__file__).with_name("disturbed.py")
 
     def alarms(self) -> list[str]:
-        """Return the incidents, and the hang that is suspected now."""
+        """Return the incidents, and the hang that is currently suspected."""
         report = self._report()
         found = [f"{incident['kind']}: {incident['message']}" for incident in report.get("incidents", [])]
         return found + [f"suspected: {report['overdue']}"] * bool(report.get("overdue"))
@@ -87,7 +87,7 @@ class CalmOnHosts(FastOnHosts):
 
 @contextmanager
 def calm_group(kind: str, folder: Path) -> Iterator[Calm | CalmOnHosts]:
-    """Provide a group that has not started yet, and end it on exit."""
+    """Provide a group that has not started yet, and stop it on exit."""
     if kind not in CUT_SECONDS:
         group = Calm(folder, Shape(nodes=2, minimum=2), (kind, str(PERIOD[kind])))
         try:

@@ -39,7 +39,7 @@ PACE = Pace(
 
 @dataclass(frozen=True)
 class Look:
-    """The cluster's state at one time. `at` is in seconds after the beginning."""
+    """The cluster's state at one time. `at` is in seconds since the start of the night."""
 
     at: float
     held: dict[str, int]
@@ -47,11 +47,11 @@ class Look:
     offered: int
     """GPUs of Ready nodes."""
     waiting: int
-    """Number of jobs that lack needed nodes."""
+    """Number of jobs that do not have enough nodes."""
     longest: float
-    """Longest time in seconds that a job has waited although it fits."""
+    """The longest time, in seconds, that a job has been waiting although it fits."""
     fits: dict[str, str]
-    """For each job that fits, the kind of its need (Lack)."""
+    """The kind of need (Lack) of each job that fits."""
 
 
 @dataclass
@@ -70,8 +70,9 @@ class Record:
     preempted: set[str] = field(default_factory=set)
     """Uids of preempted pods, including coordinators."""
     mistaken: int = 0
-    """Number of nodes considered lost while their kubelets ran, because this machine was too
-    busy."""
+    """Number of nodes that were considered lost although their kubelets ran, because this machine
+    was too busy.
+    """
     scheduler_seconds: float = 0.0
     """kube-scheduler's processor time."""
     useful: int = 0

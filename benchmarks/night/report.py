@@ -43,7 +43,7 @@ def table(record: Record, jobs: dict[str, Job], seed: int) -> str:
         ("GPUs idle while a job that fits waits", f"{lost / offered:.1%}", "", "",
          f"{lost:.0f} of {offered:.0f} GPU-seconds"),
         ("GPUs in use", f"{held / offered:.0%}", "", "",
-         f"until the last job has ended, after {record.seconds / 60:.1f} minutes"),
+         f"until the last job ended, after {record.seconds / 60:.1f} minutes"),
         ("GPUs in use for steps that count", f"{record.useful / offered:.0%}", "", "",
          "the rest: starts, waits for a gang's other pods, repeated steps"),
         ("pods that the scheduler preempted", str(len(record.preempted)), "", "", ""),
@@ -55,10 +55,10 @@ def table(record: Record, jobs: dict[str, Job], seed: int) -> str:
         waited = [at - record.created[job] for job, at in record.first_held.items() if jobs[job].priority == name]
         if waited:
             rows.append(
-                (f"priority {name}: until a job first has its nodes", f"{median(waited):.0f} s", "", "",
+                (f"priority {name}: time until a job first has its nodes", f"{median(waited):.0f} s", "", "",
                  f"median of {len(waited)}, at most {max(waited):.0f} s")
             )  # fmt: skip
-    lines = ["| figure | value | aim | reached | beside |", "| --- | ---: | ---: | --- | --- |"]
+    lines = ["| figure | value | aim | reached | notes |", "| --- | ---: | ---: | --- | --- |"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     lines += ["", "The longest waits of jobs that fit:", ""]
     lines += ["| job | waited for | from, s | for, s | operator's turn, s | kube-scheduler's, s | its message |"]

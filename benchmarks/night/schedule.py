@@ -46,7 +46,9 @@ class Job:
 
     @property
     def samples(self) -> int:
-        """Number of samples in an epoch, whose last step is short."""
+        """Number of samples in an epoch. The last step of an epoch has fewer samples than the
+        others.
+        """
         return self.steps_per_epoch * BATCH - BATCH // 3
 
     @property

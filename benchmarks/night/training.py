@@ -1,4 +1,5 @@
-"""A simulated training with the trainer's ledger, checkpoints and fence, but without arithmetic.
+"""A simulated training run with the trainer's ledger, checkpoints and fence, but without
+arithmetic.
 
 A step is recorded in the ledger when it begins, and takes effect when it ends, a second later. A
 step lost in between is in the ledger too, as with the trainer. A group without a network, and so

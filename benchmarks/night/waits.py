@@ -56,7 +56,7 @@ class Need:
     """The scheduler's message about the first pod."""
     apart: frozenset[str] = frozenset()
     nominated: tuple[str, ...] = ()
-    """Nodes reserved for its pods while preempted pods end."""
+    """Nodes reserved for its pods while preempted pods terminate."""
 
 
 def free_gpus(nodes: Iterable[Json], pods: Iterable[Json]) -> dict[str, int]:
@@ -123,7 +123,9 @@ def _is_wanted(pod: Json) -> bool:
 
 
 def fitting(free: Mapping[str, int], wanted: Iterable[Need]) -> list[Need]:
-    """Return the needs for which there is room now, in addition to earlier needs."""
+    """Return the needs that fit into the free GPUs now, placed one after the other by priority and
+    age.
+    """
     left, found = dict(free), []
     for need in sorted(wanted, key=lambda n: (-n.priority, n.since, n.job)):
         open_to = sorted((room, name) for name, room in left.items() if name not in need.apart and room >= need.gpus)
@@ -152,7 +154,7 @@ class Wait:
 
 
 class Waits:
-    """Follows waits from look to look."""
+    """Tracks waits from one look at the cluster to the next."""
 
     def __init__(self) -> None:
         self.ended: list[Wait] = []
@@ -183,7 +185,7 @@ class Waits:
         return max((w.seconds for w in self._open.values() if w.lack is not Lack.MORE), default=0.0)
 
     def close(self) -> None:
-        """End all waits, because the night is over."""
+        """Close all open waits, because the night is over."""
         self.ended += self._open.values()
         self._open = {}
 

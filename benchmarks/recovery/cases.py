@@ -50,7 +50,7 @@ class Backend(Protocol):
     """Seconds after which a group counts as not recovered."""
 
     def group(self, system: System, shape: Shape, options: tuple[str, ...] = ()) -> AbstractContextManager[Group]:
-        """Provide a group that trains, and end it on exit. `options` are passed to steps.py."""
+        """Provide a group that trains, and stop it on exit. `options` are passed to steps.py."""
 
     def floor(self) -> float:
         """Return the seconds that a node takes to start and import torch, without this project."""
@@ -146,7 +146,7 @@ def shrink(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
 
 
 def hang(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
-    """Let the last rank hang, without any setting."""
+    """Make the last rank hang, in a job with default settings."""
     with backend.group(case.system, case.shape) as group:
         group.settle()
         time.sleep(PACE_SECONDS)

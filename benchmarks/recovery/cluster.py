@@ -163,7 +163,7 @@ class Cluster:
             yield group
         finally:
             group.close()
-            shutil.rmtree(folder, ignore_errors=True)  # A pod that is still ending may write to the folder.
+            shutil.rmtree(folder, ignore_errors=True)  # A pod that is still terminating may write to the folder.
 
     def floor(self) -> float:
         """Time a pod that imports torch, from its creation to its last line.

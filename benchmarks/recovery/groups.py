@@ -137,7 +137,11 @@ class Group:
         self.add()
 
     def created(self, node: str) -> float | None:
-        """Return the Unix time at which a node was created; None if it starts at the kill."""
+        """Return the Unix time at which a node was created.
+
+        The result is None if a replacement starts at the moment of the kill, without being created
+        first.
+        """
         return None
 
     def kill_coordinator(self) -> float:
@@ -147,7 +151,7 @@ class Group:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End everything."""
+        """Stop all processes of the group."""
         kill_all(*self.nodes.values())
         self.nodes.clear()
 

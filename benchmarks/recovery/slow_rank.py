@@ -14,7 +14,7 @@ from benchmarks.recovery.trace.systems import Job
 
 SCRIPT = Path(__file__).with_name("slow_steps.py")
 SHARE = 0.95
-"""Share of the earlier pace from which the job counts as cured."""
+"""Share of the earlier pace at which the job counts as recovered."""
 STEPS = 40
 """Number of steps in the median that is the pace."""
 PATIENCE = 240.0

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 FLOOR = "floor"
-"""The case without a kill, which measures a start without this project."""
+"""The case without a kill, which measures how long a node takes to start without this project."""
 LAST_KILL = 10
 
 

@@ -1,4 +1,4 @@
-"""A training with a state of any size, the same for all systems that are compared in a trace.
+"""A training script with a state of any size, the same for all systems compared in a trace.
 
     torchrun ... training.py FOLDER [--state BYTES] [--step SECONDS] [--save-seconds N] [--cuda]
     python training.py FOLDER --torchft ...

@@ -103,7 +103,7 @@ async def measure(kind: type[Parts], options: Options, cluster: Cluster, shared:
 
 def table(figures: list[Figure]) -> str:
     """Return the figures as a Markdown table."""
-    lines = ["| part | figure | value | aim | reached | beside |", "| --- | --- | ---: | --- | --- | --- |"]
+    lines = ["| part | figure | value | aim | reached | notes |", "| --- | --- | ---: | --- | --- | --- |"]
     for f in figures:
         value = f"{f.value:.3g} {f.unit}".strip()
         lines.append(f"| {f.part} | {f.what} | {value} | {f.aim} | {f.reached} | {f.beside} |")

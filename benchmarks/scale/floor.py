@@ -44,7 +44,7 @@ class BareClient:
         body = copy.deepcopy(manifest)
         meta = body["metadata"]
         meta["name"] = f"{BARE}-{next(self._numbers)}"
-        # A coordinator's pod would be served, so these pods have the node role.
+        # A server would be started for a coordinator's pod, so these pods have the node role.
         meta["labels"] = {**meta["labels"], LABEL_MANAGED: BARE, LABEL_ROLE: Role.NODE, LABEL_ATTEMPT: str(attempt)}
         key = meta["namespace"], meta["name"]
         self._manifests[key] = manifest

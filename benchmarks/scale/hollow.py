@@ -47,7 +47,9 @@ PORT = 29400
 next port.
 """
 ENDED = "ended"
-"""First word of the names of ended jobs. Their creator also creates their pods."""
+"""First word of the names of finished jobs. The program that creates these jobs also creates their
+pods.
+"""
 STEPS_PER_SECOND = 2
 AT_ONCE = 32
 """Maximum number of concurrent requests of all kubelets together."""
@@ -128,7 +130,7 @@ class Group:
         self.change()
 
     def leave(self, name: str) -> None:
-        """End a member's connection. The first one to end ends the round."""
+        """Close a member's connection. The first member to disconnect ends the round."""
         now = datetime.now(UTC)
         if self.complete:
             number = len(self.incidents) + 1

@@ -63,8 +63,10 @@ class HostileParts(Parts):
             await asyncio.sleep(0.5)
         usage = self.meter.read() - before
         worst = f"worst {max(waits):.2f}; {usage}"
-        self._note(part, "another team's job until its pods (median)", statistics.median(waits), "s", "<= 1", worst)
-        self._note(part, "the longest turn of the event loop", await self._longest_turn(), "s")
+        self._note(
+            part, "time until another team's job has its pods (median)", statistics.median(waits), "s", "<= 1", worst
+        )
+        self._note(part, "longest turn of the event loop", await self._longest_turn(), "s")
         self._note(part, "the operator's memory at its peak", self.operator.peak(), "MiB", "<= 400")
 
     async def _longest_turn(self) -> float:
@@ -81,9 +83,9 @@ class HostileParts(Parts):
         body = await self.rest.request("GET", self._path(self.jobs[0]))
         [failed] = [one for one in body["status"]["conditions"] if one["type"] == "Failed"]
         if failed["reason"] != "InvalidPodTemplate":
-            raise BenchmarkError(f"a large job has failed for another reason: {failed}")
+            raise BenchmarkError(f"a large job has failed for a different reason: {failed}")
         each = await self._own(usage) / self._created()
-        self._note(part, "processor time of the operator for each", each, "s", "<= 0.2", usage)
+        self._note(part, "processor time of the operator per job", each, "s", "<= 0.2", usage)
         await self._beside(part)
         before = self.meter.read()
         for n in range(CHANGES):
@@ -93,7 +95,7 @@ class HostileParts(Parts):
         await asyncio.sleep(self.options.settle)
         usage = self.meter.read() - before
         each = await self._own(usage) / CHANGES
-        self._note(part, "the same for each change of one", each, "s", "<= 0.2", usage)
+        self._note(part, "processor time of the operator per change to a job", each, "s", "<= 0.2", usage)
 
     async def _create_large(self, team: str, number: int) -> str:
         """Create a large job. Retry as often as necessary, because a busy API server may take
@@ -123,9 +125,9 @@ class HostileParts(Parts):
         began = time.monotonic()
         self.operator.start()
         before = self.meter.read()
-        part = f"restart beside {len(self.jobs)} of them"
+        part = f"restart with {len(self.jobs)} of them"
         await self._probe()
-        self._note(part, "until another team's new job has its pods", time.monotonic() - began, "s")
+        self._note(part, "time until another team's new job has its pods", time.monotonic() - began, "s")
         await asyncio.sleep(self.options.settle)
         usage = self.meter.read() - before
         self._note(part, "the operator's processor time", usage.operator, "s", "", usage)

@@ -71,7 +71,7 @@ class Operator:
         self.process.start(**self._settings)
 
     def forget_peaks(self) -> None:
-        """Exclude the memory of earlier starts from `peak`."""
+        """Exclude the memory of the operator's earlier processes from `peak`."""
         self._peaks.clear()
 
     def kill(self) -> None:
@@ -89,7 +89,7 @@ class Operator:
         return memory(self.pid, what)
 
     def peak(self) -> float:
-        """Return the peak in MiB over all of the operator's starts."""
+        """Return the peak in MiB over all of the operator's processes."""
         return max([*self._peaks, self.memory("VmHWM")])
 
 

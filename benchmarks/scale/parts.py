@@ -40,7 +40,7 @@ TIMEOUT = 600.0
 LOOK = 0.02
 """Seconds between two checks of a condition."""
 ENDED_PODS = 2
-"""Number of finished pods of each ended job."""
+"""Number of succeeded pods of each finished job."""
 PROBES = 5
 WRITES = ("PUT", "PATCH", "POST", "DELETE", "APPLY")
 
@@ -217,7 +217,7 @@ class Parts:
             try:
                 await self.rest.request("DELETE", path, query={"gracePeriodSeconds": "0", **query})
                 return
-            except Unavailable:  # On a busy machine, this may take longer than a request.
+            except Unavailable:  # On a busy machine, this may take longer than a request's timeout.
                 await asyncio.sleep(LOOK)
 
     # --- creation
@@ -241,13 +241,14 @@ class Parts:
         ratios = [a.rate / b.rate for a, b in zip(bursts, bares, strict=True)]
         self._note(part, "a bare client", bare.rate, "pods/s", "", bare.usage)
         self._note(part, what, ours.rate, "pods/s", "", ours.usage)
-        self._note(part, f"{what}: of the bare client's rate", statistics.median(ratios), "", ">= 0.5",
+        self._note(part, f"{what}: rate relative to the bare client", statistics.median(ratios), "", ">= 0.5",
                    f"{min(ratios):.2f} to {max(ratios):.2f} in {options.rounds} rounds")  # fmt: skip
-        self._note(part, f"{what}: the same in requests", ours.requests / ours.usage.wall / bare.rate, "", "",
+        requests_per_second = ours.requests / ours.usage.wall
+        self._note(part, f"{what}: request rate relative to the bare client", requests_per_second / bare.rate, "", "",
                    f"{ours.requests / ours.pods:.2f} requests per pod")  # fmt: skip
         self._note(part, f"{what}: processor time per pod, API server", ours.server_ms, "ms", "",
                    f"{bare.server_ms:.1f} for the bare client")  # fmt: skip
-        self._note(part, f"{what}: the same, operator", ours.usage.operator * 1000 / ours.pods, "ms", "",
+        self._note(part, f"{what}: processor time per pod, operator", ours.usage.operator * 1000 / ours.pods, "ms", "",
                    f"{bare.usage.benchmark * 1000 / bare.pods:.1f} for the bare client")  # fmt: skip
 
     async def _burst(self) -> _Burst:
@@ -294,7 +295,7 @@ class Parts:
         await self._until(f"{size} jobs are Running", lambda: self._running() >= size)
         usage = self.meter.read() - before
         part = f"{size} jobs x {options.nodes}"
-        self._note(part, "until all are Running", time.monotonic() - began, "s", "", usage)
+        self._note(part, "time until all are Running", time.monotonic() - began, "s", "", usage)
         usage, counts = await self._at_rest()
         memory, (writes, reads, others) = self.operator.memory(), self._per_job(counts, usage, size)
         self._note(part, "status writes per job and minute", writes, "", "<= 6", _listed(counts))
@@ -319,7 +320,7 @@ class Parts:
         return status / per, reads / per, (counts.total() - status - reads) / per
 
     async def _ended(self) -> None:
-        """Check that ended jobs with ended pods do not change anything."""
+        """Check that finished jobs with succeeded pods do not change anything."""
         options = self.options
         await together(self._create_ended(self.teams[i % len(self.teams)]) for i in range(options.ended))
         usage, counts = await self._at_rest()
@@ -351,9 +352,9 @@ class Parts:
             await self._create_succeeded(pods, {"metadata": meta, "spec": spec})
 
     async def _create_succeeded(self, pods: str, body: Json) -> None:
-        """Create an ended pod, and repeat this if the operator removed the pod.
+        """Create a succeeded pod, and recreate it whenever the operator has removed it.
 
-        The operator does so until it has seen that the suspended job has ended.
+        The operator removes the pod until it has seen that the suspended job is finished.
         """
         while True:
             await self.rest.request("POST", pods, body=body)
@@ -394,17 +395,17 @@ class Parts:
         usage = self.meter.read() - before
         self.series.storm = sorted(replacements())
         await self._until("every job is Running again", lambda: self._running() >= len(self.jobs))
-        self._note(part, "until all are deleted", deleted, "s", "", "by the benchmark")
-        self._note(part, "until all are replaced", max(self.series.storm), "s", "<= 10", usage)
+        self._note(part, "time until all are deleted", deleted, "s", "", "by the benchmark")
+        self._note(part, "time until all are replaced", max(self.series.storm), "s", "<= 10", usage)
         self._note(part, "the operator's processor time until then", usage.operator, "s")
-        self._note_waits(part, "another team's new job waits", self.series.probes, "<= 1",
+        self._note_waits(part, "wait of another team's new job", self.series.probes, "<= 1",
                          f"without the storm {statistics.median(quiet):.2f}")  # fmt: skip
-        self._note_waits(part, "two pods of a bare client, created one pair after the other, wait", bare)
+        self._note_waits(part, "wait for two pods of a bare client, created one pair after another", bare)
         late = max((seconds for at, seconds in self.onlooker.late if at >= began), default=0.0)
         self._note(
-            part, "a process that only sleeps wakes up late by (worst)", late, "s", "", "delay of the machine itself"
+            part, "wake-up delay of a process that only sleeps (worst)", late, "s", "", "delay of the machine itself"
         )
-        self._note(part, "until all jobs are Running again", time.monotonic() - began, "s")
+        self._note(part, "time until all jobs are Running again", time.monotonic() - began, "s")
         await self._sweep_bare([self.other])
 
     def _note_waits(
@@ -436,9 +437,9 @@ class Parts:
             await self._until("the bare client has replaced every pod", lambda: len(replacements()) >= len(victims))
         usage = self.meter.read() - before
         self.bare.stop()
-        self._note(part, "a bare client alone: until all are deleted", deleted, "s", "", "by the benchmark")
-        self._note(part, "a bare client alone: until all are replaced", max(replacements()), "s", "", usage)
-        self._note_waits(part, "a bare client alone: two more pods, created meanwhile, wait", waits)
+        self._note(part, "a bare client alone: time until all are deleted", deleted, "s", "", "by the benchmark")
+        self._note(part, "a bare client alone: time until all are replaced", max(replacements()), "s", "", usage)
+        self._note_waits(part, "a bare client alone: wait for two more pods, created meanwhile", waits)
         await self._sweep_bare([*self.teams, self.other])
 
     async def _sweep_bare(self, namespaces: list[str]) -> None:
@@ -503,7 +504,7 @@ class Parts:
     # --- restart
 
     async def _restart(self) -> None:
-        """Kill the operator. Before its next start, a pod is lost and a job is created."""
+        """Kill the operator. Before it is restarted, a pod is lost and a job is created."""
         self.operator.kill()
         victim = next(pod for pod in pods_of(self.hollow, self.jobs[-1]) if pod.index >= 0)
         path = f"/api/v1/namespaces/{victim.namespace}/pods/{victim.name}"
@@ -528,9 +529,9 @@ class Parts:
         first = min(self._first_seen[pod.uid] for pod in pods_of(self.hollow, job)) - began
         again = min(self._first_seen[pod.uid] for pod in replaced()) - began
         usage = self.meter.read() - before
-        self._note("restart", "until a lost pod is replaced", again, "s", "<= 5", usage)
+        self._note("restart", "time until a lost pod is replaced", again, "s", "<= 5", usage)
         self._note("restart", "the operator's processor time until then", usage.operator, "s")
-        self._note("restart", "until a new job's first pod", first, "s", "<= 5", "from the start of the process")
+        self._note("restart", "time until a new job's first pod", first, "s", "<= 5", "from the start of the process")
         await self._until("every job is Running", lambda: self._running() >= len(self.jobs))
         await asyncio.sleep(self.options.settle)
         self._note("restart", "other pods that were replaced", len(replaced()) - 1, "", "<= 0")
@@ -553,9 +554,13 @@ class Parts:
             beside.append(await self._probe())
             await asyncio.sleep(0.5)
         usage, part = self.meter.read() - before, f"{number} hostile"
-        self._note(part, "another team's job until its pods (median)", statistics.median(beside), "s", "<= 0.5", usage)
+        self._note(
+            part, "time until another team's job has its pods (median)", statistics.median(beside), "s", "<= 0.5", usage
+        )
         alone = f"without them {statistics.median(quiet):.2f}, worst {max(quiet):.2f}"
-        self._note(part, f"the same, worst of {len(beside)}", max(beside), "s", "", alone)
+        self._note(
+            part, f"time until another team's job has its pods (worst of {len(beside)})", max(beside), "s", "", alone
+        )
 
 
 async def together(work: Iterable[Coroutine[Any, Any, Any]], at_once: int = 32) -> list[Any]:

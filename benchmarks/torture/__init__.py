@@ -1,1 +1,1 @@
-"""Random kills that must leave no trace in a training's result."""
+"""Random kills that must leave no trace in the result of a training run."""

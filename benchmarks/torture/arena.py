@@ -64,7 +64,7 @@ class Arena(Protocol):
         """Return the job's checkpoint folder."""
 
     def close(self, name: str) -> None:
-        """End and remove everything that belongs to the job."""
+        """Stop and remove everything that belongs to the job."""
 
 
 class Processes:
@@ -176,7 +176,7 @@ class Processes:
             try:
                 runner.wait(60)
             except subprocess.TimeoutExpired:
-                runner.kill()  # The runner's guard process ends the other processes.
+                runner.kill()  # The runner's guard process kills the other processes.
                 runner.wait()
 
 

@@ -24,7 +24,9 @@ def lose_sample():
 
 
 def forget_consumed():
-    """Restart the epoch at a restart, although the model was already trained on a part of it."""
+    """Start the epoch from the beginning after a restart, although the model was already trained on
+    a part of it.
+    """
 
     def load(self, state):
         self.state = sampler.SamplerState(state["epoch"], 0, state["seed"])
@@ -33,7 +35,7 @@ def forget_consumed():
 
 
 def forget_momentum():
-    """Do not restore the optimizer's state at a restart."""
+    """Do not restore the optimizer's state after a restart."""
     torch.optim.SGD.load_state_dict = lambda self, state: None
 
 

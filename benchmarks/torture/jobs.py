@@ -77,7 +77,7 @@ def spec(kind: Kind, epochs: int, defect: str) -> Json:
     """
     recovery: Json = {"mode": kind.mode, "nodeLostAfterSeconds": 10}
     if kind.snapshots:
-        recovery |= {"snapshots": 1, "maxRestarts": 1000}  # A worker that ends by itself counts as a failure.
+        recovery |= {"snapshots": 1, "maxRestarts": 1000}  # A worker that exits on its own counts as a failure.
     program: Json = {"module": "ddpjob_trainer", "args": trainer_arguments(epochs, kind)}
     if defect:
         recovery.setdefault("maxRestarts", 2)

@@ -1,4 +1,4 @@
-"""Faults that do not end anything: suspended processes, blocked connections, wrong clocks."""
+"""Faults that do not terminate anything: suspended processes, blocked connections, wrong clocks."""
 
 from __future__ import annotations
 

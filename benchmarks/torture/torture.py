@@ -25,7 +25,7 @@ APART = 15.0
 a pause has been paid.
 """
 PATIENCE = 900.0
-"""Seconds after the last kill within which a wave must end."""
+"""How long a wave may take to finish after the last kill, in seconds."""
 
 
 @dataclass

@@ -22,7 +22,7 @@ def missing_package(error: ModuleNotFoundError, program: str, extra: str) -> str
     if not error.name or error.name.startswith("ddpjob"):
         raise error
     if error.name.partition(".")[0] in sys.stdlib_module_names:
-        return f"{program} runs on Linux and macOS, on Windows in WSL 2: this Python has no module {error.name}"
+        return f"{program} runs on Linux and macOS, and on Windows in WSL 2; this Python has no module {error.name}"
     return f"{program} needs the package {error.name}: {INSTALL.format(extra=extra)}"
 
 

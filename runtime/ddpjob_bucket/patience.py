@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def patiently(act: Callable[[], T], say: Callable[[str], None]) -> T:
-    """Return the result of `act`, which is retried. Raises BucketError.
+    """Call `act` up to TRIES times, with pauses, and return its result. Raises BucketError.
 
     Damaged is raised at once, because retrying would not help.
     """

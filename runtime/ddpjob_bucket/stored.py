@@ -6,8 +6,8 @@
     scores.json                 the evaluations of one metric, which determine the best checkpoint
 
 A checkpoint is a file or a folder. Terms order checkpoints by incarnation, without a clock. If a
-process returns after a partition, its checkpoints rank below those of the incarnation that has
-continued, whatever their steps.
+partitioned process reconnects, its checkpoints rank below those of the incarnation that replaced
+it, whatever their steps.
 
 Example: incarnation 1 has stored steps 100 and 200 and is partitioned. Incarnation 2 continues from
 200 and stores 250 (2-250). The old process then stores 300 (1-300), which is superseded, because
@@ -35,8 +35,7 @@ from typing import Any
 
 _COMPLETE, _DATA, _TERMS, _SCORES = "complete", "data", "terms", "scores.json"
 _VANISHED = "vanished"
-"""Marker file, stored with a multi-part checkpoint's files: the checkpoint will never be complete.
-"""
+"""Marker file among the files of a multi-part checkpoint that will never be complete."""
 _MANIFEST = re.compile(rf"{_COMPLETE}/(\d{{9}})-(\d{{9}})\.json")
 _NAME = re.compile(r"(?!\.{1,2}$)[-A-Za-z0-9_.=+@,]{1,200}")
 _MANIFEST_BYTES = 2**20
@@ -66,7 +65,7 @@ class Damaged(BucketError):
 
 
 class Vanished(BucketError):
-    """A file was removed before it was uploaded, here or by a process that uploads other parts."""
+    """A file was removed before this process, or one that uploads other parts, had uploaded it."""
 
 
 @dataclass(frozen=True, order=True)
@@ -224,7 +223,7 @@ class Bucket:
         """
         found = CopyManifest.read(self._get(entry.key), entry)
         if found is None:
-            raise Damaged(f"{self.url}/{entry.key} is not a checkpoint's list of files")
+            raise Damaged(f"{self.url}/{entry.key} is not a checkpoint's manifest")
         return found
 
     def fetch_file(self, manifest: CopyManifest, file: File, to: Path) -> None:
@@ -284,10 +283,11 @@ class Bucket:
         return found
 
     def scores(self, metric: str) -> dict[int, float]:
-        """Return {step: score} as `put_scores` last wrote it; empty for a different metric.
+        """Return the scores last written by `put_scores`, as {step: score}; empty for a different
+        metric.
 
-        Raises BucketError if the bucket does not respond. If that were treated as "no scores", the
-        best checkpoint would be deleted.
+        Raises BucketError if the bucket does not respond. Treating that as "no scores" would delete
+        the best checkpoint.
         """
         try:
             found = json.loads(self._get(_SCORES))
@@ -313,10 +313,11 @@ class Bucket:
 
         The first rank decides with a conditional write. The server refuses the other ranks' writes,
         so they read the first rank's result. The ranks need not be able to reach each other.
-        `order` is the incarnation's position among the job's incarnations, the same on all ranks.
+        `order` is the incarnation's position among the job's incarnations. It is equal on all
+        ranks.
 
         The result is the newest complete checkpoint that the first rank saw; None if there was
-        none. Raises BucketError, in particular if a later incarnation of the job has begun.
+        none. Raises BucketError, in particular if a later incarnation of the job has started.
         """
         for _ in range(_TRIES):
             highest = self._highest_term()
@@ -414,8 +415,8 @@ class Bucket:
     def upload(self, path: Path, data: str, names: Iterable[str]) -> None:
         """Upload the files of the folder `path` that the bucket lacks, for a later `commit`.
 
-        Raises BucketError and OSError. If a file is gone, raises Vanished. `lacking` then raises it
-        too, in the processes that wait for the other files.
+        Raises BucketError and OSError. Raises Vanished if a file is gone. `lacking` then raises
+        Vanished too, in the processes that wait for the other files.
         """
         there, names = self._sizes(data), tuple(names)
         try:
@@ -475,7 +476,7 @@ class Bucket:
         return entry
 
     def put_file(self, key: str, file: Path, watch: Callable[[int], None]) -> None:
-        """Upload one file, which is not part of a checkpoint.
+        """Upload one file that is not part of a checkpoint.
 
         `watch` is called with the number of bytes that have been read. Raises BucketError, OSError.
         """
@@ -493,7 +494,7 @@ class Bucket:
         try:
             self._try("written", key, partial(put, max_concurrency=1) if self._slow else put)
         except BucketError:
-            # Twelve parts share the connection, and the time limit applies to each. On a slow
+            # Twelve parts share the connection, and each has the same time limit. On a slow
             # connection, none of them completes in time.
             if self._slow or size <= piece or time.monotonic() - began < _REQUEST_SECONDS:
                 raise
@@ -527,8 +528,8 @@ class Bucket:
     def sweep(self) -> None:
         """Delete leftovers of earlier incarnations and of a failed `publish`.
 
-        Leftovers are interrupted uploads and superseded checkpoints. Must not run during a
-        `publish`.
+        Leftovers are interrupted uploads and superseded checkpoints. Must not run while `publish`
+        is running.
         """
         listed = self._listed()  # A second listing could include newer checkpoints.
         whole = _in_order(listed)
@@ -580,7 +581,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _in_order(listed: Iterable[Stored]) -> list[Stored]:
-    """Sort checkpoints, newest first, without those that a later incarnation has superseded."""
+    """Return the checkpoints, newest first, without those that a later incarnation superseded."""
     found: list[Stored] = []
     for one in sorted(listed, reverse=True):
         if not found or one.step < found[-1].step:
@@ -619,7 +620,7 @@ class _Watched(io.FileIO):
 
 
 def _is_of(name: str, file: File) -> bool:
-    """Whether `publish` could have written this manifest entry under the checkpoint's name."""
+    """Whether `publish` could have written this manifest entry for a checkpoint of that name."""
     parts = file.path.split("/")
     named = parts[0] == name and all(_NAME.fullmatch(part) for part in parts)
     return named and type(file.size) is int and file.size >= 0 and isinstance(file.sha256, str)

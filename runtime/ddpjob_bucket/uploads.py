@@ -1,12 +1,12 @@
 """Uploads checkpoints to a bucket in the background while training continues, newest first.
 
 An upload may take longer than the time between two checkpoints, and the bucket may be unreachable
-for hours. Neither may stop training or fill the disk:
+for hours. Neither may stop training or fill the disk. Therefore:
 
 - One checkpoint is uploaded at a time, and only the newest one waits. `release` lets the caller
   delete a checkpoint that was replaced while it waited.
 - A failed upload is retried after 1, 2, 4, ... 60 s, and after at most 5 s while the process waits
-  for its last upload. A newer checkpoint replaces it.
+  for its last upload. A newer checkpoint replaces the failed one.
 - If files have vanished, their upload is given up (`lost`).
 
 Example: step 100 is being uploaded when 200 and 300 are saved. 300 replaces 200, and 200 is
@@ -28,8 +28,9 @@ from ddpjob_bucket.stored import Bucket, BucketError, Vanished
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """First and longest pause in seconds between attempts to upload. The pause doubles each time."""
 LONGEST_AWAITED = 5.0
-"""Longest pause while the process waits for its last upload, because its pod may have only seconds
-left."""
+"""Longest pause in seconds while the process waits for its last upload. The pod may have only
+seconds left.
+"""
 MOST_COMPLETED = 100
 """Maximum number of completed uploads to remember if nothing reads `completed`."""
 
@@ -44,8 +45,9 @@ class Waiting:
     time: float = 0.0
     """Unix time at which it was saved."""
     names: tuple[str, ...] = ()
-    """The files that this process uploads, if several processes upload one folder; empty means all
-    files."""
+    """Files that this process uploads, if several processes upload one folder. Empty means all
+    files.
+    """
 
 
 class Uploads:
@@ -53,11 +55,11 @@ class Uploads:
 
     A failed upload never ends the process.
 
-    `tidy` is called after each upload, in the thread; `release` is called with each checkpoint that
-    is no longer needed. `publish` uploads a checkpoint instead of `bucket.publish`. With `in_turn`,
-    all checkpoints are uploaded, oldest first, because other processes upload parts of them. `done`
-    is called in the thread once a checkpoint is uploaded and included in `figures`, before waiting
-    callers are woken up.
+    `tidy` is called after each upload, in the thread. `release` is called with each checkpoint that
+    is no longer needed. If given, `publish` uploads a checkpoint instead of `bucket.publish`. With
+    `in_turn`, all checkpoints are uploaded, oldest first, because other processes upload parts of
+    them. Once a checkpoint is uploaded and included in `figures`, `done` is called in the thread,
+    before waiting callers are woken up.
     """
 
     def __init__(
@@ -92,11 +94,11 @@ class Uploads:
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest checkpoint that this process has uploaded."""
+        """Step of the newest checkpoint that this process has uploaded; None if there is none."""
         return self._newest.step if self._newest is not None else None
 
     def offer(self, waiting: Waiting) -> None:
-        """Upload this checkpoint when its turn comes, unless a newer one replaces it."""
+        """Queue a checkpoint for upload. A newer one may replace it before its turn comes."""
         with self._changed:
             passed = [] if self._in_turn else list(self._waiting)
             self._waiting = deque([*(self._waiting if self._in_turn else ()), waiting])
@@ -113,21 +115,17 @@ class Uploads:
 
     @property
     def behind_seconds(self) -> float:
-        """How many seconds a checkpoint has existed only here, without any upload; otherwise 0."""
+        """How many seconds checkpoints have existed only here, without any upload; otherwise 0."""
         with self._changed:
             return 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
 
     def figures(self) -> dict[str, float]:
-        """Return the figures to report.
-
-        These are the newest copy's step and time, if there is a copy, and how far behind copies
-        are.
-        """
+        """Return the figures to report: the newest copy's step and time, and the copies' delay."""
         newest, behind = self._newest, {"copyBehind": round(self.behind_seconds, 1)}
         return behind if newest is None else {"copyStep": newest.step, "copyTime": round(newest.time), **behind}
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait up to `seconds` (None: no limit) for all uploads. Return whether all are done."""
+        """Wait up to `seconds` for all uploads (None: no limit). Return whether they are done."""
         limit = None if seconds is None else max(0.0, seconds)
         with self._changed:
             self._awaited = limit != 0
@@ -140,8 +138,8 @@ class Uploads:
     def close(self) -> None:
         """Start no more uploads.
 
-        An upload in progress ends with the process; without a manifest its files do not count as a
-        checkpoint.
+        An upload in progress ends with the process. Its files have no manifest, so they do not
+        count as a checkpoint.
         """
         with self._changed:
             self._closing = True
@@ -191,7 +189,7 @@ class Uploads:
                 self._changed.wait(left)
 
     def _upload(self, waiting: Waiting) -> str:
-        """Upload one checkpoint, and return why that failed; empty if it succeeded."""
+        """Upload one checkpoint, and return the reason of a failure; empty if there was none."""
         self.lost = False
         try:
             self._publish(waiting)

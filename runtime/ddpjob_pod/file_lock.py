@@ -12,8 +12,8 @@ from pathlib import Path
 def alone(lock: Path, *, strict: bool = False) -> Iterator[None]:
     """Hold a lock on a file, which is created if it does not exist. Raises OSError if that fails.
 
-    On a file system without locks, several processes may do the same work; with `strict`, this
-    raises OSError instead.
+    If the file system does not support locks, several processes may do the same work. With
+    `strict`, this raises OSError instead.
     """
     with lock.open("a") as file:
         try:

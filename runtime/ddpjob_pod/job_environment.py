@@ -1,4 +1,5 @@
-"""The variables DDPJOB_*, which describe its job to a process in a pod (table: docs/protocol.md).
+"""The DDPJOB_* variables, which describe the job to a process in one of its pods (table:
+docs/protocol.md).
 
 No other module reads them, except `worker.py`, which runs before the user's program and imports
 nothing. They are read when needed, because a launcher changes DDPJOB_FENCE in each round.
@@ -76,7 +77,7 @@ class JobEnvironment:
 
     @property
     def shares_checkpoints(self) -> bool | None:
-        """Whether all pods see the same checkpoint folder. None if that is not known."""
+        """Whether all pods see the same checkpoint folder. None if unknown."""
         return {"1": True, "0": False}.get(self.checkpoint_shared)
 
     @property
@@ -86,7 +87,7 @@ class JobEnvironment:
 
     @property
     def group(self) -> tuple[int, int] | None:
-        """The (generation, round) of the group that this process belongs to.
+        """This process's group, as (generation, round).
 
         If a job has two groups, only the group with the higher value may write. None if no launcher
         started this process. Raises VariableError.
@@ -112,7 +113,7 @@ class JobEnvironment:
         """Whether states may be kept in memory, in this pod or in other pods of the job.
 
         After a change to the spec, old and new pods may have different settings. So in a job, all
-        ranks take part in the exchange.
+        ranks exchange what they hold.
         """
         return bool(self.snapshot_folder or self.coordinator)
 

@@ -3,7 +3,8 @@
 DistributedDataParallel and torch.optim import torch's compiler, with sympy and half of
 torch.distributed, only to check whether the compiler is in use. That takes as long as the rest of
 `import torch`. Until torch._dynamo is needed, a stand-in module answers these checks as the real
-one would. It runs the real code in itself as soon as anything else is requested.
+one would. As soon as anything else is requested, the stand-in runs the real module's code in
+itself.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from typing import Any
 
 NAME = "torch._dynamo"
 COMPILER = "torch._compile"
-"""torch's module that keeps functions such as Optimizer.add_param_group from being compiled."""
+"""The torch module that keeps functions such as Optimizer.add_param_group from being compiled."""
 _KEPT = "__dynamo_disable"
-"""The function attribute in which torch._compile stores the result of `disable`."""
+"""Attribute of a function in which torch._compile stores the result of `disable`."""
 _lock = threading.RLock()
 
 
@@ -34,9 +35,9 @@ _lock = threading.RLock()
 def uncollected(*, keep: bool = False) -> Iterator[None]:
     """Suspend the garbage collector during imports of torch.
 
-    The collector takes up to a fifth of the import time, and finds nothing to collect among
-    imported modules. With `keep`, the collector permanently ignores the objects that exist by then.
-    That is suitable at the start of a program.
+    The collector takes up to a fifth of the import time, and finds no garbage among imported
+    modules. With `keep`, it permanently ignores the objects that exist after the imports. That is
+    suitable at the start of a program.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -97,7 +98,7 @@ class _Late(ModuleType):
         )  # fmt: skip
 
     def _disable(self, fn: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Return the function itself, for torch's own use, because nothing is compiled yet."""
+        """Return the function unchanged, because torch compiles nothing yet."""
         if fn is None or sys._getframe(1).f_globals.get("__name__") != COMPILER:
             return _load(self).disable(fn, *args, **kwargs)
         vars(self)["_disabled"].append(fn)
@@ -135,12 +136,12 @@ class _Submodules:
     """Import hook that runs the package's own code before one of its submodules is imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Find a submodule. Python asks this hook first."""
+        """Return the spec of a submodule. Python asks this hook first."""
         if not name.startswith(NAME + ".") or not is_put_off():
             return None
         load()
-        # If a module exists, Python uses the module's own spec instead of a hook's, and runs it a
-        # second time. A program would then change settings that the compiler does not read.
+        # If a module exists, Python ignores the hook's spec and runs the module a second time. A
+        # program would then change settings that the compiler does not read.
         module = sys.modules.pop(name, None)
         return None if module is None else ModuleSpec(name, _AsItIs(module))
 
@@ -162,7 +163,7 @@ class _AsItIs(Loader):
 
 
 def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
-    """Return the function that DistributedDataParallel calls, if the setting has its default value.
+    """Return the function that DistributedDataParallel calls, if its setting has the default value.
 
     A program that changes the setting imports the module to do so.
     """
@@ -174,7 +175,7 @@ def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
 
 
 def _load(module: _Late) -> Any:
-    """Run the module's own code in it.
+    """Run the real module's code in the stand-in, and return the module.
 
     Raises any error from that code. The next attempt then imports the module as usual.
     """

@@ -6,10 +6,10 @@ Each line is a JSON object with the event, its time and its numbers:
     {"event": "step", "time": 1764371002.1, "step": 10, "loss": 2.31}
     {"event": "eval", "time": 1764371009.9, "step": 100, "accuracy": 0.41}
 
-The built-in trainer and `ddpjob_report` write it. After a restart, the file is appended to,
-beginning with "start", and the steps since the checkpoint are repeated. In a job, a "start" line
-also has `run`, the first characters of the job's UID, because a later job may continue in the same
-folder. A killed writer loses only its last line, because each line is one write.
+The built-in trainer and `ddpjob_report` write it. After a restart, they append a "start" line and
+repeat the steps since the checkpoint. In a job, a "start" line also has `run`, the first characters
+of the job's UID, because a later job may continue in the same folder. A killed writer loses only
+its last line, because each line is one write.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class MetricsLog:
     def __init__(self, folder: Path) -> None:
         """Open the file.
 
-        Raises OSError if the file cannot be appended to, for example because it belongs to a
-        different user.
+        Raises OSError if the file cannot be appended to, for example because a different user owns
+        it.
         """
         self._path = folder / METRICS
         content = self._path.read_bytes() if self._path.exists() else b""
@@ -59,7 +59,7 @@ class MetricsLog:
         if event == "start" and (uid := JobEnvironment.read().uid):
             finite["run"] = uid[:8]
         head = {"event": event, "time": wall_clock()}
-        line = json.dumps({**head, **finite, **head}) + "\n"  # Puts the event first in the line.
+        line = json.dumps({**head, **finite, **head}) + "\n"  # Keeps the event first in the line.
         left = (("\n" if self._truncated else "") + line).encode()
         try:
             while left:

@@ -12,11 +12,11 @@ from ddpjob_runtime import protocol
 from ddpjob_pod.posting import TIMEOUT_SECONDS
 
 INTERVAL_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
-"""Seconds between two posts: normally, and at most while the coordinator does not respond."""
+"""Seconds between two posts: usually, and at most while the coordinator does not respond."""
 
 
 class Outbox:
-    """Keeps the newest figure of each name until the thread, which runs `_work`, takes it."""
+    """Keeps the newest figure of each name until the thread that runs `_work` takes it."""
 
     def __init__(self, thread: str) -> None:
         self._pending: dict[str, Any] = {}
@@ -57,8 +57,7 @@ def next_pause(pause: float, sent: bool) -> float:
 def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
     """Merge figures.
 
-    If both have a figure, the newer one wins. If there are too many metrics, the last ones are
-    kept.
+    A newer figure replaces an older one of its name. Only the last MAX_FIGURES metrics are kept.
     """
     both = {**older, **newer}
     if "metrics" in older and "metrics" in newer:

@@ -1,4 +1,4 @@
-"""Measures each rank's own work per step in any training loop, and finds the ranks that lag.
+"""Measures each rank's own work per step in any training loop, and finds lagging ranks.
 
 Problem: in a group, every rank's step takes equally long, because all wait for the slowest rank. A
 stopwatch around the step shows the same time everywhere.
@@ -7,14 +7,13 @@ Rule: a rank's own work is the time from one step of its first optimizer to the 
 waits for other ranks. `WorkClock` recognizes two kinds of waits:
 
 - DDP waits at the end of a backward pass. Callbacks at its end run in the order in which they were
-  queued, and this module's callback is queued before DDP's. So DDP's wait lasts from this callback
-  until `torch.autograd.backward` returns.
-- All other waits are calls of `wait` on torch's Work or, on GPUs with a newer torch, calls of the
-  collective itself.
+  queued, and this module queues its callback before DDP does. So DDP's wait lasts from this
+  module's callback until `torch.autograd.backward` returns.
+- All other waits are calls of `Work.wait` or, on GPUs with a newer torch, of the collective itself.
 
-On a GPU, waits are measured by events in its stream, because the host does not wait there. If a
-version of torch waits elsewhere, all ranks show equal times, so no rank is named. This has not been
-tested on several GPUs yet.
+On a GPU, waits are measured by events in its stream, because it is the stream that waits, not the
+host. If a version of torch waits elsewhere, all ranks show equal times, so no rank is named. This
+has not been tested on several GPUs yet.
 
 The median of the steps counts, because a step with an evaluation or a checkpoint is an outlier.
 Every LOOK_SECONDS (a *look*), each rank writes its median into the group's store, and rank 0 reads
@@ -58,9 +57,9 @@ _OPTIMIZER = "torch.optim.optimizer"
 _RECENT = 200
 """Maximum number of steps from which the median is computed."""
 _FEWEST = 3
-"""Minimum number of steps since the last look that are needed for a median."""
+"""Minimum number of steps since the last look for a median."""
 _UNREAD = 100
-"""Maximum number of steps with unread events. Beyond it, steps are not measured."""
+"""Maximum number of steps with unread events. Further steps are not measured."""
 
 
 class WorkClock:
@@ -79,7 +78,9 @@ class WorkClock:
         self._steps: collections.deque[tuple[float, float]] = collections.deque(maxlen=_RECENT)
 
     def mark(self) -> Any:
-        """Return the present moment: an event in the GPU's stream, or the time in this process."""
+        """Return a mark for this moment: an event in the GPU's stream or, on a CPU, the process's
+        time.
+        """
         cuda = self._torch.cuda
         if not cuda.is_initialized():
             return time.perf_counter()
@@ -90,14 +91,14 @@ class WorkClock:
     def waited(self, begin: Any, end: Any) -> None:
         """Count the time between two marks as a wait, if it was the training thread that waited.
 
-        On a GPU, the backward pass runs in threads of torch, which Python does not know.
+        On a GPU, the backward pass runs in torch's own threads, which Python does not know.
         """
         thread = threading.current_thread()
         if thread.ident == self._thread or (thread.name.startswith("Dummy-") and not isinstance(begin, float)):
             self._waits.append((begin, end))
 
     def step_ends(self, optimizer: Any) -> None:
-        """Record the end of a step, if the optimizer is the first one."""
+        """Record the end of a step, if it is a step of the first optimizer."""
         if self._first is None:
             self._first = id(optimizer)
         if id(optimizer) != self._first or self.is_hidden():
@@ -208,8 +209,8 @@ def begin(say: Callable[[list[dict[str, float]]], None]) -> None:
 class _TorchImport:
     """Import hook that starts to measure once the program has imported torch.
 
-    It does not wait for the module of the optimizers, because in a forked worker all modules of
-    torch appear at once.
+    The hook does not wait for the module of the optimizers, because in a forked worker all modules
+    of torch appear at once.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:

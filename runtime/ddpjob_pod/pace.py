@@ -13,7 +13,7 @@ Example, with steps of 0.3 s and a report every half second:
     count     1    3    5    6      20
     speed     -    -  4.0  3.3     3.4      measured since second 1.0
 
-The step counter loads only this file into processes that run any script, so it imports nothing.
+The step counter loads only this file into the processes of any script, so it imports nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Posts to the job's coordinator with a proof that the sender knows the job's token.
 
-The token itself is never sent, because a stranger may own the coordinator's address by now
+The token itself is never sent, because the coordinator's address may by now belong to a stranger
 (docs/protocol.md, "Coordinator").
 """
 
@@ -28,19 +28,20 @@ class Poster:
         self._address, self._token, self.instance = address, token, ""
         """`instance` is the number of the coordinator that responded last. A coordinator rejects
         proofs made for a different number."""
-        # This process's own fence: a fenced rank 0 must not report its step or ranks as the next
-        # round's.
+        # The fence of this process: a fenced rank 0 must not report its step or ranks as those of
+        # the next round.
         fence = JobEnvironment.read().fence
         self._round = {"round": fence} if fence else {}
         with contextlib.suppress(OSError):
-            # The first lookup in a process makes glibc read the environment. In a thread, that
-            # crashes if the program sets a variable at the same time.
+            # The first lookup makes glibc read the environment. In a thread, that crashes if the
+            # program sets a variable at the same time.
             socket.getaddrinfo("localhost", None)
 
     def post(self, report: dict[str, Any]) -> tuple[int, str]:
-        """Post a report. Return the response's status and text; (0, "") without a response.
+        """Post a report, and return the response's status and text; (0, "") if there is no
+        response.
 
-        A missing coordinator must not disturb training. The operator notices its absence.
+        A missing coordinator must not disturb training. The operator notices that it is missing.
         """
         body = json.dumps({**report, **self._round}).encode()
         try:

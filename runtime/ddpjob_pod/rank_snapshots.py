@@ -1,23 +1,23 @@
-"""Copies the training's state into the node's memory after its steps, and restores it at a start.
+"""Copies the training's state into the node's memory after steps, and restores it at startup.
 
 `snapshot_store` explains the problem, the rule and the order of states. This module handles tensors
 and ranks.
 
 **Copy.** The caller's tree of tensors, numbers and containers is split into a *skeleton* (pickled,
 with a number in place of each tensor) and the tensors' bytes, which are copied directly into the
-mapped slot. On a GPU the tensors are first cloned on the device, in stream order, which takes a
+mapped slot. On a GPU the tensors are first cloned on the device, in stream order. That takes a
 tenth of a millisecond for 100 MB. A side stream copies the clone to the host while the next step
 runs, and then the slot is marked complete.
 
 **Private states.** Costs and private states go to all ranks. That takes milliseconds on the
 network, more than the copy itself. So with "auto", a background thread completes the slot when
-everything has arrived, usually early in the next step. `settle` waits for that. If it is called
-before each step of an optimizer (`settles_early`), no step is made before the copy of the previous
-step is complete. So the interval still limits how many steps a loss repeats. Otherwise, and with a
-sharded state, the step waits for the exchange.
+everything has arrived, usually early in the next step. `settle` waits for the thread. If `settle`
+is called before each step of an optimizer (`settles_early`), no step is made before the copy of the
+previous step is complete. So the interval still limits how many steps are repeated after a loss.
+Otherwise, and with a sharded state, the step waits for the exchange.
 
 **Interval** (`Cadence`). With "auto", the ranks agree at each copy on the interval at which copies
-take at most a hundredth of the time. A loss repeats at most that number of steps.
+take at most a hundredth of the time. After a loss, at most that number of steps is repeated.
 
 **Start.** Every node reports its states, and all ranks choose the same moment. Nodes that lack the
 state of that moment receive it over the process group. The ranks also agree on rank 0's interval
@@ -26,10 +26,10 @@ different values. A rank's private state, such as its random generators, goes to
 each copy, because its own node may be lost.
 
 **Failures.** A node without a large enough volume keeps nothing, and its ranks receive the state
-into their own memory. All ranks learn that at the next copy, and report how much is needed. With
-replicated state the other nodes continue. A sharded state would never be complete, so copies end.
-If a node dies during a transfer, the collective fails, and the job restarts from the states that
-are left.
+into their own memory. All ranks learn this at the next copy, and report how much memory is needed.
+With replicated state, the other nodes continue. A sharded state would never be complete, so copying
+stops. If a node dies during a transfer, the collective fails, and the job restarts from the
+remaining states.
 
 Example, 2 nodes, a copy every 10 steps: node 1 is lost after step 48. Node 0 holds step 40, and the
 new node holds nothing. Both choose 40, node 0 sends it, and 8 steps are repeated.
@@ -78,12 +78,13 @@ AUTO, NONE = "auto", "none"
 SHARE = 0.01
 """Share of the time that copies may take with "auto"."""
 LONGEST = 10**6
-"""Maximum number of steps between two copies, however slow copying is."""
+"""Maximum number of steps between two copies, even if copying is very slow."""
 _FIRST_COPIES = 2
-"""Number of first copies whose cost does not count, because they also reserve slots and connect the
-ranks."""
+"""Number of initial copies whose cost does not count, because they also reserve slots and connect
+the ranks.
+"""
 _RECENT = 7
-"""Number of copies whose median determines the interval with "auto"."""
+"""Number of copies whose median cost determines the interval with "auto"."""
 _CHUNK_BYTES = 1 << 26
 _OWN_OVERHEAD = 64
 """Maximum number of bytes that a rank's own state takes in addition to its content."""
@@ -94,7 +95,7 @@ _HELLO = struct.Struct("<QQQQQ")
 _AUTO_CODE, _NONE_CODE = 0, 2**64 - 1
 
 Rebuild = Callable[[tuple[Any, ...], Any, "tuple[int, ...]"], Any]
-"""Makes the tensor to restore from (path, this rank's shard, shape of the whole tensor)."""
+"""Makes the tensor to restore, given (path, this rank's shard, shape of the whole tensor)."""
 
 
 class RankExchange(Protocol):
@@ -220,8 +221,7 @@ class Cadence:
     due: int = 0
     """The next step to copy with AUTO."""
     recent: list[tuple[float, float]] = field(default_factory=list)
-    """Seconds of a copy and of a step, for the last copies, because a single copy may be an
-    outlier."""
+    """Seconds of a copy and of a step, for the last copies. A single copy may be an outlier."""
 
     def is_due(self, step: int) -> bool:
         """Whether to copy the state after this step."""
@@ -248,7 +248,7 @@ class Cadence:
 
         Args:
             step: the step of the restored state, which all nodes hold.
-            recent: `recent` when that state was copied; empty if no cost was known yet.
+            recent: the value of `recent` when that copy was made; empty if no cost was known yet.
         """
         if self.every != AUTO or not recent:
             return 0
@@ -351,7 +351,7 @@ class _Copy:
         return {rank: content[_COST.size :] for rank, content in enumerate(self.said or ())}
 
     def finish(self) -> None:
-        """Wait for all transfers, and mark the slot as complete."""
+        """Wait for the transfers from the device, and mark the slot as complete."""
         if self.said is None:
             self.said = self.gathering()
         if self.said is None:
@@ -415,7 +415,7 @@ class RankSnapshots:
         self._part = part_of(exchange.rank, exchange.world) if sharded else ALL
         self.cadence = Cadence(every)
         self.interval = 0
-        """Steps between copies, which is the most that a loss repeats; 0 while no state is held."""
+        """Steps between copies, the maximum to repeat after a loss; 0 while no state is held."""
         self.needed = 0
         """Bytes for two states that some node needs but does not have; 0 if they fit everywhere."""
         self._lacks = 0
@@ -444,7 +444,7 @@ class RankSnapshots:
 
     @property
     def _speaks(self) -> bool:
-        """Whether this rank speaks for its node, and writes replicated state."""
+        """Whether this rank speaks for its node and writes replicated state."""
         return self._exchange.local_rank == 0
 
     @property
@@ -457,9 +457,9 @@ class RankSnapshots:
         self._exchange = exchange
 
     def restore(self, rebuild: Rebuild | None = None, *, views: bool = False) -> Restored | None:
-        """Return the newest state of which all parts exist on some node; None if there is none.
+        """Return the newest state whose parts all exist on some node; None if there is none.
 
-        Afterwards, every node has it.
+        Afterwards, every node has that state.
 
         Args:
             rebuild: function that makes a sharded tensor from this rank's part of it.
@@ -496,7 +496,7 @@ class RankSnapshots:
             before = {r: (node_of[r], self._part_before(r)) for r in world}
             for transfer in transfers(held, before, moment):
                 self._transfer(transfer, moment)
-        self._exchange.gather_bytes(b"")  # Every node now has the state for all of its ranks.
+        self._exchange.gather_bytes(b"")  # Afterwards, every node has the state for all of its ranks.
         content = content or self._store.read(self._find(self._part, moment))
         tree, owns, recent = _read(content, rebuild, views=views)
         self.interval = self.cadence.resume(moment.step, recent)
@@ -540,8 +540,7 @@ class RankSnapshots:
     def _transfer(self, transfer: Transfer, moment: Moment, *, alone: bool = False) -> memoryview | None:
         """Take part in a transfer.
 
-        Return the received state if it was not written to a slot, because of `alone` or lack of
-        room.
+        Return the received state if, because of `alone` or a lack of room, it is not in a slot.
         """
         rank = self._exchange.rank
         if rank == transfer.source:
@@ -626,15 +625,16 @@ class RankSnapshots:
         self._since, self._steps = time.perf_counter(), 0
         if self._copies > _FIRST_COPIES:
             exchange = 0.0 if later else exchanged - exchanges
-            waits = self._sharded or self._stream is not None  # This includes waits for another node or the device.
-            # Otherwise, time that other processes used meanwhile is not a cost of the copy.
+            waits = self._sharded or self._stream is not None  # The time includes waits for another node or the device.
+            # Otherwise, the time that other processes used in between does not count as a cost.
             copying = self._since - began - exchange if waits else time.thread_time() - worked
             self._cost = Cost(copying, exchange)
 
     def _settles_later(self) -> bool:
         """Whether a background thread completes the next copy.
 
-        The first copies are not, because they show how large the ranks' private states are.
+        The thread does not complete the first copies, because they show how large the private
+        states are.
         """
         return (
             self.settles_early
@@ -660,7 +660,7 @@ class RankSnapshots:
             self._cost = self._cost._replace(copy=self._cost.copy + copy.seconds + waited)
 
     def _wait_for_ranks(self, copy: _Copy) -> None:
-        """Wait for the background thread."""
+        """Wait until the background thread has finished this copy."""
         copy.done.acquire()
         if copy.error is not None:
             raise RuntimeError(f"the ranks' states cannot be exchanged: {copy.error}") from copy.error
@@ -682,7 +682,9 @@ class RankSnapshots:
         return True
 
     def _end_if_useless(self, costs: list[Cost]) -> bool:
-        """Stop all copies if they can never form a whole state, and return whether that is so."""
+        """Stop all copies if they can never form a whole state, and return whether they were
+        stopped.
+        """
         self.needed = max(self._lacks, int(max(cost.needed for cost in costs)))
         is_held = any(cost.keeps for cost in costs)
         if is_held and not (self._sharded and self.needed):
@@ -714,7 +716,7 @@ class RankSnapshots:
         return {part_of(number % world, world) for number in range(first - local, first + local)}
 
     def _copy(self, tree: Any, copy: _Copy) -> None:
-        """Copy everything except the ranks' private states into a slot."""
+        """Copy everything but the ranks' private states into a slot."""
         layout = copy.layout = _StateLayout(tree, self._owns_room, self.cadence.recent, self._places)
         self._places = layout.places
         writing = copy.writing = self._writing(self._part, layout.size)
@@ -804,14 +806,15 @@ def _inventory(rank: int, content: bytes) -> tuple[list[Held], Moment | None]:
     try:
         return decode(content)
     except ValueError as error:
-        _warn(f"rank {rank} sent {error}")
+        _warn(f"rank {rank} sent a bad inventory: {error}")
         return [], None
 
 
 def _reserve(size: int) -> memoryview:
-    """Return anonymous memory, of which only written pages are used.
+    """Return anonymous memory. Only pages that are written take up memory.
 
-    The size is another rank's claim. Raises RuntimeError if a process cannot have that much.
+    The size comes from another rank, and may be wrong. Raises RuntimeError if a process cannot have
+    that much memory.
     """
     try:
         return memoryview(mmap.mmap(-1, size))
@@ -827,7 +830,9 @@ _pinned: set[int] = set()
 
 
 def _pin(data: memoryview) -> None:
-    """Lock the slot's pages in memory for the device, once. If this fails, only speed is lost."""
+    """Lock the slot's pages in memory for the device, once. Without that, transfers are only
+    slower.
+    """
     torch = _torch()
     whole = torch.frombuffer(data, dtype=torch.uint8)
     if whole.data_ptr() not in _pinned:
@@ -836,15 +841,14 @@ def _pin(data: memoryview) -> None:
 
 
 def _torch() -> Any:
-    """Return torch, which this package does not require."""
+    """Import and return torch, which this package does not require."""
     return importlib.import_module("torch")
 
 
 class _StateLayout:
     """Locations of a state's parts in a slot.
 
-    Sizes, skeleton and places come first, then the tensors, and the ranks' private states at the
-    end.
+    Sizes, skeleton and places come first, then the tensors, and finally the ranks' private states.
     """
 
     def __init__(
@@ -920,7 +924,7 @@ def _read(
         if place.whole is None:
             return tensor if views else tensor.clone()
         if rebuild is None:
-            raise TypeError(f"the state has a sharded tensor at {path}, and nothing rebuilds it")
+            raise TypeError(f"the state has a sharded tensor at {path} that nothing rebuilds")
         return rebuild(path, tensor.clone(), place.whole)
 
     return put_together(skeleton, ()), owns, recent

@@ -1,4 +1,4 @@
-"""Makes SIGTERM set a flag instead of ending the process. The ranks agree on it elsewhere.
+"""Makes SIGTERM set a flag instead of ending the process. Other modules make the ranks agree on it.
 
 Python runs a signal handler in the main thread only, and not while that thread is blocked in a
 collective. A script that checks the flag between its steps needs nothing else. The built-in
@@ -94,9 +94,9 @@ def _care_at_forks() -> None:
 
 
 def _hold() -> None:
-    """Block SIGTERM around a fork.
+    """Block SIGTERM before a fork.
 
-    A child that received SIGTERM before `_restore_in_child` would write to its parent's pipe.
+    A child that receives SIGTERM before `_restore_in_child` would write to its parent's pipe.
     """
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 

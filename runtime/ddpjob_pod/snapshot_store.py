@@ -5,21 +5,23 @@ too expensive. A copy into memory costs a hundredth as much, but the memory must
 workers.
 
 Rule: each pod has a small folder in memory (a tmpfs). Each file in it is a *slot*, which holds one
-state. Each part of the state has two slots, which are written in turn: while one is overwritten,
-the other is whole. A slot's mark is cleared before its data is written, and set afterwards, each by
-one aligned store. So a worker that is killed in between leaves only an incomplete slot. Another
-file holds the number of the last step, copied or not, to show how much a restart repeats.
+state. Each part of the state has two slots, which are written in turn. While one is overwritten,
+the other one is whole. A slot's mark is cleared before its data is written, and set afterwards,
+each time by one aligned store. So if a worker is killed in between, the slot is marked as
+incomplete. Another file holds the number of the last step, copied or not, which shows how much a
+restart repeats.
 
 A memory barrier is not needed, not even on ARM. A kill is a precise exception: all stores before it
 in program order reach memory, and no later stores do. Other processes read only after the writer
 has ended, or after a collective with it. The launcher starts workers only once all processes of
 earlier workers have ended, so no older incarnation is still writing.
 
-The slot to overwrite is not always the older one. If the job has restarted from an older state,
-because another node lacked its part of the newest state, the abandoned newer state is overwritten
+The slot to overwrite is not always the older one. If another node lacked its part of the newest
+state, the job has restarted from an older one. Then the abandoned newer state is overwritten
 (`begin`).
 
-Example: a part has slots at steps 40 and 50, but another node's part has only 40. All continue from
+Example: a part has slots at steps 40 and 50, but another node's part has only 40. All ranks
+continue from
 40. The next copy overwrites step 50, because step 40 is needed until a later copy is complete.
 
 States are ordered by incarnation (generation, round) first, and by step second. A node that was
@@ -27,7 +29,7 @@ partitioned may hold a higher step of an older round. The job has continued with
 earlier step, and only that history counts (`choose`).
 
 With replicated state (DDP), a node has one part, `ALL`, written by its first rank. Any node's copy
-is enough for all. With sharded state each rank has its own part, and the next node has a copy of
+is enough for all. With sharded state, each rank has its own part, and the next node keeps a copy of
 it. Why: docs/decisions/0023.
 """
 
@@ -47,7 +49,7 @@ ALL = "all"
 """The part that holds the whole state."""
 HEADER_BYTES = 4096
 ALIGNMENT = 64
-"""Tensors begin at multiples of this."""
+"""Tensors start at multiples of this many bytes."""
 MOST_INVENTORY_BYTES = 1 << 16
 _MAGIC = b"ddpjob:1"
 _HEAD = struct.Struct("=8sQQQQQ")
@@ -57,8 +59,9 @@ _WHOLE = 0x77686F6C65
 _MADE = struct.Struct("=8sQQQ")
 _MADE_MAGIC = int.from_bytes(_MAGIC, sys.byteorder)
 _SHARED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0x8000 if sys.platform == "linux" else 0)
-"""Flags of a slot's mapping. All its pages are mapped at once, because a page fault for each of
-them takes five times as long as copying into it. Python 3.9 lacks MAP_POPULATE."""
+"""Flags for mapping a slot. All its pages are mapped at once, because a page fault for each of them
+takes five times as long as copying into it. Python 3.9 lacks MAP_POPULATE.
+"""
 _SLOT = re.compile(r"(all|[0-9]{1,6}of[0-9]{1,6})\.([01])")
 _HELD = struct.Struct("<QQQQ16s")
 
@@ -95,7 +98,7 @@ class NoRoom(Exception):
     """The volume cannot hold two states of a part. `needed` and `room` are in bytes."""
 
     def __init__(self, needed: int, room: int) -> None:
-        super().__init__(f"two states need {needed} bytes, and there is room for {room}")
+        super().__init__(f"two states need {needed} bytes, but there is room for {room}")
         self.needed, self.room = needed, room
 
 
@@ -277,15 +280,17 @@ _CGROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""Folder, limit, usage and the prefix of the statistics, for cgroup versions 2 and 1."""
+"""Folder, names of the limit and usage files, and prefix of the statistics, for cgroup versions 2
+and 1.
+"""
 SPARED = 0.1
 """Share of a memory limit that states must leave free."""
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Return how many bytes of the container's and the machine's memory states may use.
+    """Return how many bytes states may use, given the container's and the machine's free memory.
 
-    A tenth of each limit stays free. Page cache of files on disk counts as free memory.
+    A tenth of each limit stays free. The page cache of files on disk counts as free memory.
     """
     free = [sys.maxsize]
     for folder, limit_file, usage_file, prefix in _CGROUPS:
@@ -366,7 +371,7 @@ def decode(content: bytes) -> tuple[list[Held], Moment | None]:
     """Return the arguments of `encode`. Raises ValueError if the content is malformed."""
     held, made = [], None
     if len(content) > MOST_INVENTORY_BYTES:
-        raise ValueError(f"no inventory of snapshots: {len(content)} bytes")
+        raise ValueError(f"not an inventory of snapshots: {len(content)} bytes")
     try:
         for generation, round_, step, size, name in _HELD.iter_unpack(content):
             part, moment = name.rstrip(b"\0").decode("ascii"), Moment((generation, round_), step)
@@ -375,7 +380,7 @@ def decode(content: bytes) -> tuple[list[Held], Moment | None]:
             elif _SLOT.fullmatch(f"{part}.0"):
                 held.append(Held(part, moment, size))
             else:
-                raise ValueError(f"no part of a state: {part[:20]!r}")
+                raise ValueError(f"not a part of a state: {part[:20]!r}")
     except (struct.error, UnicodeDecodeError) as error:
-        raise ValueError(f"no inventory of snapshots: {error}") from None
+        raise ValueError(f"not an inventory of snapshots: {error}") from None
     return held, made

@@ -1,4 +1,4 @@
-"""Finds lagging ranks, which all other ranks wait for in each step.
+"""Finds lagging ranks. In each step, all other ranks wait for them.
 
 A rank that is 30 % slower than the others makes the whole training 30 % slower. The training's
 figures do not show which rank it is, because every rank's step takes equally long. The ranks
@@ -10,12 +10,13 @@ therefore compare how long they work without waiting (the trainer's `step_clock.
 - If the shares of the batch differ, the time is also computed for equal shares, and the smaller
   slowdown counts. A rank with more samples is not lagging, and the other ranks do not wait for a
   rank with fewer samples.
-- A rank is named after its slowdown has exceeded `factor` for `seconds` and at least three reports.
-  It stays named until its slowdown has been below the middle between 1 and `factor` for as long. A
+- A rank is named once its slowdown has exceeded `factor` for `seconds` and at least three reports.
+  It stays named until its slowdown has been below the middle of 1 and `factor` for equally long. A
   single slow batch therefore has no effect, and a rank at the limit does not flicker.
-- Its cost is the share of each step that would be saved if it kept pace. A rank may be twice as
-  slow as the others in work that takes only a hundredth of the step. An excess below a millisecond
-  is noise. The operator moves a rank only if that saves something (its `slow_ranks.py`).
+- Its cost is the share of each step that would be saved if it kept pace. The cost may be small: a
+  rank may be twice as slow as the others in work that takes only a hundredth of the step. An excess
+  below a millisecond is noise. The operator moves a rank only if that saves something (its
+  `slow_ranks.py`).
 
 Example: 8 ranks normally need 100 ms per step and report every 10 s; factor=1.2, seconds=60.
 
@@ -69,7 +70,7 @@ class _Rank:
 class Stragglers:
     """Names a rank that is slower than the median by `factor` for `seconds` and three reports.
 
-    A rank stays named until its slowdown has been below the middle between 1 and `factor` for as
+    A rank stays named until its slowdown has been below the middle of 1 and `factor` for equally
     long.
     """
 
@@ -94,8 +95,8 @@ class Stragglers:
         is the time of a whole step in seconds; 0 means unknown. `now` is a time in seconds that
         never goes back.
 
-        The smaller slowdown counts. A rank with fewer samples needs more time for each, because a
-        pass has a fixed cost, but the other ranks do not wait for it.
+        The smaller slowdown counts. A rank with fewer samples needs more time per sample, because a
+        pass has a fixed cost, but the other ranks do not wait for that rank.
         """
         if not self._factor:
             return ()

@@ -1,4 +1,4 @@
-"""What this process trains with: the versions of its packages, and the model of its GPU.
+"""The versions of this process's packages, and the model of its GPU.
 
 Only modules that the program has already imported are inspected. So nothing is imported, and the
 list of installed packages, which may have hundreds of entries, is not needed. The GPU is named only

@@ -134,7 +134,7 @@ def restore_checkpoint() -> Path | None:
 
     Raises:
         ddpjob_bucket.BucketError: the bucket cannot be read, or the image lacks obstore. Training
-            must not begin from scratch if it is unknown which checkpoints exist.
+            must not start from scratch if it is unknown which checkpoints exist.
         OSError, ValueError: the folder cannot be read or written, or its record of the newest
             checkpoint is damaged.
     """
@@ -194,7 +194,7 @@ def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = 
         raise ValueError(f"ddpjob_report.copy_checkpoint: path {saved} does not exist")
     if checkpoint_dir().resolve().is_relative_to(saved.resolve()):  # The next copies would include restored ones.
         raise ValueError(
-            f"ddpjob_report.copy_checkpoint: path {saved} holds all checkpoints: give one file or folder in it"
+            f"ddpjob_report.copy_checkpoint: path {saved} contains all checkpoints; pass one file or folder in it"
         )
     if copies is None:
         from ddpjob_report.copies import record
@@ -217,13 +217,13 @@ def _copies() -> Any:
 
 
 def _copied() -> dict[str, float]:
-    """Return figures about copies, if there are copies."""
+    """Return the figures about copies to a bucket; empty if there are none."""
     copies = sys.modules.get("ddpjob_report.copies")
     return {} if copies is None else copies.figures()
 
 
 def should_stop() -> bool:
-    """Whether to save and exit now, because any rank's pod was asked to end.
+    """Whether to save and exit now, because any rank's pod was asked to stop.
 
     All ranks must call this at the same steps. If torch.distributed is initialized, every rank gets
     the same result: the ranks exchange one number over gloo, which does not wait for the GPU. After
@@ -259,7 +259,7 @@ def as_number(value: Any) -> int | float | None:
     """Return the value if it is a number, or its only element; None for anything else."""
     if isinstance(value, (bool, str, bytes, bytearray)):
         return None
-    detach = getattr(value, "detach", None)  # torch warns when float() is called on a tensor that requires gradients
+    detach = getattr(value, "detach", None)  # torch warns if float() is called on a tensor that requires gradients
     try:
         return _plain(detach() if callable(detach) else value)
     except (TypeError, ValueError, RuntimeError, OverflowError):

@@ -57,7 +57,7 @@ class DDPJobTracker(GeneralTracker):  # type: ignore[misc]
 
     @property
     def tracker(self) -> Any:
-        """Return this tracker, because it does not wrap another library."""
+        """Return this tracker itself, because it does not wrap another library."""
         return self
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -94,8 +94,8 @@ def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: in
         unfinished.rename(made)
         if JobEnvironment.read().checkpoint_url:
             copy_checkpoint(made, step, keep=keep)
-        # Also delete leftovers of saves during which the pods were killed, now that there is a
-        # newer state.
+        # Now that there is a newer state, also delete leftovers of saves during which pods were
+        # killed.
         for old in [*sorted(_all(home), key=_step, reverse=True)[keep:], *home.glob(f"{_NAME}*{_UNFINISHED}")]:
             shutil.rmtree(old, ignore_errors=True)
     accelerator.wait_for_everyone()
@@ -175,7 +175,7 @@ def _snapshots(accelerator: Any) -> Snapshots | None:
 
 
 class _Batches:
-    """Accelerate's count of batches, which decides when accumulated gradients are complete."""
+    """Accelerate's count of batches, which determines when accumulated gradients are complete."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -192,8 +192,8 @@ def _home(accelerator: Any, folder: str | Path | None) -> Path:
     check_group("Accelerate", accelerator.num_processes, remedy)
     if accelerator.project_configuration.automatic_checkpoint_naming:
         raise ValueError(
-            "ddpjob_report.accelerate: set automatic_checkpoint_naming=False in ProjectConfiguration: "
-            "with it Accelerate saves to a folder of its own choice"
+            "ddpjob_report.accelerate: set automatic_checkpoint_naming=False in ProjectConfiguration, because "
+            "otherwise Accelerate saves to a folder of its own choice"
         )
     return checkpoint_dir() if folder is None else Path(folder)
 

@@ -3,12 +3,12 @@
 All ranks must continue from the same checkpoint, an upload must not stop training, and an
 incomplete copy must not be read. So:
 
-- At a start, the ranks agree on the newest checkpoint in the bucket (`Bucket.join`). One rank of
-  each node downloads it, under a lock, and the others find it in the folder.
+- When the job starts, the ranks agree on the newest checkpoint in the bucket (`Bucket.join`). One
+  rank of each node downloads it, under a lock, and the others find it in the folder.
 - `copy` links the files under a hidden name, because the script may replace them, and uploads them
   in the background (`ddpjob_bucket.uploads`). The newest `keep` copies stay in the bucket.
-- At its end, the script waits up to LAST_SECONDS for the last copy, and fails without it.
-  `saved_and_leave` waits for as long as the grace period allows.
+- At its end, the script waits up to LAST_SECONDS for the last copy, and fails if it is not
+  complete. `saved_and_leave` waits for as long as the grace period allows.
 - Without a bucket, a file in the folder names the newest checkpoint (`record`).
 
 Example: rank 0 copies steps 100 and 200, and is killed while 200 is being uploaded. Its successors
@@ -41,7 +41,7 @@ RECORD = ".ddpjob-newest.json"
 """File that names the newest checkpoint in the folder if the job has no bucket."""
 _FETCHED, _LOCK, _LINKS = ".ddpjob-fetched.json", ".ddpjob-fetch.lock", ".ddpjob-copy-"
 LAST_SECONDS = 600.0
-"""How long the script waits for its last copy at its end."""
+"""Maximum number of seconds that the script waits at its end for the last copy."""
 LARGEST_STEP = 10**9 - 1
 
 
@@ -61,7 +61,7 @@ def url() -> str:
     return JobEnvironment.read().checkpoint_url
 
 
-# ---- a start
+# ---- at startup
 
 
 def restore(folder: Path) -> Path | None:
@@ -71,7 +71,7 @@ def restore(folder: Path) -> Path | None:
     """
     bucket = _joined()
     entry = _CopyState.restored
-    if entry is None:  # A persistent folder may have a checkpoint from before the job had a bucket.
+    if entry is None:  # A persistent folder may hold a checkpoint from before the job had a bucket.
         return recorded(folder) if JobEnvironment.read().shares_checkpoints else None
     folder.mkdir(parents=True, exist_ok=True)
     with alone(folder / _LOCK, strict=True):
@@ -106,8 +106,8 @@ def _joined() -> Bucket:
 def _order() -> tuple[int, ...]:
     """Return this start's position among the job's starts, which the launcher gives to all ranks.
 
-    It begins with the generation and the round. torchrun's restart count is added, because a
-    `command` program starts its ranks itself.
+    The position begins with the generation and the round. torchrun's restart count is added,
+    because a `command` program starts its ranks itself.
     """
     job = JobEnvironment.read()
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -123,7 +123,9 @@ def _order() -> tuple[int, ...]:
 
 
 def _fetched(folder: Path, entry: Stored) -> Path | None:
-    """Return the checkpoint that an earlier process fetched, if it has not changed since then."""
+    """Return the checkpoint that an earlier process fetched, if the file has not changed since
+    then.
+    """
     try:
         known = json.loads((folder / _FETCHED).read_text())
         path = folder / known["name"]
@@ -166,9 +168,9 @@ def copy(path: Path, step: int, keep: int) -> None:
 class _FilesOfIndex(pickle._Unpickler):
     """Finds the file names in a torch.distributed.checkpoint index without running its code.
 
-    It does not need torch. It uses Python's slow unpickler, because nine bytes of a pickle can make
-    the fast unpickler allocate a memo of any size. The opcode that allocates a bytearray of any
-    size is disabled.
+    The class does not need torch. It uses Python's slow unpickler, because nine bytes of a pickle
+    can make the fast unpickler allocate a memo of any size. The opcode that allocates a bytearray
+    of any size is disabled.
     """
 
     dispatch: ClassVar[Any] = {
@@ -204,7 +206,7 @@ def _check_parts(path: Path) -> None:
             try:
                 found.load()
             except Exception:
-                continue  # A different format, or the format of a later torch: copy it unchanged.
+                continue  # A different format, or that of a later torch: copy it unchanged.
         lacking = sorted(name for name in found.names if not (index.parent / name).exists())
         if lacking:
             raise ValueError(
@@ -216,7 +218,7 @@ def _check_parts(path: Path) -> None:
 
 
 def _linked(path: Path) -> Path:
-    """Link the checkpoint under a different name, because the script may replace its own."""
+    """Link the checkpoint under a different name, because the script may replace the original."""
     files = files_of(path)
     folder = path.parent.absolute() / f"{_LINKS}{secrets.token_hex(4)}"  # The script may change its working directory.
     try:
@@ -251,9 +253,9 @@ def _post() -> None:
 
 
 def finish(seconds: float | None) -> bool:
-    """Wait until the last copy is in the bucket, at most `seconds` (None: no limit).
+    """Wait until the last copy is in the bucket, and return whether it is.
 
-    Return whether it is there.
+    Waits at most `seconds`; None means no limit.
     """
     uploads = _CopyState.uploads
     return uploads is None or _CopyState.process != os.getpid() or (uploads.wait(seconds) and not uploads.lost)
@@ -278,7 +280,9 @@ def figures() -> dict[str, float]:
 
 
 def _at_exit() -> None:
-    """Wait for the last copy. If it fails, end with an error, because the result would be lost."""
+    """Wait for the last copy. If that copy fails, end with an error, because the result would be
+    lost.
+    """
     if _CopyState.process != os.getpid() or _CopyState.leaves or finish(0) or _has_failed():
         return
     if not finish(LAST_SECONDS):
@@ -289,7 +293,7 @@ def _at_exit() -> None:
 
 
 def _has_failed() -> bool:
-    """Whether an exception is ending the script. Its job then restarts from the previous copy."""
+    """Whether an exception is ending the script. The job then restarts from the previous copy."""
     written = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     return hasattr(sys, "last_type") or (bool(written) and Path(written).exists())
 
@@ -333,7 +337,7 @@ def recorded(folder: Path) -> Path | None:
     except (ValueError, KeyError, TypeError):
         raise ValueError(
             f"{folder / RECORD}, which names the newest checkpoint, is damaged: to continue from one, write its name"
-            f' there as {{"name": "snapshot.pt"}}; to begin from scratch, remove the file'
+            f' there as {{"name": "snapshot.pt"}}; to start from scratch, remove the file'
         ) from None
     return path if path.exists() else None
 

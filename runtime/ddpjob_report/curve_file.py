@@ -25,7 +25,9 @@ _NOT_OF_A_STEP = ("epochs", "steps", "eta", "metrics", "accuracy")
 
 
 class CurveFile(Outbox):
-    """Writes independently of posts, so that a hung folder costs only lines in this file."""
+    """Writes the curves independently of posts, so that a hung folder costs only lines in this
+    file.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._began = folder / FOLDER, time.monotonic()
@@ -37,7 +39,7 @@ class CurveFile(Outbox):
             log = MetricsLog(self._folder)
         except OSError as error:
             where = self._folder / METRICS
-            sys.stderr.write(f"ddpjob_report: {where}: {error.strerror}: no curves are kept\n")
+            sys.stderr.write(f"ddpjob_report: {where}: {error.strerror}; no curves are kept\n")
         else:
             self._write_lines(log)
 

@@ -42,7 +42,7 @@ from ddpjob_report.snapshots import bare, sharding_of
 class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
     """Reports steps and the Trainer's logs, and keeps the newest state in memory.
 
-    It saves and exits when a pod is asked to end.
+    When a pod is asked to stop, the callback saves and exits.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
             return
         left_at, per_step = state.epoch or 0, args.num_train_epochs / state.max_steps
         begun_at = min(state.global_step * per_step, args.num_train_epochs)
-        if abs(begun_at - left_at) > (left_at + 2) * per_step:  # an epoch may have one step more or less
+        if abs(begun_at - left_at) > (left_at + 2) * per_step:  # an epoch may be one step longer or shorter
             sys.stderr.write(
                 f"ddpjob_report: warning: the checkpoint is of epoch {left_at:.2f}, and training continues at epoch "
                 f"{begun_at:.2f} of {args.num_train_epochs:g}: the number of steps per epoch has changed. If the "
@@ -146,7 +146,7 @@ def last_checkpoint(folder: str | Path) -> str | None:
 
 
 def _sharding(args: Any, given: dict[str, Any]) -> str:
-    """Return the name of whatever shards the model; empty if every rank has the whole model."""
+    """Return the library that shards the model; empty if every rank has the whole model."""
     if not JobEnvironment.read().snapshot_folder:
         return ""
     if getattr(args, "deepspeed", None):
@@ -179,7 +179,7 @@ def _generators(args: Any) -> dict[str, Any]:
 
 
 def _write(checkpoint: Path, found: Restored) -> None:
-    """Write a state as the Trainer would, with its own state last."""
+    """Write a state to files as the Trainer would, with the Trainer's own state last."""
     import torch
     from safetensors.torch import save_file
 
@@ -197,7 +197,7 @@ def _write(checkpoint: Path, found: Restored) -> None:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint is whole: the Trainer writes its own state last."""
+    """Whether a checkpoint is whole. Its last file is the Trainer's own state."""
     try:
         return isinstance(json.loads((checkpoint / "trainer_state.json").read_text()), dict)
     except (OSError, ValueError):

@@ -11,8 +11,8 @@ it is newer than the folder's checkpoints. The state consists of everything that
 module), and each rank's random generators.
 
 If a state is from within an epoch, Lightning itself would repeat the epoch's first batches. The
-callback skips them, also for checkpoints, if the loader has a sampler and does not restore a state
-itself. The order of the samples stays the same if it depends only on the epoch, as with
+callback skips them, also after a checkpoint, if the loader has a sampler and does not restore a
+state itself. The order of the samples stays the same if it depends only on the epoch, as with
 DistributedSampler. The state after an epoch's last step is taken at the epoch's end, because
 Lightning cannot continue twice from an earlier moment.
 
@@ -55,8 +55,9 @@ _STOPPED = "stopped-step="
 class DDPJobCallback(Callback):  # type: ignore[misc]
     """Reports steps, the loss and the model's logged values, and keeps the newest state in memory.
 
-    When a pod is asked to end, it saves a checkpoint (which is copied in a job with a bucket) and
-    exits. `folder` is the folder for that checkpoint; None means the job's checkpoint folder.
+    When a pod is asked to stop, the callback saves a checkpoint (which is copied in a job with a
+    bucket) and exits. `folder` is the folder for that checkpoint; None means the job's checkpoint
+    folder.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -97,10 +98,10 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         self._take(trainer)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Report a batch, on all ranks. The loss is read only as often as Lightning logs.
+        """Report a batch, on all ranks. The loss is read only as often as Lightning logs it.
 
-        It is also read after the first and the last batch of an epoch, because an epoch may be
-        shorter than the interval between two logs.
+        The loss is also read after the first and the last batch of an epoch, because an epoch may
+        be shorter than the interval between two logs.
         """
         values: dict[str, Any] = {}
         every = trainer.log_every_n_steps
@@ -155,7 +156,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
                 batches.sampler = _Rest(batches.sampler, done * batches.batch_size)
         if not is_within:
             self._set_generators()
-        iter(fetcher)  # Lightning has begun an epoch already, before it calls any callback.
+        iter(fetcher)  # Lightning begins an epoch before it calls any callback.
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         """Report an evaluation. `val_accuracy` and `val_acc` are shown as accuracy."""
@@ -210,7 +211,7 @@ def last_checkpoint(folder: str | Path) -> str | None:
 
 
 def _sharding(trainer: Any) -> str:
-    """Return the name of whatever shards the model; empty if every rank has the whole model."""
+    """Return the strategy that shards the model; empty if every rank has the whole model."""
     if not JobEnvironment.read().snapshot_folder:
         return ""
     strategy = type(trainer.strategy).__name__
@@ -235,7 +236,7 @@ def _write(checkpoint: Path, found: Restored) -> None:
 
 
 def _counts(trainer: Any) -> dict[str, Any]:
-    steps = trainer.estimated_stepping_batches  # it is infinite, or -1, if the length of the data is unknown
+    steps = trainer.estimated_stepping_batches  # infinite or -1 if the length of the data is unknown
     endless = trainer.max_epochs is None or trainer.max_epochs < 0
     return {
         "epoch": trainer.current_epoch + 1,

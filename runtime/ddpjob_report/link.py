@@ -27,7 +27,7 @@ class Link(Outbox):
         super().__init__("ddpjob-report")
 
     def add(self, figures: dict[str, Any]) -> None:
-        """Queue figures, and record when their step was made, because they are posted later."""
+        """Queue figures, and record when their step was made, because figures are posted later."""
         self._note_step(figures)
         super().add(figures)
 
@@ -70,7 +70,7 @@ class Link(Outbox):
     def _with_speed(self, figures: dict[str, Any]) -> dict[str, Any]:
         """Add speed and remaining time, computed from the steps, unless the script reports them.
 
-        The last report does not get them, because it is posted later than the step was made.
+        The last report does not get them, because it is posted some time after its step.
         """
         step, speed = figures.get("step"), self._pace.per_second
         if step is None or not speed or self._closing:

@@ -4,10 +4,10 @@ Problem: a framework restores its state from a checkpoint in its own format and 
 optimizers, loops, position in the data). Code that restores the parts from outside would have to
 repeat that order, which changes from version to version.
 
-Rule: a state in memory has the content that the framework would save. At a start, `as_checkpoint`
+Rule: a state in memory has the content that the framework would save. At startup, `as_checkpoint`
 writes the newest state as a checkpoint in the framework's format, once per node, and the framework
-resumes from that file. The file is removed when training has begun. It is written into the node's
-memory if there is room in addition to the two states, and otherwise to the temporary folder.
+resumes from that file. The file is removed once training has begun. If the node's memory has room
+for it beside the two states, it is written there; otherwise, to the temporary folder.
 
 A script asks for its checkpoint before the framework has formed its process group. The ranks then
 meet in a temporary group over gloo, which ends before the framework forms its own.
@@ -50,8 +50,6 @@ class FrameworkMemory:
     def begin(cls, step: int) -> FrameworkMemory | None:
         """Record that training begins after `step` steps. All ranks of the group must call this.
 
-
-
         Return None if the job does not keep states in memory.
         """
         job = JobEnvironment.read()
@@ -79,7 +77,7 @@ class FrameworkMemory:
         return b"" if self._found is None else self._found.owns.get(int(os.environ.get("RANK", "0")), b"")
 
     def note(self, step: int) -> None:
-        """Record a step whose state is taken later."""
+        """Record a step whose state will be taken later."""
         self._snapshots.note(step)
 
     def take(self, step: int, make: Callable[[], Any], own: Callable[[], bytes]) -> None:
@@ -116,7 +114,7 @@ def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None
     if not job.may_have_snapshots:
         return None
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        for leftover in _folders(job):  # a start that was killed left it behind
+        for leftover in _folders(job):  # left behind by a process that was killed at startup
             shutil.rmtree(leftover, ignore_errors=True)
     with _early_exchange() as exchange:
         snapshots = open_memory(job, exchange, together=True)

@@ -21,9 +21,9 @@ def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | No
     """Return the whole checkpoint with the highest number at the end of its name.
 
     The number precedes the file's extension. If numbers are equal, the highest version counts,
-    because Lightning adds -v1, -v2, ... if a file of that name exists. In a job with a bucket, all
-    ranks get the bucket's newest checkpoint. Otherwise, or while the bucket is empty, return None
-    if each node has its own folder, because ranks would resume from different steps.
+    because Lightning appends -v1, -v2, ... if a file of that name exists. In a job with a bucket,
+    all ranks get the bucket's newest checkpoint. Otherwise, or while the bucket is empty, return
+    None if each node has its own folder, because ranks would resume from different steps.
     """
     if JobEnvironment.read().checkpoint_url:
         found = restore_checkpoint()
@@ -65,14 +65,14 @@ def check_group(framework: str, processes: int, remedy: str) -> None:
     """
     world = os.environ.get("WORLD_SIZE", "1")
     if processes == 1 and world != "1" and JobEnvironment.read().coordinator:
-        what = f"{framework} has formed no group, and each of the job's {world} ranks would train a model of its own"
+        what = f"{framework} has formed no group, and each of the job's {world} ranks would train a separate model"
         raise Refusal(f"ddpjob_report: {what}: {remedy}")
 
 
 def figures(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the logged values that are figures and whose names are not too long.
+    """Return the logged values that are figures, except those with too long names.
 
-    Loggers accept anything.
+    Loggers accept any value under any name.
     """
     read = {str(name)[: protocol.MAX_FIGURES]: as_number(value) for name, value in values.items()}
     known = {name: number for name, number in read.items() if number is not None}

@@ -84,14 +84,14 @@ class Snapshots:
         if not objects or not job.may_have_snapshots or not (job.snapshot_folder or stop.torch_distributed()):
             return
         if Snapshots._current is not None and Snapshots._current() is not None:
-            what = "there is one already, and both would write to the same memory"
-            raise RuntimeError(f"ddpjob_report.Snapshots: {what}; give all objects to one")
+            what = "one exists already, and both would write to the same memory"
+            raise RuntimeError(f"ddpjob_report.Snapshots: {what}; pass all objects to one")
         if job.snapshot_folder:
             self._refuse_shards()
         self._exchange = current_exchange()
         given = {names.decode() for names in self._exchange.gather_bytes(", ".join(sorted(objects)).encode())}
         if len(given) > 1:
-            what = f"the ranks must give the same names, and they give {' or '.join(sorted(given))}"
+            what = f"the ranks must give the same names, but they give {' or '.join(sorted(given))}"
             raise ValueError(f"ddpjob_report.Snapshots: {what}; keep the others in your own checkpoint")
         snapshots = open_memory(job, self._exchange)
         found = snapshots.restore(views=True)
@@ -137,7 +137,7 @@ class Snapshots:
         link.post(self._snapshots.news())
 
     def _settle_early(self) -> None:
-        """Complete the last copy before each optimizer step, so that `take` need not wait."""
+        """Make optimizers complete the last copy before each step, so that `take` need not wait."""
         import torch
 
         assert self._snapshots is not None
@@ -204,7 +204,7 @@ class Snapshots:
     def _keeps_buffers_of(self, module: Any) -> bool:
         """Whether this rank keeps its own buffers.
 
-        Rank 0 does. Other ranks do unless DDP broadcasts rank 0's before each step.
+        Rank 0 does. The other ranks do unless DDP broadcasts rank 0's buffers before each step.
         """
         return self._exchange.world > 1 and (
             self._exchange.rank == 0 or not getattr(module, "broadcast_buffers", False)
@@ -213,20 +213,22 @@ class Snapshots:
     def _load(self, found: Restored) -> None:
         own = _read(found, self._exchange.rank)
         first = own if self._exchange.rank == 0 else _read(found, 0)
-        # A rank that has joined since then takes rank 0's states, but not its random generators.
+        # A rank that has joined since then gets rank 0's states, but keeps its own random
+        # generators.
         states = {**first.get("objects", {}), **own.get("objects", {}), **found.tree}
         for name, thing in self._objects.items():
+            inner = bare(thing)
             remedy = "give the same objects as before the restart, or set recovery.snapshots: none"
             if name not in states:
-                what = f"memory has the state of {', '.join(sorted(states))}, and not of {name}"
+                what = f"memory has the state of {', '.join(sorted(states))}, but not of {name}"
                 raise ValueError(f"ddpjob_report.Snapshots: {what}; {remedy}")
             try:
-                bare(thing).load_state_dict(_for_loading(bare(thing), states[name]))
+                inner.load_state_dict(_for_loading(inner, states[name]))
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
                 what = f"the state in memory does not fit {name}: {error}"
                 raise ValueError(f"ddpjob_report.Snapshots: {what}; {remedy}") from error
             buffers = own.get("buffers", {}).get(name) or first.get("buffers", {}).get(name) or {}
-            for key, buffer in bare(thing).named_buffers() if buffers else ():
+            for key, buffer in inner.named_buffers() if buffers else ():
                 buffer.copy_(buffers[key])
         if "torch" in own:
             set_generators(own)
@@ -235,7 +237,7 @@ class Snapshots:
         for name, thing in self._objects.items():
             if sharding := sharding_of(thing):
                 what = f"{name} is sharded over the ranks ({sharding}), and only whole states are kept"
-                raise TypeError(f"ddpjob_report.Snapshots: {what}; save it by torch.distributed.checkpoint instead")
+                raise TypeError(f"ddpjob_report.Snapshots: {what}; save it with torch.distributed.checkpoint instead")
 
 
 def open_memory(job: JobEnvironment, exchange: TorchExchange, *, together: bool = False) -> RankSnapshots:
@@ -302,18 +304,18 @@ def set_generators(states: dict[str, Any]) -> None:
 def _check(unnamed: tuple[Any, ...], objects: dict[str, Any]) -> None:
     """Reject objects without a name, and objects without a state dict. Raises TypeError."""
     if unnamed or not objects:
-        what = "name what it keeps: Snapshots(model=model, optimizer=optimizer)"
+        what = "pass what it keeps, as in Snapshots(model=model, optimizer=optimizer)"
         raise TypeError(f"ddpjob_report.Snapshots: {what}")
     for name, thing in objects.items():
         if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
             what = f"{name} needs state_dict() and load_state_dict(), and a {type(thing).__name__} lacks them"
-            remedy = "skip the first batches yourself, or take torchdata's StatefulDataLoader"
+            remedy = "skip the first batches yourself, or use torchdata's StatefulDataLoader"
             is_loader = hasattr(thing, "batch_sampler")
             raise TypeError(f"ddpjob_report.Snapshots: {what}; {remedy if is_loader else 'leave it out'}")
 
 
 def _is_alike(thing: Any) -> bool:
-    """Whether this object's state is the same on all ranks, as with models and optimizers."""
+    """Whether this object's state is equal on all ranks, as with models and optimizers."""
     import torch
 
     return isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))
@@ -339,7 +341,7 @@ def bare(thing: Any) -> Any:
 def _for_loading(thing: Any, state: Any) -> Any:
     """Return a state that an object may keep, from views that are valid only until the next copy.
 
-    A module copies its parameters and buffers from the state. Any other value, it may keep, as
+    A module copies its parameters and buffers from the state. Other values it may keep, as
     optimizers do.
     """
     import torch

@@ -25,7 +25,7 @@ from ddpjob_pod.job_environment import GRACE_SECONDS, JobEnvironment
 from ddpjob_pod.sigterm import SigtermFlag
 
 _MARGIN = 5.0
-"""Seconds of the grace period that are reserved for work after saving."""
+"""Seconds of the grace period to reserve for work after saving."""
 _GLOO_DEFAULT = datetime.timedelta(minutes=30)
 """torch's default timeout for a collective over gloo."""
 
@@ -39,20 +39,21 @@ def _say_asked() -> None:
 
 class _State:
     flag = SigtermFlag(_say_asked)
-    """Whether this process was asked to end."""
+    """Whether this process was asked to stop."""
     since: float | None = None
-    """When this process learned that a rank was asked to end, by time.monotonic()."""
+    """When this process learned that a rank was asked to stop, by time.monotonic()."""
     agreed = False
-    """Whether all ranks know that one of them was asked to end."""
+    """Whether all ranks know that one of them was asked to stop."""
     warned = False
     world: Callable[[], Any] = staticmethod(lambda: None)
     group: Callable[[], Any] = staticmethod(lambda: None)
-    """The ranks' own group, created within the process group `world`. torch owns both, and they end
-    when the script destroys them."""
+    """The ranks' own group, created within the process group `world`. torch owns both. They end
+    when the script destroys them.
+    """
 
 
 def agreed() -> bool:
-    """Whether any rank was asked to end.
+    """Whether any rank was asked to stop.
 
     All ranks that call this equally often get the same result.
     """
@@ -69,7 +70,7 @@ def agreed() -> bool:
 def seconds_left() -> float:
     """Return the remaining grace period of the pod, minus a margin.
 
-    This is the whole grace period if no rank was asked to end.
+    This is the whole grace period if no rank was asked to stop.
     """
     since = _State.flag.asked_at if _State.since is None else _State.since
     spent = 0.0 if since is None else time.monotonic() - since
@@ -97,7 +98,7 @@ def _listen() -> None:
         if not _State.warned:
             _State.warned = True
             sys.stderr.write(
-                "ddpjob_report: SIGTERM ends this process unsaved: call should_stop() in the main thread\n"
+                "ddpjob_report: SIGTERM ends this process without saving; call should_stop() in the main thread\n"
             )
         return
     _State.flag.listen()
@@ -114,7 +115,7 @@ def torch_distributed() -> Any:
 def gloo_group(distributed: Any) -> Any:
     """Return a group over gloo.
 
-    It does not wait for a GPU and does not interfere with the script's collectives.
+    The group does not wait for a GPU, and does not interfere with the script's collectives.
     """
     world = distributed.group.WORLD
     if _State.world() is not world:

@@ -1,7 +1,7 @@
 """Everything that runs inside a job's pods, in any image: coordinator, store, launcher, workers.
 
-It needs only Python 3.9 or later and its standard library; the launcher and the store also need
-torch. In job pods, the package is an archive in a ConfigMap that is mounted at /opt/ddpjob.
+The package needs only Python 3.9 or later and its standard library; the launcher and the store also
+need torch. In job pods, the package is an archive in a ConfigMap that is mounted at /opt/ddpjob.
 Coordinator, launcher and operator share only `protocol`.
 """
 

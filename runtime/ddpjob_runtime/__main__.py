@@ -44,10 +44,10 @@ def main() -> None:
 
 
 def find_package() -> None:
-    """Make the packages importable without leaving a trace on `sys.path`, which is the user's.
+    """Make the packages importable without changing `sys.path`, which belongs to the user.
 
-    Python has put this folder on the path, or in job pods, the archive that contains this file.
-    Submodules are found through a package's own path once it is imported.
+    Python has put this folder on the path or, in job pods, the archive that contains this file.
+    Once a package is imported, its submodules are found through the package's own path.
     """
     folder = Path(__file__).resolve().parent
     sys.path[0] = str(folder.parent if folder.is_dir() else folder)

@@ -2,9 +2,9 @@
 
     python3 PATH/ddpjob_runtime check JSON
 
-It is a separate process, so that its device context ends with it and a hung driver blocks nothing
-else. It writes lines of JSON: `{"step": NAME}` before each part, and `{"problem": TEXT, ...}` at
-the end. TEXT is empty if the check has passed.
+The check is a separate process, so that its device context ends with it and a hung driver does not
+block anything else. It writes lines of JSON: `{"step": NAME}` before each part, and `{"problem":
+TEXT, ...}` at the end. TEXT is empty if the check has passed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SIOCGIFADDR = 0x8915
 def main() -> None:
     """Run the check that the argument describes.
 
-    Exit at once when the launcher is gone, which closes stdin.
+    Exit at once when the launcher is gone, as the end of stdin shows.
     """
     settings = json.loads(sys.argv[1])
     threading.Thread(target=_end_with_launcher, daemon=True).start()
@@ -104,7 +104,9 @@ def folder_problem(folder: Path, pod: str) -> str:
 
 
 def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
-    """Return torch's names for the node's devices, and what is wrong with their number."""
+    """Return torch's names for the node's devices, and what is wrong with their number, if
+    anything.
+    """
     if not wanted or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return ["cpu"], ""
     kind = "xpu" if resource.startswith("gpu.intel.com/") else "cuda"
@@ -145,7 +147,7 @@ def device_problem(torch: Any, device: str) -> str:
 
 
 def check_links(settings: dict[str, Any]) -> dict[str, Any]:
-    """Run one rank of an all-reduce of whole numbers, and verify and time it.
+    """Run one rank of an all-reduce of whole numbers. Verify the result and time it.
 
     `settings` has `rank`, `world`, `local`, `host` and `port` of the store, `backend`, `gpus` and
     `seconds`. In addition to the problem, the result has `transport` and `rate`, the bus bandwidth
@@ -201,7 +203,7 @@ def _keep_nccl_log() -> Path:
 
 
 def nccl_transport(log: str) -> str:
-    """Return the network, devices and channel types that NCCL's log (NCCL_DEBUG=INFO) names."""
+    """Return the network, devices and channel types according to NCCL's log (NCCL_DEBUG=INFO)."""
     network = re.search(r"NET/(IB|Socket) : Using (.*)", log) or re.search(r"Using network (\S+)()", log)
     how = sorted(
         {"/".join(found.split("/")[:2]) for found in re.findall(r"\bvia ((?:P2P|SHM|NET|COLLNET|NVLS)\S*)", log)}
@@ -220,7 +222,7 @@ def nccl_transport(log: str) -> str:
 def _gloo_interface() -> str:
     """Return GLOO_SOCKET_IFNAME; if it is not set, the interface of the host name's address.
 
-    This is what torch does. If neither is known, return the loopback interface.
+    torch does the same. If neither is known, return the loopback interface.
     """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if named:

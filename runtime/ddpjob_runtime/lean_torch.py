@@ -1,4 +1,4 @@
-"""Imports torch faster, but only for its rendezvous. Such a process must not fork workers."""
+"""Imports torch faster, but only for its rendezvous. Its process must not fork workers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from types import ModuleType
 from typing import Any
 
 META_KERNELS = "torch._meta_registrations"
-"""Defines how torch's operators treat tensors without data. It takes a fifth of torch's import
-time."""
+"""This module defines how torch's operators treat tensors without data. It takes a fifth of torch's
+import time.
+"""
 
 
 @contextlib.contextmanager
 def for_rendezvous() -> Iterator[None]:
-    """Defer META_KERNELS while torch is imported. It runs on first use, if ever."""
+    """Defer META_KERNELS while torch is imported. The module runs on first use, if ever."""
     hook = _MetaKernelsLater()
     sys.meta_path.insert(0, hook)
     try:

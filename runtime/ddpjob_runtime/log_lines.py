@@ -1,9 +1,9 @@
-"""Writes log lines without blocking the program. On a full disk or unread pipe, they are lost.
+"""Writes log lines without blocking the program. Lines for a full disk or unread pipe are lost.
 
-A container's output is a pipe. If its reader stops, as the container runtime does while the host's
-log folder is full or hangs, the pipe fills up. A write would then block the coordinator's event
-loop or the launcher's only reader. The pipe is not made non-blocking, because the workers share it
-and do not expect that.
+A container's output is a pipe. If its reader stops, the pipe fills up. The container runtime stops
+reading while the host's log folder is full or hangs. A write would then block the coordinator's
+event loop or the launcher's only reader. The pipe is not made non-blocking, because the workers
+share it and do not expect that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PATIENCE_SECONDS = 0.05
 
 
 class Log:
-    """Writes lines to stderr or to `stream`. `who` is the program that logs."""
+    """Writes lines to stderr or to `stream`. `who` names the program that logs."""
 
     def __init__(self, who: str, stream: TextIO | None = None) -> None:
         self._who, self._stream, self._lost = who, stream, 0
@@ -77,7 +77,7 @@ class _Emit:
 
 
 def _write(descriptor: int, piece: bytes, wait: float) -> bool:
-    """Write a piece. Return whether the descriptor has accepted it."""
+    """Write a piece, and return whether the descriptor has accepted it."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(wait * 1000)) and os.write(descriptor, piece) > 0

@@ -1,4 +1,4 @@
-"""What the coordinator, launchers and operator share: words, numbers, lines and the report.
+"""Words, numbers, lines and the report that the coordinator, launchers and operator share.
 
 docs/protocol.md describes how they are used. This module needs only the standard library of Python
 3.9 or later, because it runs in users' images.
@@ -40,7 +40,7 @@ class Word(str, Enum):
 
 EXIT_DONE = 0
 EXIT_STEPPED_ASIDE = 75
-"""A worker's exit code after it saved a checkpoint because it was asked to end."""
+"""A worker's exit code that saved a checkpoint because it was asked to stop."""
 EXIT_RENDEZVOUS_LOST = 76
 EXIT_STOPPED = 77
 EXIT_INIT_FAILURE = 78
@@ -61,14 +61,14 @@ class Mode(Word):
 
 
 class Hangs(Word):
-    """spec.recovery.hangs: what happens after a proved hang."""
+    """spec.recovery.hangs: what happens after a proven hang."""
 
     END = "End"
     REPORT = "Report"
 
 
 class WaitKind(Word):
-    """What a worker waits for, as far as the kernel shows it."""
+    """The reason why a worker waits, according to the kernel."""
 
     STOPPED = "stopped"
     TRACED = "traced"
@@ -188,9 +188,9 @@ SILENCE_SECONDS = 6.0
 """A connection that has been silent for this long counts as dead."""
 RECONNECT_SECONDS = 30.0
 """How long a member in mode Standard continues without its coordinator, which may only be
-suspended. Workers need the coordinator's store only for a new round. The operator replaces all pods
-as soon as it knows that the coordinator has ended. In Fast, a member continues as long as its
-workers run; without workers, it waits as long as for its first coordinator.
+suspended. Workers need the coordinator's store only for a new round. When the coordinator has
+ended, the operator replaces all pods. In Fast, a member continues as long as its workers run.
+Without workers, it waits as long as for its first coordinator.
 """
 
 MAX_LINE = 256 * 1024
@@ -216,8 +216,10 @@ DETAILED_INCIDENTS = 10
 """Number of newest incidents that the operator keeps with tracebacks; a status shows at most this
 many."""
 MAX_TOLD, MAX_TOLD_BEFORE, MAX_STACKS = 3000, 200, 6000
-"""How many characters the operator keeps of a detailed incident's message and traceback, an older
-incident's message, and an overdue step's stacks. The pods' logs have the full texts."""
+"""Maximum number of characters that the operator keeps of three texts: a detailed incident's
+message and traceback, an older incident's message, and an overdue step's stacks. The pods' logs
+have the full texts.
+"""
 MAX_REPORT = 1024 * 1024
 """Maximum size of a report in bytes, whatever the number of pods."""
 MAX_TEXTS = 96 * 1024
@@ -231,14 +233,16 @@ with older lines."""
 MAX_KEPT_LOG = 1 << 20
 """Maximum size of a pod's kept log in bytes, in all of its files."""
 MAX_RECORDED = 5
-"""Maximum number of incidents in one such line. Such a line may be half as long as a line to a
-member, because a longer line would end the connection."""
+"""Maximum number of incidents in one line to record. Such a line may be half as long as a line to a
+member, because a line over that limit would end the connection.
+"""
 MAX_SPARES = 100
 MAX_PODS = 1024 + MAX_SPARES
 """Maximum number of pods in one job: its nodes and spares."""
 MAX_NUMBER = 2**62
 """Largest whole number that a member may send. A status can hold 63 bits, and round numbers may
-grow from this number."""
+grow beyond this number.
+"""
 MAX_SECONDS = 2**31
 """Longest time in seconds that a member or the operator may send."""
 MAX_FIGURES = 100
@@ -250,8 +254,9 @@ MAX_STRAGGLERS = 8
 ROUND = "round"
 """Key of a progress report: the sender's round, GENERATION.ROUND as in a worker's DDPJOB_FENCE."""
 UNGROUPED = "ungrouped"
-"""Key of the step counter's reports: true if the program makes steps but has not formed a group
-with the other ranks."""
+"""Key of the step counter's reports: true if the program makes steps without having formed a group
+with the other ranks.
+"""
 UNCOUNTABLE = "uncountable"
 """Key of the step counter's reports: true if the counter may miss the next steps, as it does with a
 compiled optimizer."""
@@ -260,8 +265,9 @@ EXCHANGING = "exchanging"
 """
 FLAGS = (UNGROUPED, UNCOUNTABLE, EXCHANGING)
 RESUMED = "resumed"
-"""Key of the step counter's reports: one of RESUMED_WORDS, for whether the optimizer had a
-checkpoint's state before its first step."""
+"""Key of the step counter's reports: one of RESUMED_WORDS. It shows whether the optimizer had a
+checkpoint's state before its first step.
+"""
 RESUMED_WORDS = YES, NO, UNKNOWN = "yes", "no", "unknown"
 START = "start"
 """Key of a progress report: where this round's training continued, as `read_start` returns it."""
@@ -273,18 +279,20 @@ _PRINTABLE = re.compile(r"[ -~]{1,80}")
 SOURCES = MEMORY, STORAGE, SCRATCH = "memory", "storage", "scratch"
 """Where the state came from."""
 AT_RISK = "stepsAtRisk"
-"""Figure of a progress report: how many complete steps a loss would now repeat at most."""
+"""Figure of a progress report: how many steps at most would be repeated after a loss."""
 SNAPSHOT_BYTES = "snapshotBytes"
-"""Figure of a progress report: the bytes for two states on a node without enough room for them."""
+"""Figure of a progress report: the number of bytes that two states need, on a node without enough
+room for them.
+"""
 COUNTED_SPEED = "stepsPerSecond"
 """The step counter's only metric. It is used if a script does not report samples per second."""
 CHECKPOINT_TIME = "checkpointTime"
-"""The metric that reports when a script's newest checkpoint was completely on disk, in Unix
-seconds."""
+"""Metric that reports when a script's newest checkpoint was completely on disk, in Unix seconds."""
 COPY_STEP, COPY_TIME, COPY_BEHIND = "copyStep", "copyTime", "copyBehind"
 """Metrics of copies in a bucket: the newest copy's step, when it was saved (Unix seconds), and how
-many seconds a checkpoint has existed only on its machine, without any upload. A report with only
-these metrics is made in the background, and does not show that the script makes steps."""
+many seconds a checkpoint has existed only on its machine, without any upload. Reports with only
+these metrics are sent in the background, so they do not show that the script makes steps.
+"""
 
 
 def encode(verb: str, **values: Any) -> bytes:
@@ -323,7 +331,7 @@ def decode(line: bytes) -> dict[str, Any]:
 def clip(text: object, limit: int = MAX_TEXT) -> str:
     """Shorten the text to `limit` characters by leaving out its middle.
 
-    Messages begin with the error, and tracebacks end with it. Lines are kept whole unless too long.
+    Messages begin with the error, and tracebacks end with it. Only long lines are cut.
     """
     full = "" if text is None else str(text)
     if len(full) <= limit:
@@ -343,7 +351,7 @@ _NEWLINE = "\n"
 def last_lines(text: str, limit: int) -> str:
     """Return the last `limit` characters of the text.
 
-    The text begins with a whole line if one begins nearby.
+    If a line begins shortly after the cut, the text starts with that line.
     """
     text = text.strip()
     last = text[-limit:]
@@ -354,8 +362,8 @@ def last_lines(text: str, limit: int) -> str:
 def error_mark(message: str, traceback: str) -> tuple[str, str]:
     """Return the parts that are the same in all occurrences of one error.
 
-    These are the message's first line without digits, which may name a rank, and the script's last
-    line in the traceback (empty if there is none).
+    These are the message's first line and the script's last line in the traceback (empty if there
+    is none). The first line is without digits, because these may name a rank.
     """
     lines = _FRAME.findall(traceback)
     return _DIGITS.sub("#", message.partition(_NEWLINE)[0]), lines[-1] if lines else ""
@@ -429,7 +437,8 @@ class Command(Word):
 def kept_log_name(pod: str, uid: str) -> str:
     """Return the name of a pod's kept log.
 
-    It contains the beginning of the job's UID, because a later job of the same name has equal pods.
+    The name contains the beginning of the job's UID, because a later job of the same name has pods
+    with the same names.
     """
     return f"{pod}.{(re.sub('[^0-9a-f]', '', uid) + '0' * 8)[:8]}.log"
 
@@ -593,11 +602,11 @@ def read_figures(value: Any, where: str) -> dict[str, Any]:
 
 
 def read_start(value: Any) -> dict[str, Any]:
-    """Return where training continued; empty if that is malformed.
+    """Return where training continued; empty if the value is malformed.
 
-    `step` is the step after which it continued, `source` one of SOURCES. `made` is the last step
-    that was made before, and is missing if unknown. `seconds` is the time until that step was made
-    again, and is missing before that.
+    Training continued after step `step`, from one of SOURCES (`source`). `made` is the last step
+    made before the restart; it is missing if unknown. `seconds` is the time until that step was
+    made again; it is missing before that.
     """
     if not isinstance(value, dict) or value.get("source") not in SOURCES or not _is_count(value.get("step")):
         return {}
@@ -638,7 +647,7 @@ def _is_count(value: Any) -> bool:
 
 
 def read_stragglers(value: Any) -> list[dict[str, Any]]:
-    """Return the lagging ranks, each at most once. Malformed entries and costs are dropped."""
+    """Return the lagging ranks without duplicates. Malformed entries and costs are dropped."""
     found: dict[int, dict[str, Any]] = {}
     for item in value[:MAX_STRAGGLERS] if isinstance(value, list) else []:
         if not isinstance(item, dict) or not is_number(item.get("slowdown")) or item["slowdown"] < 1:
@@ -680,7 +689,7 @@ def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
 
 
 def progress_news(progress: dict[str, Any]) -> frozenset[str]:
-    """Return marks of the parts whose first appearance makes progress urgent to read.
+    """Return marks for the parts of a progress report that are urgent when they first appear.
 
     These are its figures, the step counter's flags, and the fields of its start.
     """
@@ -744,7 +753,7 @@ _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.(?:\d{3}|\d{6}))Z", re.ASC
 
 def _read_time(kind: Any, value: Any, where: str) -> datetime:
     try:
-        # strptime is ten times slower, and a report contains a dozen times.
+        # strptime is ten times slower, and a report contains a dozen timestamps.
         return datetime.fromisoformat(_TIME.fullmatch(value)[1] + "+00:00")  # type: ignore[index]
     except (TypeError, ValueError):
         raise ValueError(f"{where}: must be a time like 2026-01-31T23:59:59.000Z, not {value!r:.80}") from None
@@ -762,7 +771,7 @@ _READERS = {
 
 @dataclass(frozen=True)
 class Member(Record):
-    """A connected launcher. `rank` is its group rank in its round."""
+    """A connected launcher. `rank` is its group rank in the current round."""
 
     pod: str = field(metadata={"most": MAX_NAME})
     state: MemberState
@@ -787,7 +796,7 @@ class LostMember(Record):
 
 @dataclass(frozen=True)
 class Note(Record):
-    """Information about a pod for the operator, such as that its workers are started cold."""
+    """Information about a pod for the operator, for example that its workers are started cold."""
 
     pod: str = field(metadata={"most": MAX_NAME})
     kind: str = field(metadata={"most": MAX_KIND})
@@ -821,7 +830,7 @@ class Incident(Record):
     """Group rank of a node whose workers all ended with exit code 0 before other nodes' workers."""
 
     def short(self, traceback: int = MAX_TEXT) -> Incident:
-        """Return a copy with `traceback` characters of the traceback, and few of the message."""
+        """Return a copy with `traceback` characters of the traceback, and a short message."""
         trace = clip(self.traceback, traceback) if traceback else ""
         return replace(self, message=clip(self.message, 500), traceback=trace)
 
@@ -856,10 +865,10 @@ class Recovery(Record):
 
 @dataclass(frozen=True)
 class RankLook(Record):
-    """What one rank did between two looks, and where it is.
+    """The activity of one rank between two looks, and its position.
 
-    `digest` is a hash of the whole stack, of which `text` is a part. In the `seconds` since the
-    last look, the worker's session used `cpu` seconds of a processor and transferred `bytes`
+    `text` is a part of the stack, and `digest` a hash of the whole stack. In the `seconds` since
+    the last look, the worker's session used `cpu` seconds of processor time and transferred `bytes`
     through files and sockets, and `forks` of its processes began or ended. `wait` and `call` come
     from the kernel.
     """
@@ -910,7 +919,9 @@ class Report(Record):
     attempt: int = 0
     hang_after: Optional[float] = None
     hangs: Optional[Hangs] = None
-    """None for an earlier version, which does not end hangs without `hang_after`."""
+    """None if the coordinator has an earlier version, which does not end hangs without
+    `hang_after`.
+    """
     world: Optional[int] = None
     """Number of members in the current round."""
     round: int = 0

@@ -1,6 +1,6 @@
 """The file `ddpjob_report.py` in job pods, next to the archive with the package `ddpjob_report`.
 
-A program with this folder in PYTHONPATH imports this module, which replaces itself with the
+A program with this file's folder in PYTHONPATH imports this module, which replaces itself with the
 package.
 """
 

@@ -2,8 +2,8 @@
 
     python3 PATH/ddpjob_runtime store --port PORT --host ADDRESS
 
-It prints a line "ready PORT" when it accepts connections. It exits when its standard input ends,
-which means that the coordinator has died.
+The process prints a line "ready PORT" when it accepts connections. It exits when its standard input
+ends, which means that the coordinator has died.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
             import torch.distributed  # noqa: F401
     except Exception as error:  # includes OSError, when a CUDA library is missing
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
-            raise  # A temporary problem of this node, not the image, because a missing library has no errno.
+            raise  # Temporary, and due to this node: if the image lacked a library, there would be no errno.
         why = " ".join(str(error).split())  # The coordinator reads the last line.
         sys.stdout.write(f"\nthe image has no usable torch, which the rendezvous store needs: {why}\n")
         sys.stdout.flush()
@@ -76,7 +76,7 @@ def main() -> None:
         store = serve(arguments.host, arguments.port)
     except OSError as error:
         sys.exit(f"store: {error}")
-    sys.stdout.write(f"\nready {store.port}\n")  # The image may have printed something without a newline.
+    sys.stdout.write(f"\nready {store.port}\n")  # The image's code may have printed text without a newline.
     sys.stdout.flush()
     while sys.stdin.buffer.read(4096):
         pass

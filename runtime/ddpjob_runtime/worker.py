@@ -7,7 +7,7 @@
 The second form is Python's own; torchrun in a `command` uses it to start workers (PYTHON_EXEC). An
 error is then also written as the container's termination message, because no launcher reports it.
 
-It adds six features:
+This file adds six features:
 
 - The process ends with its launcher.
 - An exception is written to torchrun's error file, as @record does for scripts that use it.
@@ -16,8 +16,8 @@ It adds six features:
 - A torch extension is rebuilt if its builder was killed.
 - `import ddpjob_report` finds the package that comes with the runtime.
 
-The program does not notice anything else of this file. Other runtime modules are not imported under
-their own names, and standard modules are imported only where needed.
+The program does not notice anything else. Other runtime modules are not imported under their own
+names, and standard modules are imported only where needed.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 EXIT_STEPPED_ASIDE = 75
 OF_COMMAND = "--of-command"
-"""First argument of a worker that torchrun in a `command` started."""
+"""First argument of a worker that a `command`'s torchrun has started."""
 STAY_SECONDS = 10.0
-"""How long exit handlers, threads and destructors may keep a process alive after its program has
-failed."""
+"""How long exit handlers, threads and destructors may keep a process alive after its program
+failed.
+"""
 REASON_BYTES = 4096
 """The size of a container's termination message."""
 EXIT_REFUSED = 78
@@ -48,7 +49,7 @@ POST_SECONDS = 0.5
 STEPS_WITHOUT_GROUP = 10
 """Number of steps after which a program without a group is assumed never to form one."""
 STEPS_OF_EXCHANGE = 3
-"""The ranks train together if each step from 2 to STEPS_OF_EXCHANGE exchanges data."""
+"""The ranks train together if data is exchanged in each step from 2 to STEPS_OF_EXCHANGE."""
 OTHER_EXCHANGES = ("horovod", "mpi4py", "torchft", "torch_xla", "hivemind", "byteps", "bagua", "ray")
 """Packages that let a program train with other ranks without a torch.distributed group."""
 
@@ -69,7 +70,7 @@ def main() -> None:
 def become_worker(words: list[str]) -> None:
     """Start again with the Python that runs torchrun.
 
-    This may not be the first Python on the path.
+    That Python may not be the first one on the path.
     """
     import os
     import shutil
@@ -109,7 +110,7 @@ def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
 
 
 def die_with_launcher() -> None:
-    """Make the kernel kill this worker, which has its own session, when its launcher dies."""
+    """Make the kernel kill this worker when its launcher dies. The worker has its own session."""
     import ctypes
     import os
     import signal
@@ -148,12 +149,13 @@ def show_stacks_on_signal() -> None:
         file = open(os.path.join(folder, os.environ.get("RANK", "0") + ".txt"), "w")  # noqa: PTH118, PTH123, SIM115
     except OSError:
         return  # A hang without stacks is better than no training.
-    # Other threads keep running, and reading their frames occasionally crashes a healthy process.
+    # Only the main thread: other threads keep running, and reading their frames may crash a healthy
+    # process.
     faulthandler.register(signal.SIGRTMIN + 7, file=file, all_threads=False)
 
 
 def replace_process(command: list[str]) -> None:
-    """Become the command, with the default handlers for the signals that Python ignores."""
+    """Replace this process with the command, and reset the signals that Python ignores."""
     import os
     import signal
 
@@ -176,12 +178,12 @@ class ReportImport:
 
     Nothing is executed if the fork server has imported the same file.
 
-    The entry must stay there, because processes spawned by multiprocessing find modules only
-    through sys.path.
+    The sys.path entry must stay, because processes spawned by multiprocessing find modules only
+    through it.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find `ddpjob_report`: the image's own, or else this runtime's."""
+        """Find `ddpjob_report`: the image's own version or, without one, this runtime's."""
         if name != "ddpjob_report":
             return None
         from importlib.util import find_spec
@@ -208,7 +210,7 @@ class ReadyReport:
         return self._module
 
     def exec_module(self, module: Any) -> None:
-        """Reveal the modules that it uses, and begin as an import in a worker does."""
+        """Reveal the modules that `ddpjob_report` uses, and begin as an import in a worker does."""
         sys.modules.update(report_modules)
         module.begin()
 
@@ -220,7 +222,7 @@ report_modules: dict[str, Any] = {}
 def packages() -> str:
     """Return where the runtime's packages are.
 
-    That is the parent of this file's folder, or in job pods, the archive next to this file.
+    This is the parent of this file's folder or, in job pods, the archive next to this file.
     """
     import os
 
@@ -246,14 +248,14 @@ class CompilerImport:
             return None
         sys.meta_path.remove(self)
         if getattr(sys.modules["torch"].__spec__, "_initializing", False):
-            return None  # This version of torch needs it for its own import.
+            return None  # This version of torch needs the compiler for its own import.
         return load_of_pod("late_dynamo").find()
 
 
 def load_of_pod(name: str) -> Any:
     """Return a module of ddpjob_pod, hidden from the program.
 
-    It must not import the other modules.
+    That module must not import the others.
     """
     import os
     from importlib.machinery import PathFinder
@@ -276,9 +278,9 @@ def build_again() -> None:
 def mend_baton(module: Any) -> None:
     """Make a rank that builds an extension of torch hold a kernel lock on the lock file.
 
-    The lock ends with the process. Except in its newest versions, torch.utils.cpp_extension only
-    checks whether the file exists. If the builder is killed, for example by a restart of the group,
-    the file stays, and every later rank waits forever. A file without the mark was not written by a
+    The lock ends with the process. Except in torch's newest versions, cpp_extension only checks
+    whether the file exists. If the builder is killed, for example by a restart of the group, the
+    file stays, and every later rank waits forever. A file without the mark was not written by a
     rank.
     """
     import contextlib
@@ -296,7 +298,7 @@ def mend_baton(module: Any) -> None:
         path = baton.lock_file_path
         if not acquire(baton) and not (is_left_behind(path) and acquire(baton)):
             return False
-        with contextlib.suppress(OSError):  # On a file system without locks, do what torch does.
+        with contextlib.suppress(OSError):  # On a file system without locks, behave as torch does.
             baton.held = open(path, "r+b", buffering=0)  # noqa: PTH123, SIM115 - as long as the baton
             fcntl.flock(baton.held, fcntl.LOCK_EX)
             baton.held.write(MARK)
@@ -391,7 +393,7 @@ def run_recorded(mode: str, target: str) -> None:
 
 
 def show(error: BaseException) -> None:
-    """Print an exception with the program's own hook.
+    """Print an exception with the program's own excepthook.
 
     If that fails, print both errors, as Python does.
     """
@@ -441,7 +443,9 @@ def run_script(path: str) -> None:
 
 
 def load(path: str) -> tuple[Any, Any]:
-    """Return (loader, code) of a file. As in Python, bytecode is named .pyc or begins like it."""
+    """Return (loader, code) of a file. As in Python, bytecode is recognized by .pyc or its first
+    bytes.
+    """
     import io
     from importlib.machinery import SourceFileLoader, SourcelessFileLoader
     from importlib.util import MAGIC_NUMBER
@@ -495,7 +499,7 @@ def new_main() -> Any:
 
 
 def remove_own_frames(error: BaseException) -> TracebackType | None:
-    """Return the traceback that Python would show; None for the program's own syntax error."""
+    """Return the traceback that Python would show; None for a syntax error in the program."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -553,13 +557,13 @@ def record(error: BaseException, path: str, code: int) -> None:
 
 
 class Reason:
-    """Why a rank failed, written as its container's termination message (termination_log.py).
+    """The reason why a rank failed, as its container's termination message (termination_log.py).
 
     Only the first failure counts.
     """
 
     wanted = False
-    """Whether this process writes the reason, because torchrun in a `command` started it."""
+    """Whether this process writes the reason, because a `command`'s torchrun has started it."""
 
     def __init__(self, code: int, is_init: bool, said: str, trace: str) -> None:
         import os
@@ -579,7 +583,7 @@ class Reason:
 
         named = os.environ.get("DDPJOB_TERMINATION_LOG")
         try:
-            made = os.O_CREAT if named else 0  # Without a name, use the container's own file if it exists.
+            made = os.O_CREAT if named else 0  # Without a configured name, use the container's own file if it exists.
             file = os.open(named or "/dev/termination-log", os.O_RDWR | made, 0o600)
         except OSError:
             return
@@ -611,7 +615,7 @@ class Reason:
 
 
 def end_in_time() -> None:
-    """Make the kernel end this process if it is still alive STAY_SECONDS after its program failed.
+    """Make the kernel end this process if it is alive STAY_SECONDS after its program has failed.
 
     Exit handlers, threads and destructors may wait forever for ranks that wait for this one. A
     Python thread could not end the process, because threads do not run while the interpreter shuts
@@ -652,8 +656,8 @@ def with_inner_error(said: str) -> str:
 def causes(error: BaseException, said: str) -> str:
     """Return the exceptions that led to this one, unless `said` contains them.
 
-    Programs may print an exception and call sys.exit(1), or wrap the exception. Its text shows
-    whether it is only a consequence of a lost peer.
+    Programs may print an exception and call sys.exit(1), or wrap the exception. The original text
+    shows whether it is only a consequence of a lost peer.
     """
     found: list[str] = []
     seen = [error]
@@ -693,7 +697,7 @@ def group_exists() -> bool:
 
 
 def collectives() -> int:
-    """Return how many collectives the program's groups have run; 0 if they are not counted."""
+    """Return how many collectives the program's groups have run; 0 if torch does not count them."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     try:
         return sum(group._get_sequence_number_for_group() for group in list(c10d._world.pg_map))  # type: ignore[union-attr]
@@ -783,14 +787,14 @@ class StepCounter:
     def resumed(self, steps: int) -> str:
         """Return whether the first optimizer had a state before its first step.
 
-        If it has no state even after that step, return "unknown".
+        Return "unknown" if it has no state even after that step.
         """
         if self.loaded:
             return "yes"
         return "no" if steps > 1 and self.has_state else "unknown"
 
     def start(self) -> None:
-        """Start the posting thread at the first step, and post once more when the process ends."""
+        """Start the posting thread at the first step. Post a last time when the process ends."""
         import atexit
         import contextlib
         import encodings.idna  # noqa: F401  (encodes names; the thread must not be the first to import it)
@@ -799,7 +803,7 @@ class StepCounter:
 
         with contextlib.suppress(OSError):
             # The thread must not be the first to resolve a name, because glibc then reads the
-            # environment and crashes if it changes meanwhile.
+            # environment, and crashes if it changes at the same time.
             socket.getaddrinfo("localhost", None)
         threading.Thread(target=self.run, name="ddpjob-progress", daemon=True).start()
         atexit.register(self.post, 0.0, last=True)
@@ -821,15 +825,14 @@ class StepCounter:
                 self.post(0.0)
 
     def is_uncountable(self) -> bool:
-        """Whether the next steps may escape the counter.
+        """Whether the counter may miss the next steps.
 
-        This is the case if something was compiled, or a CUDA graph captured, after the last counted
-        step.
+        This is so if code was compiled or a CUDA graph captured since the last counted step.
         """
         return self.captured or count_compiled_frames() > self.compiled
 
     def post(self, steps_per_second: float, *, last: bool = False) -> None:
-        """Post the count. A failed post is dropped, because the next one contains its count.
+        """Post the count. A failed post is not repeated, because the next one includes it.
 
         `last` means that the program is ending, and will not form a group.
         """
@@ -856,7 +859,7 @@ class StepCounter:
             report["exchanging"] = True
         if not self.environment:
             self.environment = load_of_pod("versions").read_environment()
-        if self.described != self.instance:  # A coordinator that replaces another does not know the environment.
+        if self.described != self.instance:  # A new coordinator does not know the environment.
             report["environment"] = self.environment
         body = json.dumps(report).encode()
         try:
@@ -882,7 +885,7 @@ class StepCounter:
         return alone
 
     def ask(self, body: bytes) -> tuple[str, str]:
-        """Post the body. Return the response's status and the coordinator's number.
+        """Post the body, and return the response's status and the coordinator's number.
 
         The token is not sent, because anyone may listen at the address.
         """

@@ -1,5 +1,5 @@
-"""The cost of copies of the state and of a restart from them on a GPU: the arithmetic, and when
-nothing is measured.
+"""The GPU benchmark of state copies, and of a restart from such a copy: its arithmetic, and the
+cases in which it measures nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_without_a_gpu_nothing_is_run(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert capsys.readouterr().out == "not run: torch does not find a GPU on this machine\n"
 
 
-def test_what_does_not_fit_into_the_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_that_do_not_fit_into_the_limit_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
     def restart(state: int, step: float, every: str, *more: str) -> gpu.Restart:
@@ -94,7 +94,7 @@ def test_what_does_not_fit_into_the_limit_is_named(monkeypatch: pytest.MonkeyPat
     assert clock[0] <= 300
 
 
-def test_a_restart_counts_every_step_that_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_counts_every_repeated_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = SimpleNamespace(folder=tmp_path, nodes={"node-0-0": None}, log=StepLog(tmp_path))
     group.wait = lambda what, ready, seconds: ready() or pytest.fail(what)
     line = '{{"incarnation": {}, "rank": 0, "world": 1, "node": "n", "step": {}, "t": {}, "cpu": 0}}\n'

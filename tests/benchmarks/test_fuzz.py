@@ -1,5 +1,5 @@
-"""Every parser of untrusted input survives mutations of good input, and inputs that broke one of
-them before.
+"""Every parser of untrusted input survives mutations of good input, and inputs that once broke one
+of them.
 
 `python -m benchmarks.fuzz` tries millions of inputs; here each parser gets a hundred.
 """
@@ -48,7 +48,7 @@ def test_a_parser_accepts_or_refuses_whatever_it_gets(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", FOUND, ids=[f"{path.parent.name}-{path.name}" for path in FOUND])
-def test_an_input_that_was_a_finding_is_none_any_more(path: Path) -> None:
+def test_an_earlier_finding_is_fixed(path: Path) -> None:
     assert attempt(made(path.parent.name), path.read_bytes()).finding is None
 
 

@@ -1,5 +1,5 @@
-"""How a night's jobs are judged: which jobs would fit, how long somebody has waited, and the ledger
-of the simulated training.
+"""How a night's jobs are judged: which jobs would fit, how long each has waited, and the simulated
+training's ledger.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def node(name: str, *, ready: str = "True", **spec: Any) -> Json:
     return {"metadata": {"name": name}, "spec": spec, "status": status}
 
 
-def test_free_is_what_pods_do_not_hold_on_nodes_that_take_pods() -> None:
+def test_resources_are_free_if_no_pod_holds_them_on_a_ready_node() -> None:
     tainted = node("c", taints=[{"key": "any", "effect": "NoSchedule"}])
     nodes = [node("a"), node("b", ready="Unknown"), tainted, node("d", unschedulable=True)]
     ending = pod("ending", "a", phase="Running")
@@ -53,7 +53,7 @@ def test_a_gang_fits_only_as_a_whole_and_on_nodes_of_its_own() -> None:
     assert not fitting({"a": 8, "b": 4}, [need("two", 1, 4, apart=frozenset({"a", "b"}))])
 
 
-def test_who_comes_first_takes_the_room_and_a_preempting_pods_room_is_kept() -> None:
+def test_pods_are_placed_in_order_and_a_preempting_pods_room_is_kept() -> None:
     free = {"a": 4}
     one, other = need("one", 1, 4, since="2026-01-01T00:00:01Z"), need("other", 1, 4)
     assert fitting(free, [one, other]) == [other], "the older one"
@@ -62,7 +62,7 @@ def test_who_comes_first_takes_the_room_and_a_preempting_pods_room_is_kept() -> 
     assert fitting(free, [preempting, other]) == []
 
 
-def test_what_a_job_lacks_follows_its_pods() -> None:
+def test_the_missing_nodes_of_a_job_follow_from_its_pods() -> None:
     gang = {"rendezvous": {"generation": 1}, "slots": [{}, {}], "gang": {"nodes": 2}}
     job = {"metadata": {"name": "job", "creationTimestamp": "2026-01-01T00:00:00Z"}, "status": gang}
     old, coordinator = pod("old", "a", phase="Running"), pod("c", role="coordinator", generation=1)
@@ -84,7 +84,7 @@ def test_what_a_job_lacks_follows_its_pods() -> None:
     assert lacks() == []
 
 
-def test_a_wait_is_the_time_for_which_one_fits_without_a_break() -> None:
+def test_a_wait_is_the_time_for_which_a_job_fits_without_a_break() -> None:
     waits, one = Waits(), need("one", 2, 4)
     fits = [[one], [one], [replace(one, whose=Whose.OPERATOR)], [], [one], [one], []]
     longest = [waits.look(float(moment), fit) for moment, fit in enumerate(fits)]
@@ -93,7 +93,7 @@ def test_a_wait_is_the_time_for_which_one_fits_without_a_break() -> None:
 
 
 class Member:
-    """The parts of a launcher that a training uses."""
+    """The parts of a launcher that a training run uses."""
 
     def __init__(self, rank: int, name: str) -> None:
         host = type("Host", (), {"cut": False})()

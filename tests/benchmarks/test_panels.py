@@ -14,7 +14,7 @@ from benchmarks.panels.scene import ACTS, LAST, MONITORING
 SHOWN = Range(start=1003.0, end=1061.0, scrape=15)
 
 
-def test_a_query_is_asked_as_grafana_sends_it() -> None:
+def test_a_query_is_sent_in_the_form_that_grafana_uses() -> None:
     variables = [{"name": "namespace", "allValue": ".+"}, {"name": "job"}]
     expression = 'rate(x{namespace=~"$namespace", job="${job}"}[$__rate_interval]) + y[$__range]'
     asked = filled(expression, {"templating": {"list": variables}}, {"job": "a"}, SHOWN, 15)
@@ -24,7 +24,7 @@ def test_a_query_is_asked_as_grafana_sends_it() -> None:
 
 
 @pytest.mark.parametrize(("interval", "seconds"), [(None, 15), ("1m", 60)])
-def test_a_panel_has_a_value_for_each_scrape_but_for_its_own_least_interval(interval: str | None, seconds: int) -> None:
+def test_a_panel_has_a_value_per_scrape_or_per_minimum_interval(interval: str | None, seconds: int) -> None:
     assert step_of({} if interval is None else {"interval": interval}, SHOWN) == seconds
 
 

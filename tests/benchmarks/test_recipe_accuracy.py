@@ -31,7 +31,7 @@ def test_the_right_recipe_is_better_than_wrong_ones() -> None:
     assert last("two ranks, gradients not averaged") < LOWEST - 0.08
 
 
-def test_a_table_and_a_picture_of_what_was_measured(tmp_path: Path) -> None:
+def test_measurements_become_a_table_and_a_picture(tmp_path: Path) -> None:
     lines = [f"no augmentation,{seed},{epoch},{(seed + epoch) / 100}" for seed in range(3) for epoch in (5, 10)]
     (tmp_path / "a.csv").write_text("\n".join(["recipe,seed,epoch,accuracy", *lines]))
     (tmp_path / "b.csv").write_text("recipe,seed,epoch,accuracy\nshapes,0,10,0.5\n")

@@ -105,13 +105,13 @@ def test_the_phases_are_those_of_the_rank_that_came_last_and_add_up() -> None:
     assert of_process[phases.STARTED] == 1.5 and sum(of_process.values()) == 7.0
 
 
-def test_where_no_node_is_new_its_launcher_counts_for_nothing() -> None:
+def test_without_a_new_node_launcher_time_is_not_counted() -> None:
     found = phases.phases(recovered(SURVIVOR), 2.0, {}.get)
     wanted = {phases.ROUND: 4.1, phases.WORKER: 0.4, phases.DEVICE: 0.25, phases.FORMED: 1.25, phases.STEP: 1.0}
     assert found == pytest.approx(wanted)
 
 
-def test_measurements_are_read_as_they_were_written_and_drawn(tmp_path: Path) -> None:
+def test_measurements_round_trip_and_are_drawn(tmp_path: Path) -> None:
     where = {phases.STARTED: 0.5, phases.STEP: 2.0}
     samples = [
         Sample("floor", "loopback", "nothing", 1, 1, 2.0, "torch imported", 0.5),

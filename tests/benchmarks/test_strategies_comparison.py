@@ -52,7 +52,7 @@ def test_the_first_epoch_does_not_count_and_a_failure_names_its_cause() -> None:
         runs.run(single, 1, [*tiny, "model.width=5"], epochs=3, timeout=240)
 
 
-def test_what_cannot_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_that_cannot_run_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if "horovod" not in path])

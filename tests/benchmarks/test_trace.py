@@ -24,7 +24,7 @@ def incarnation(first: int, *times: float, ranks: int = 1) -> Incarnation:
     return Incarnation(ranks, {rank: list(times) for rank in range(ranks)}, {}, dict.fromkeys(range(ranks), first))
 
 
-def test_a_repeated_step_is_not_useful_and_the_usual_gap_is_no_pause() -> None:
+def test_a_repeated_step_is_not_useful_and_the_usual_gap_is_not_a_pause() -> None:
     made = {1: incarnation(1, 1.0, 2.0, 3.0), 2: incarnation(2, 8.0, 9.0, 10.0)}
     found = keep_account(made, [(3.5, Kind.KILL)], 0.0, 10.0)
     assert (found.useful, found.gap) == (4, 1.0)
@@ -49,13 +49,13 @@ def test_a_standstill_is_divided_among_the_failures_that_it_spans() -> None:
     assert second == Seen(Kind.CRASH, 5.0, 0)
 
 
-def test_a_training_that_never_continues_is_seen() -> None:
+def test_a_training_run_that_never_continues_is_detected() -> None:
     made = {1: incarnation(1, *(number / 10 for number in range(1, 21)))}
     (seen,) = keep_account(made, [(2.0, Kind.KILL)], 0.0, 30.0).seen
     assert seen == Seen(Kind.KILL, 27.9, 0, recovered=False)
 
 
-def test_a_failure_without_consequences_is_no_pause() -> None:
+def test_a_failure_without_consequences_is_not_a_pause() -> None:
     made = {1: incarnation(1, *(number / 10 for number in range(1, 101)))}
     assert keep_account(made, [(2.0, Kind.JOIN)], 0.0, 10.0).seen == (Seen(Kind.JOIN, 0.0, 0),)
 
@@ -147,7 +147,7 @@ RUNS = [
 ]
 
 
-def test_runs_are_read_as_they_were_written_tabulated_and_drawn(tmp_path: Path) -> None:
+def test_runs_round_trip_and_are_tabulated_and_drawn(tmp_path: Path) -> None:
     path, picture = tmp_path / "runs.jsonl", tmp_path / "trace.png"
     for run in RUNS:
         report.append(path, run)

@@ -39,7 +39,7 @@ def _burn(seconds: float) -> None:
         pass
 
 
-def test_time_belongs_to_the_innermost_part_without_that_of_the_clock() -> None:
+def test_time_belongs_to_the_innermost_part_and_the_clocks_own_is_left_out() -> None:
     meter = bookkeeping_rank.Meter()
     with meter.part("outer"):
         _burn(0.05)
@@ -58,7 +58,7 @@ def test_time_belongs_to_the_innermost_part_without_that_of_the_clock() -> None:
     assert found["empty"] < whole / 4, "reading the clock is taken off"
 
 
-def test_bookkeeping_is_what_is_neither_the_model_nor_its_input() -> None:
+def test_bookkeeping_is_everything_except_the_model_and_its_input() -> None:
     seconds = {"forward": 0.3, "backward": 0.6, "optimizer": 0.1, "batches": 0.5, "ledger": 0.002, "bare loop": 1.0}
     parts = seconds | {bookkeeping.REST: 0.003, bookkeeping.OTHER_THREADS: 0.001}
     found = bookkeeping.Found(bookkeeping.CASES[0], parts)
@@ -88,7 +88,7 @@ def test_a_rank_that_joins_takes_whole_micro_batches_or_none() -> None:
     assert elasticity._busiest(3, 2, 32, ["whole", *small]) > 0
 
 
-def test_elasticity_is_the_time_at_the_start_of_that_now() -> None:
+def test_throughput_is_the_initial_time_divided_by_the_current_time() -> None:
     found = [
         elasticity.Cost(4, 3, 32, kind, seconds, 0.9)
         for kind, seconds in zip(elasticity.KINDS, (1.8, 1.2, 1.0), strict=True)

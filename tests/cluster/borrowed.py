@@ -38,7 +38,7 @@ class BorrowedCluster(Cluster):
 
     @classmethod
     def open(cls, kubeconfig: Path, tools: Path) -> BorrowedCluster:
-        """Open the cluster. Fails the session if it cannot be reached, or if an operator would act
+        """Open the cluster. Fail the session if it cannot be reached, or if an operator would act
         on the tests' jobs.
         """
         tools.mkdir(exist_ok=True)

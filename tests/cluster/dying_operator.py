@@ -1,8 +1,8 @@
 """An operator that dies before and after every kind of call: `python dying_operator.py SEEN_FILE`.
 
-The first call of a kind ends the process before the call is made, as SIGKILL would. The second is
-made, and the process ends right after it. Later calls work normally. A file records the calls, so
-that one job meets all of them over many restarts of the operator. To end the operator, kill its
+The first call of a kind ends the process before the call is made, as SIGKILL would. The second call
+is made, and the process ends right after it. Later calls work normally. A file records the calls,
+so that one job meets all of them over many restarts of the operator. To end the operator, kill its
 process group.
 """
 
@@ -76,8 +76,8 @@ def _dying(verb: str) -> Callable[..., Any]:
 
 
 def _live() -> int:
-    """Run the operator in a forked process, which already has the modules, and return its exit
-    code.
+    """Run the operator in a forked process, which has already imported the modules, and return its
+    exit code.
     """
     life = os.fork()
     if not life:

@@ -161,7 +161,7 @@ def remove(cluster: Cluster, manager: Path) -> None:
     """
     found = _manifests(cluster, manager)
     _delete(cluster, [it for it in found if it["kind"].endswith("WebhookConfiguration") or it["kind"] == "Deployment"])
-    for plural in ("workloads", "localqueues", "clusterqueues", "resourceflavors"):
+    for plural in ("workloads", "localqueues", "clusterqueues", "resourceflavors", "topologies"):
         kind = f"{plural}.kueue.x-k8s.io"
         for it in cluster.kubectl_json("get", kind, "--all-namespaces")["items"]:
             where = [f"--namespace={it['metadata']['namespace']}"] if "namespace" in it["metadata"] else []

@@ -19,7 +19,9 @@ CRD = Path(__file__).parents[2] / "charts" / "ddpjob-operator" / "crds"
 
 
 class OperatorProcess:
-    """Runs one operator process at a time. `start` after `kill` is a restart without memory."""
+    """Runs one operator process at a time. `start` after `kill` starts a new process, which
+    remembers nothing.
+    """
 
     def __init__(self, cluster: Cluster, log: Path) -> None:
         self.cluster, self.log = cluster, log

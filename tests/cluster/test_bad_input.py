@@ -74,7 +74,7 @@ def test_a_script_that_does_not_exist_is_reported(jobs: Jobs) -> None:
     [
         (
             {"spec": {"nodeSelecter": {"a": "b"}}},
-            "spec.podTemplate.spec.nodeSelecter: there is no such field; did you mean nodeSelector?",
+            "spec.podTemplate.spec.nodeSelecter: no such field; did you mean nodeSelector?",
         ),
         ({"spec": {"restartPolicy": "Always"}}, "spec.podTemplate.spec.restartPolicy: belongs to the operator"),
         (

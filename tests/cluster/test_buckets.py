@@ -92,8 +92,8 @@ def test_training_is_exact_although_pods_and_the_server_are_lost(jobs: Jobs, tmp
         jobs.wait("its replacement", lambda: len(starts(records)) == 4, timeout=240)
         assert jobs.pods()["bucket-0-1"]["spec"]["nodeName"] != lost
 
-    # Then the server fails for a while. A start without any server would wait for it; this start
-    # has already copied something.
+    # Then the server is down for a while. A job that starts without a server waits for it, but this
+    # job has already uploaded a checkpoint, so it keeps training.
     jobs.wait("a copy of the second life", lambda: rows(records, "start", "copied")[-1]["event"] == "copied")
     taken = len(rows(records, "step"))
     jobs.kubectl("delete", "pod", "s3", "--force", "--grace-period=0")

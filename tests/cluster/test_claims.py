@@ -72,7 +72,7 @@ def test_a_kept_claim_holds_the_checkpoints_and_serves_the_next_job_of_the_name(
         jobs.kubectl("delete", "ddpjob", "kept")
         jobs.apply(steps_job("kept", 5, recovery=FAST, storage=template(made, whenDeleted="Delete")))
         waits_with(jobs, "kept", "ClaimTaken")
-        assert "made from a different claimTemplate" in jobs.condition("kept", "Scheduled")["message"]
+        assert "created from a different claimTemplate" in jobs.condition("kept", "Scheduled")["message"]
         jobs.kubectl("delete", "ddpjob", "kept")
         jobs.kubectl("delete", "pvc", "kept-checkpoints")
 
@@ -112,5 +112,5 @@ def test_a_claim_of_another_owner_is_not_used(jobs: Jobs) -> None:
     jobs.cluster.apply({**theirs, "spec": spec}, namespace=jobs.namespace)
     jobs.apply(steps_job("mine", 5, recovery=FAST, storage=template("any")))
     waits_with(jobs, "mine", "ClaimTaken")
-    assert "was not made by a job of this name" in jobs.condition("mine", "Scheduled")["message"]
+    assert "was not created by a job with this name" in jobs.condition("mine", "Scheduled")["message"]
     assert not jobs.pods()

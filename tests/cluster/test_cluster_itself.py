@@ -28,8 +28,8 @@ ctypes.CDLL(None).pthread_exit(None)
 
 
 def test_a_program_lives_until_its_last_thread_has_ended() -> None:
-    """The process holds its ports until then. Regression: the kubelet that replaced it ended with
-    "address already in use".
+    """The process holds its ports until then. Regression: the kubelet that replaced a killed one
+    failed with "address already in use".
     """
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", MAIN_THREAD_ENDS], stdin=pipe, stdout=pipe) as program:

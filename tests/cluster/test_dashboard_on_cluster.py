@@ -102,7 +102,7 @@ def test_two_viewers_see_only_their_own_namespaces(dashboard: Release, teams: di
         assert ask(address, teams[second])[0] == 200
 
 
-def test_its_pod_holds_no_credentials_and_its_account_no_rights(dashboard: Release) -> None:
+def test_the_dashboards_pod_has_no_credentials_and_its_account_no_rights(dashboard: Release) -> None:
     (pod,) = dashboard.json("get", "pods", "--selector=app.kubernetes.io/name=ddpjob-dashboard")["items"]
     mounts = pod["spec"]["containers"][0]["volumeMounts"]
     assert [mount["mountPath"] for mount in mounts] == ["/ca"], "no token, and no Secret"

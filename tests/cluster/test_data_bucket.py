@@ -67,7 +67,7 @@ def test_the_pods_of_a_node_share_the_data_that_one_of_them_has_fetched(jobs: Jo
     assert {name: (folder / name).read_bytes() for name in SIZES} == contents
     said = [jobs.kubectl("logs", f"first-{index}-0", "--container=trainer") for index in (0, 1)]
     assert all("/data has labels.txt train/a.bin train/b.bin" in text for text in said), said
-    assert sum("all were there" in text for text in said) == 1, said
+    assert sum("all were present" in text for text in said) == 1, said
 
     # without a cache, each pod has a disk of its own
     jobs.apply(data_job("second"))

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 EXAMPLE = CHECKOUT / "examples" / "digits.yaml"
 COLUMNS = ["NAME", "STATE", "NODES", "PROGRESS", "LOSS", "SPEED", "RESTARTS", "AGE"]
 PATIENCE = 600
-"""Timeout in seconds for a third of a training that takes 30 s on two idle cores."""
+"""Timeout in seconds for a third of a training run that takes 30 s on two idle cores."""
 
 
 class RunFiles:

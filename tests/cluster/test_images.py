@@ -52,7 +52,7 @@ def run(
 
 
 def test_the_trainers_image_can_compile(cluster: Cluster, trainer_image: builder.Image, namespace: str) -> None:
-    """The user is one that a platform has chosen (group 0)."""
+    """The container runs as a user that the platform has chosen (in group 0)."""
     code, log = run(
         cluster, namespace, trainer_image, ["python3", "-c", COMPILE], "n1", runAsUser=1000680000, runAsGroup=0
     )
@@ -93,7 +93,7 @@ def test_the_trainers_image_has_tritons_build_tools(
         (["sh", "-c", "touch /opt/venv/file || touch /etc/file"], "Permission denied"),
     ],
 )
-def test_the_operators_image_lacks_what_it_does_not_need(
+def test_the_operators_image_has_nothing_that_it_does_not_need(
     cluster: Cluster, operator_image: builder.Image, namespace: str, program: list[str], words: str
 ) -> None:
     code, log = run(cluster, namespace, operator_image, program, "n2")

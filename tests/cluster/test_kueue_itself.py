@@ -1,7 +1,7 @@
 """Jobs in queues of Kueue's own controllers: quota, priority, stops, crashes, resizing and
 deletion.
 
-Skipped unless DDPJOB_TEST_KUEUE is set, because building Kueue's manager takes long.
+Skipped unless DDPJOB_TEST_KUEUE is set, because building Kueue's manager takes a long time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Queue:
     jobs: Jobs
     host: str
 
-    def offer(self, gpus: int, local: str = "team", **spec: object) -> None:
+    def offer(self, gpus: int, local: str = "team", flavor_spec: Json | None = None, **spec: object) -> None:
         name, quota = self.jobs.namespace, {"cpu": 8, "memory": "8Gi", GPU: gpus}
         flavor = {"name": name, "resources": [{"name": key, "nominalQuota": it} for key, it in quota.items()]}
         rules = {
@@ -59,8 +59,9 @@ class Queue:
         }
         queue = {"apiVersion": kueue_crds.API, "kind": "ClusterQueue", "metadata": {"name": name}}
         team = {"apiVersion": kueue_crds.API, "kind": "LocalQueue", "metadata": {"name": local}}
+        made = kueue_crds.flavor(name, {"kubernetes.io/hostname": self.host})
         self.jobs.cluster.apply(
-            kueue_crds.flavor(name, {"kubernetes.io/hostname": self.host}),
+            {**made, "spec": flavor_spec} if flavor_spec else made,
             {**queue, "spec": {**rules, **spec}},
             {**team, "spec": {"clusterQueue": name}},
             namespace=name,
@@ -93,7 +94,9 @@ def queue(jobs: Jobs, cluster: Cluster) -> Iterator[Queue]:
     jobs.wait("nothing is left", lambda: not workloads(jobs))
     for suffix in ("low", "high"):
         cluster.kubectl("delete", "workloadpriorityclass", f"{jobs.namespace}-{suffix}", "--ignore-not-found")
-    cluster.kubectl("delete", "clusterqueue,resourceflavor", jobs.namespace, "--ignore-not-found")
+    cluster.kubectl(
+        "delete", "clusterqueue,resourceflavor,topology.kueue.x-k8s.io", jobs.namespace, "--ignore-not-found"
+    )
 
 
 def queued(manifest: Json, priority: str = "", queue: str = "team") -> Json:
@@ -273,6 +276,94 @@ def test_sizes_change_in_place(jobs: Jobs, queue: Queue) -> None:
     jobs.wait("one node", lambda: len(alive(jobs, "sized")) == 2 and jobs.status("sized")["phase"] == "Running")
     jobs.wait("its quota alone", lambda: queue.used() == 1)
     assert jobs.status("sized")["slots"][0]["attempt"] == 0 and jobs.status("sized")["restarts"]["counted"] == 0
+
+
+ELASTIC: Json = {**TRAINING, "nodes": 4, "elastic": {"minNodes": 2, "maxNodes": 8}}
+
+
+def shows(jobs: Jobs, name: str, display: str) -> Callable[[], bool]:
+    """Whether the job runs with this number of nodes."""
+    return lambda: (
+        jobs.status(name).get("phase") == "Running" and jobs.status(name).get("nodes", {}).get("display") == display
+    )
+
+
+def test_an_elastic_job_starts_in_part_grows_and_gives_up_only_what_was_added(
+    jobs: Jobs, queue: Queue, tmp_path: Path
+) -> None:
+    queue.offer(gpus=4)
+    low, high = queue.priority("low", 1), queue.priority("high", 100)
+    folders = {name: tmp_path / name for name in ("first", "urgent")}
+    for folder in folders.values():
+        folder.mkdir()
+    jobs.apply(queued(until_let("first", folders["first"]), low))
+    jobs.wait_phase("first", "Running")
+    jobs.apply(queued(steps_job("part", 100_000, **ELASTIC), low))
+    jobs.wait("it starts with minNodes", shows(jobs, "part", "2/4"))
+    assert queue.used() == 4 and "2/4" in jobs.kubectl("get", "ddpjob", "part")
+    jobs.wait("it asks for more", says(jobs, "part", "for the quota of 2 more pods", "Admitted"))
+
+    (folders["first"] / "end").touch()
+    jobs.wait("it grows", shows(jobs, "part", "4/4"))
+    jobs.wait("with quota", lambda: queue.used() == 4)
+
+    jobs.apply(queued(until_let("urgent", folders["urgent"]), high))
+    jobs.wait("it shrinks", shows(jobs, "part", "2/4"))
+    jobs.wait_phase("urgent", "Running")
+    reached = jobs.step("part")
+    jobs.wait("it trains", lambda: jobs.step("part") > reached)
+    (folders["urgent"] / "end").touch()
+    jobs.wait("it grows again", shows(jobs, "part", "4/4"))
+    status = jobs.status("part")
+    assert [slot["attempt"] for slot in status["slots"][:2]] == [0, 0], "the first pods have lived through it"
+    assert status["restarts"]["counted"] == 0 and status["rendezvous"]["generation"] == 0
+    jobs.kubectl("delete", "ddpjob", "part")
+    jobs.wait("all quota is free", lambda: queue.used() == 0)
+
+
+RACK = "example.com/rack"
+
+
+@pytest.fixture
+def two_racks(jobs: Jobs, cluster: Cluster) -> Iterator[None]:
+    """Two Kubernetes nodes in different racks with 2 GPUs each, and a Topology of racks."""
+    levels = [{"nodeLabel": RACK}, {"nodeLabel": "kubernetes.io/hostname"}]
+    topology = {"apiVersion": kueue_crds.API, "kind": "Topology", "metadata": {"name": jobs.namespace}}
+    cluster.apply({**topology, "spec": {"levels": levels}})
+    for number, node in enumerate(cluster.nodes[:2]):
+        cluster.kubectl("label", "node", node, f"{RACK}=r{number}", "example.com/pool=racks", "--overwrite")
+        cluster.set_gpus(node, 2, GPU)
+    yield
+    for node in cluster.nodes[:2]:
+        cluster.kubectl("label", "node", node, f"{RACK}-", "example.com/pool-")
+        cluster.set_gpus(node, 8, GPU)
+
+
+def test_pods_follow_the_topology_that_kueue_assigns(jobs: Jobs, two_racks: None, queue: Queue) -> None:
+    queue.offer(gpus=4, flavor_spec={"nodeLabels": {"example.com/pool": "racks"}, "topologyName": jobs.namespace})
+    manifest = queued(steps_job("placed", 100_000, **{**ELASTIC, "nodes": 3}))
+    meta = manifest["spec"]["podTemplate"].setdefault("metadata", {})
+    meta["annotations"] = {"kueue.x-k8s.io/podset-preferred-topology": RACK}
+    jobs.apply(manifest)
+    jobs.wait("it runs", shows(jobs, "placed", "3/3"))
+    admission = workload_of(jobs, "placed")["status"]["admission"]
+    assert all("topologyAssignment" in assigned for assigned in admission["podSetAssignments"])
+    pods = {**jobs.pods(), **jobs.pods("coordinator")}
+    for pod in pods.values():
+        assert pod["spec"]["nodeSelector"]["kubernetes.io/hostname"] == pod["spec"]["nodeName"]
+        assert not pod["spec"].get("schedulingGates")
+    places = [pods[f"placed-{index}-0"]["spec"]["nodeName"] for index in range(3)]
+    assert len(set(places)) == 2 and places[1] in (places[0], places[2]), "neighbouring ranks share a rack"
+
+    jobs.kill("placed-1-0")
+    jobs.wait("a successor", lambda: "placed-1-1" in jobs.pods() and shows(jobs, "placed", "3/3")())
+    assert jobs.pods()["placed-1-1"]["spec"]["nodeName"] == places[1], "it has the lost pod's domain"
+
+    jobs.kubectl("scale", "ddpjob", "placed", "--replicas=4")
+    jobs.wait("it grows", shows(jobs, "placed", "4/4"))
+    added = next(pod for name, pod in jobs.pods().items() if name.startswith("placed-3-"))
+    assert added["spec"]["nodeSelector"]["kubernetes.io/hostname"] == added["spec"]["nodeName"]
+    assert sorted(places.count(node) + (node == added["spec"]["nodeName"]) for node in set(places)) == [2, 2]
 
 
 def test_deletion_leaves_no_workload_and_no_quota(jobs: Jobs, queue: Queue) -> None:

@@ -262,15 +262,20 @@ def test_a_spare_takes_over_from_a_partitioned_node_whose_pod_becomes_the_spare(
     name, nodes = "spared", ("n1", "n2", "n4")
     stage.offer(name, *nodes)
     recovery = {"mode": "Fast", "nodeLostAfterSeconds": 120}
-    stage.jobs.apply(steps_job(name, 100000, "--sleep=0.1", spares=1, **stage.place(name), recovery=recovery))
+    steps = steps_job(name, 100000, "--sleep=0.1", **stage.place(name), recovery=recovery)
 
     def shows(display: str) -> bool:
         status = stage.jobs.status(name)
         return status.get("phase") == "Running" and status["nodes"]["display"] == display
 
     try:
-        stage.jobs.wait("a ready spare", lambda: shows("2/2 +1"), timeout=180)
+        # The spare comes later, so that it is surely not one of the two. Of three pods that arrive
+        # together, any may become the spare, and the labels follow the status a moment later.
+        stage.jobs.apply(steps)
+        stage.jobs.wait("the group", lambda: shows("2/2"), timeout=180)
         pods = stage.pods(name)
+        stage.jobs.apply(steps | {"spec": steps["spec"] | {"spares": 1}})
+        stage.jobs.wait("a ready spare", lambda: shows("2/2 +1"), timeout=180)
         hosts = {n: p["spec"]["nodeName"] for n, p in pods.items()}
         victim, host = next((n, host) for n, host in hosts.items() if host != "n1")
         stage.cluster.cut(host)

@@ -78,7 +78,7 @@ def test_all_pods_and_their_replacements_run_in_one_domain(four: Cluster, jobs: 
         jobs.wait("the job to run again", lambda: jobs.status("near").get("phase") == "Running", timeout=90)
         assert node_of(jobs, "near-1-1") == left, "the only other place of the rack"
         jobs.apply(steps_job("wide", 100000, "--sleep=0.2", nodes=3, recovery=FAST, scheduling=scheduling))
-        jobs.wait_unschedulable("wide", f"all pods must be in one {RACK}", timeout=120)
+        jobs.wait_unschedulable("wide", f"all pods must be in the same {RACK}", timeout=120)
     finally:
         four.kubectl("label", "nodes", "--all", f"{RACK}-")
 

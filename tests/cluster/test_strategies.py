@@ -29,7 +29,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_each_strategy_trains_on_through_the_loss_of_a_pod(
+def test_each_strategy_continues_after_the_loss_of_a_pod(
     name: str, alone: dict[int, float], jobs: Jobs, tmp_path: Path
 ) -> None:
     mode, keys = SHARED[name]

@@ -138,8 +138,8 @@ class ApiServer:
         self._oldest = self.store.version
 
     def restore(self, backup: Backup) -> None:
-        """Restore versions as from a backup of etcd. They go back, and no watch from a later one is
-        notified.
+        """Restore the objects as from a backup of etcd. Versions go back, and a watch from a later
+        version receives nothing.
         """
         self.store.restore(backup)
         self._history.clear()
@@ -147,7 +147,7 @@ class ApiServer:
         self.break_watches()
 
     def break_watches(self) -> None:
-        """End every watch's connection."""
+        """Close every watch's connection."""
         for response in list(self._watches):
             transport = response._req.transport if response._req is not None else None
             if transport is not None:
@@ -360,8 +360,8 @@ class ApiServer:
 
 
 class RandomFaults:
-    """Plays random faults of all kinds from a seed. Paths that contain a part of `spare` have
-    none.
+    """Plays random faults of all kinds from a seed. Requests whose path contains an entry of
+    `spare` have no faults.
     """
 
     def __init__(self, chance: random.Random, rate: float, spare: tuple[str, ...] = ()) -> None:

@@ -112,7 +112,7 @@ class Case:
         return {o["name"] for o in self.server.store.get("ConfigMap", JOBS)["metadata"]["ownerReferences"]}
 
     def asked(self, part: str) -> int:
-        """Number of GETs with this in their path."""
+        """Number of GETs whose path contains this text."""
         return sum(method == "GET" and part in path for method, path, _ in self.server.requests)
 
     def fault_once(self, method: str, part: str, fault: Fault) -> None:
@@ -206,11 +206,19 @@ def put_into_queue(c: Case, **labels: str) -> None:
     c.server.store.changed("DDPJob", body)
 
 
-def judged(c: Case, *, admitted: bool = False, **states: str) -> Json:
-    """Return the job's Workload after Kueue has set conditions and, with `admitted`, the flavor
-    `spot`.
+def judged(
+    c: Case,
+    *,
+    admitted: bool = False,
+    flavor: str = "spot",
+    pods: int | None = None,
+    name: str = "",
+    **states: str,
+) -> Json:
+    """Return the job's Workload, or that of the name, after Kueue has set conditions and, with
+    `admitted`, the flavor and the number of admitted pods.
     """
-    (workload,) = c.server.store.all("Workload")
+    (workload,) = (w for w in c.server.store.all("Workload") if not name or w["metadata"]["name"] == name)
     status = workload.setdefault("status", {})
     known = {one["type"]: one for one in status.get("conditions", ())}
     for kind, state in states.items():
@@ -219,8 +227,9 @@ def judged(c: Case, *, admitted: bool = False, **states: str) -> Json:
     status["conditions"] = list(known.values())
     if admitted:
         sets = [
-            {"name": s["name"], "count": s["count"], "flavors": {"cpu": "spot"}} for s in workload["spec"]["podSets"]
+            {"name": s["name"], "count": s["count"], "flavors": {"cpu": flavor}} for s in workload["spec"]["podSets"]
         ]
+        sets[0]["count"] = pods or sets[0]["count"]
         status["admission"] = {"clusterQueue": "all", "podSetAssignments": sets}
     c.server.store.changed("Workload", workload)
     return workload

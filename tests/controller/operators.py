@@ -117,7 +117,9 @@ class Replicas(ReplicaTasks):
         self.tasks[name] = asyncio.create_task(run())
 
     async def stop(self, name: str, *, crash: bool = False) -> None:
-        """End a replica by SIGTERM or, with `crash`, by SIGKILL, after which it sends nothing."""
+        """Stop a replica with SIGTERM or, with `crash`, with SIGKILL. After SIGKILL, it sends
+        nothing more.
+        """
         for rest in self.rests.pop(name, []):
             rest.dead = crash
         await super().stop(name)
@@ -147,8 +149,8 @@ class MortalRest(Rest):
 
 
 class HttpStory(Story):
-    """A story from a seed with complete operators. Faults of the in-memory operator become HTTP
-    faults here.
+    """A seeded story with complete operators. Here, the faults of the in-memory operator become
+    HTTP faults.
     """
 
     left_out = frozenset({"kill-operator", "conflicts", "watch-gap", "lossy", "key", "init-failure"})

@@ -42,7 +42,7 @@ async def test_no_request_is_sent_while_nothing_changes(c: Case) -> None:
 
 @in_case()
 async def test_contents_of_objects_that_only_have_to_exist_are_never_read(c: Case) -> None:
-    """A namespace's runtime has 240 kB."""
+    """A namespace's runtime takes up 240 kB."""
     for _ in range(3):
         await c.reconcile()
         await seen()
@@ -443,8 +443,8 @@ async def test_deletions_and_labels_never_hit_a_namesake(c: Case) -> None:
 
 
 def test_a_reconcile_does_not_wait_for_a_coordinator() -> None:
-    """Only the first report is waited for, outside of the reconcile, until the first request has
-    failed.
+    """Only the first report is waited for, outside of the reconcile. This wait ends when the first
+    request has failed.
     """
 
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -531,8 +531,8 @@ async def test_the_last_state_of_a_pod_is_remembered_for_a_while(c: Case) -> Non
 
 @in_case()
 async def test_the_tokens_secret_is_created_once_and_never_read(c: Case) -> None:
-    """The operator has no right to read Secrets. An existing one with the job's Secret name is this
-    job's.
+    """The operator has no right to read Secrets. A Secret that already has that name therefore
+    counts as this job's.
     """
     await c.reconcile()
     [secret] = c.server.store.all("Secret")

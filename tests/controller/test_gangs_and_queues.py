@@ -8,7 +8,7 @@ from functools import partial
 from ddpjob.api.job import PRIORITY_LABEL, DDPJob
 from ddpjob.controller.caches import Caches
 from ddpjob.core.decision import BLOCKED_POLL
-from ddpjob.objects.workload import marked
+from ddpjob.objects.workload import LABEL_ADDITIONAL, marked
 
 from .api_server import Fault
 from .cluster_case import SPOT, Case, in_case, judged, put_into_queue, refused_by, seen
@@ -121,6 +121,34 @@ async def test_a_job_in_a_queue_requests_quota_runs_with_its_flavor_and_releases
     assert conditions["Evicted"]["lastTransitionTime"] == "2026-01-01T00:00:00Z"
     written = [path for method, path in c.server.acted if method == "PUT" and "workloads" in path]
     assert len(written) == 1
+
+
+@in_case(serves_queues=True)
+async def test_additional_pods_of_an_elastic_job_run_with_the_flavor_of_their_own_quota(c: Case) -> None:
+    for name in ("spot", "reserved"):
+        c.server.store.create(
+            "ResourceFlavor", {"metadata": {"name": name}, "spec": {"nodeLabels": {"pool": name}}}, ""
+        )
+    put_into_queue(c)
+    await seen()
+    await c.change(nodes=3, elastic={"minNodes": 2})
+    judged(c, admitted=True, pods=2, QuotaReserved="True", Admitted="True")
+    await seen()
+    await c.reconcile()
+    assert [pod for pod in c.pods() if "coordinator" not in pod] == ["job-0-0", "job-1-0"]
+    [name] = [
+        w["metadata"]["name"] for w in c.server.store.all("Workload") if w["metadata"]["labels"].get(LABEL_ADDITIONAL)
+    ]
+    judged(c, admitted=True, flavor="reserved", name=name, QuotaReserved="True", Admitted="True")
+    await seen()
+    for _ in range(3):
+        await c.reconcile()
+        await seen()
+    pools = [c.server.store.get("Pod", pod)["spec"]["nodeSelector"]["pool"] for pod in c.pods() if pod[4].isdigit()]
+    assert pools == ["spot", "spot", "reserved"]
+    more = (await c.job()).status.queue
+    assert more is not None and more.pods == 3 and [share.workload for share in more.more] == [name]
+    assert c.asked("resourceflavors") == 3, "each is read once"
 
 
 @refused_by(Fault(403, reason="Forbidden"), "right")

@@ -310,7 +310,7 @@ def test_a_job_that_does_not_train_has_no_speed() -> None:
 
 
 @pytest.mark.parametrize(("reason", "shown"), [("Queued", 0), ("QueueNotServed", 1)])
-def test_a_queue_that_the_cluster_does_not_serve_is_not_one_that_is_full(reason: str, shown: int) -> None:
+def test_an_unserved_queue_is_distinguished_from_a_full_one(reason: str, shown: int) -> None:
     found = scraped(Job({"phase": "Queued", "conditions": [condition("Suspended", reason)]}).accounts)
     assert found["ddpjob_job_queue_not_served"] == {("space", "job"): shown}
 

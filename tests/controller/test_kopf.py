@@ -142,7 +142,7 @@ async def test_kopfs_watch_restarts_after_an_error_that_ends_kopf(
         await asyncio.gather(following, *younger, return_exceptions=True)
 
 
-async def test_a_term_that_ends_while_kopf_starts_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kopf_stops_if_the_term_ends_while_kopf_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise kopf would follow the jobs forever in a replica that is not the leader."""
     begun, ended_term, run = threading.Event(), threading.Event(), asyncio.run
 

@@ -41,7 +41,7 @@ SETTINGS = {"key": b"0123456789abcdef", "health_port": 0, "metrics_port": 0}
 def add(
     server: ApiServer, name: str, namespace: str = "space", ended: bool = False, nodes: int = 2, note: str = ""
 ) -> None:
-    """Create a job. An ended job consists only of its object."""
+    """Create a job. A finished job consists only of its object."""
     moment = server.store.clock.stamp()
     complete = {"type": "Complete", "status": "True", "reason": "Finished", "message": "", "lastTransitionTime": moment}
     status = {
@@ -292,7 +292,7 @@ async def test_the_lease_is_kept_through_a_burst_of_slow_creations(
         assert transitions == 1
 
 
-def test_without_an_election_it_restarts_its_term_and_is_ready_when_all_is_read(
+def test_without_an_election_a_replica_restarts_its_term_and_becomes_ready(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)

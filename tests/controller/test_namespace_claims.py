@@ -22,13 +22,14 @@ CLAIMS = "/apis/coordination.k8s.io/v1/namespaces/space/leases"
 
 
 @virtual
-async def test_of_two_releases_one_acts_and_the_other_takes_over_when_it_is_gone() -> None:
+async def test_one_of_two_releases_acts_and_the_other_takes_over_when_it_is_gone() -> None:
     async with api_server() as server, connected(server) as rest:
         first, second = NamespaceClaims(rest, "a/operator"), NamespaceClaims(rest, "b/operator")
         replica = NamespaceClaims(rest, "a/operator")
         for _ in range(200):
             assert await first.mine("space") and not await second.mine("space")
             await asyncio.sleep(10)
+        assert first.is_sole("space") and not second.is_sole("space")
         assert await replica.mine("space"), "the release's other replica, after a failover"
         assert await second.mine("elsewhere") and not await first.mine("elsewhere")
         gone = asyncio.get_running_loop().time()
@@ -64,8 +65,11 @@ async def test_unused_namespaces_are_forgotten() -> None:
 @virtual
 async def test_without_the_right_to_hold_leases_the_operator_acts_without_them() -> None:
     async with api_server() as server, connected(server) as rest:
+        claims = NamespaceClaims(rest, "a/operator")
+        assert await claims.mine("space") and claims.is_sole("space")
         server.faults = lambda method, path: Fault(403, reason="Forbidden")
-        assert await NamespaceClaims(rest, "a/operator").mine("space")
+        await asyncio.sleep(CLAIM_SECONDS)
+        assert await claims.mine("space") and not claims.is_sole("space"), "another operator may act, too"
 
 
 @virtual

@@ -24,8 +24,8 @@ BODY = {"event": "Complete", "text": "done"}
 
 
 class Web:
-    """A server on this machine. `handlers` are by path, and `got` contains the requests in
-    order.
+    """A server on this machine. `handlers` maps each path to its handler, and `got` contains the
+    requests in order.
     """
 
     def __init__(self) -> None:

@@ -203,7 +203,7 @@ async def test_a_holder_of_one_shard_ignores_a_request_for_it(server: ApiServer)
     await dealt.stop("a")
 
 
-def test_without_the_right_to_list_leases_one_shard_is_acted_for_and_several_are_not(
+def test_without_the_right_to_list_leases_only_a_single_shard_is_served(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def forbidden(method: str, path: str) -> Fault | None:

@@ -40,9 +40,7 @@ async def test_random_faults_of_http(seed: int, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_metrics_count_each_event_once_whatever_becomes_of_requests_and_watches(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_count_each_event_once_under_any_failure(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The metrics of an operator that runs throughout equal the counts in the final status."""
 
     def counted() -> dict[str, float]:

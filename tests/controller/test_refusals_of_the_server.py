@@ -54,7 +54,7 @@ async def the_room_of_a_pod_is_used(c: Case, key: JobKey) -> None:
 
 
 @in_case()
-async def test_a_refusal_by_a_quota_is_retried_less_and_less_and_room_is_used_at_once(c: Case) -> None:
+async def test_a_quota_refusal_is_retried_with_back_off_and_room_is_used_at_once(c: Case) -> None:
     key = await a_job_with_room_for_four_pods(c)
     tries = []
     for second in range(300):
@@ -142,8 +142,8 @@ async def test_a_failed_creation_is_classified(c: Case, fault: Fault, raised: ty
 )
 @in_case()
 async def test_a_500_is_handled_alike_for_all_changes(c: Case, said: str, *, is_refused: bool) -> None:
-    """A webhook may be unreachable for long and then blocks nothing else. An error of the server
-    itself is soon over.
+    """A webhook may be unreachable for a long time, which must not block anything else. An error of
+    the server itself is soon over.
     """
     await c.reconcile()
     c.server.faults = lambda m, path: Fault(500, message=said) if m != "GET" else None
@@ -224,7 +224,7 @@ async def test_a_used_up_quota_of_secrets_is_shown_to_a_job_without_a_token(c: C
 
 @refused_by(Fault(422, reason="Invalid", message="policy 'nodel' denied request: pods are evidence"))
 @in_case()
-async def test_a_pod_whose_deletion_is_refused_is_shown_and_tried_less_and_less(c: Case, policy: Fault) -> None:
+async def test_a_refused_pod_deletion_is_shown_and_retried_with_back_off(c: Case, policy: Fault) -> None:
     """An admission policy or an unreachable webhook refuses the deletion. The job's other changes
     are still made.
     """
@@ -239,7 +239,7 @@ async def test_a_pod_whose_deletion_is_refused_is_shown_and_tried_less_and_less(
     suspended = (await c.job()).status.condition(ConditionType.SUSPENDED)
     assert suspended is not None
     assert suspended.message == (
-        f"3 pods still there: the API server refuses the deletion of pod job-0-0: {policy.message}; retried "
+        f"3 pods not deleted yet: the API server refuses the deletion of pod job-0-0: {policy.message}; retried "
         "within a minute"
     )
     assert sum(method == "DELETE" for method, _, _ in c.server.requests) <= 3 * 9
@@ -320,7 +320,7 @@ async def test_a_workload_that_a_policy_keeps_is_tried_again_and_an_event_says_s
 
 @refused_by(Fault(403, reason="Forbidden", message="policy 'frozen' denied request"))
 @in_case()
-async def test_a_status_that_a_policy_refuses_is_no_defect_of_the_operator(c: Case, policy: Fault) -> None:
+async def test_a_status_that_a_policy_refuses_is_not_a_defect_of_the_operator(c: Case, policy: Fault) -> None:
     c.server.faults = lambda m, path: policy if m == "PUT" and path.endswith("/status") else None
     for _ in range(2):
         with pytest.raises(Refused):
@@ -333,8 +333,8 @@ async def test_a_status_that_a_policy_refuses_is_no_defect_of_the_operator(c: Ca
 
 @refused_by(Fault(422, reason="Invalid", message="policy 'nolabel' denied request: pods are immutable here"))
 @in_case()
-async def test_a_label_that_is_refused_is_no_error_and_tried_less_and_less(c: Case, policy: Fault) -> None:
-    """A policy lets nobody change a pod. Training pods are known without the label."""
+async def test_a_refused_label_is_not_an_error_and_retried_with_back_off(c: Case, policy: Fault) -> None:
+    """A policy does not let anybody change a pod. Training pods are known without the label."""
     await c.reconcile()
     c.server.faults = lambda m, path: policy if m == "PATCH" and "/pods/" in path else None
     job, uid = await c.job(), c.uid("job-0-0")
@@ -371,7 +371,7 @@ async def test_without_the_right_to_read_policies_everything_else_is_read() -> N
 
 
 @in_case(serves_gangs=True)
-async def test_groups_that_are_served_no_more_are_a_refusal_and_no_loop(c: Case) -> None:
+async def test_groups_that_are_no_longer_served_are_refused_once(c: Case) -> None:
     c.server.faults = lambda method, path: (
         Fault(404, reason="NotFound", message="404 page not found")
         if method == "POST" and "podgroups" in path

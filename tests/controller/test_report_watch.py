@@ -117,7 +117,7 @@ async def test_the_first_report_and_news_wake_the_job_at_once(world: World, c: C
 
 
 @in_virtual_time
-async def test_however_it_flaps_a_job_wakes_once_a_second(world: World, c: Coordinator) -> None:
+async def test_a_flapping_job_wakes_once_a_second(world: World, c: Coordinator) -> None:
     world.watch.follow(KEY, c.target)
     await asyncio.sleep(30)
     began = world.now
@@ -153,7 +153,7 @@ async def test_news_of_a_large_job_among_many_is_read_soon(world: World, c: Coor
 
 
 @in_virtual_time
-async def test_progress_alone_wakes_nobody_and_is_read_every_ten_seconds(world: World, c: Coordinator) -> None:
+async def test_progress_alone_wakes_no_job_and_is_read_every_ten_seconds(world: World, c: Coordinator) -> None:
     world.watch.follow(KEY, c.target)
     c.server.coordinator.report_progress({"step": 1})
     await asyncio.sleep(30)
@@ -202,7 +202,7 @@ async def test_the_first_step_loss_and_speed_are_news(world: World, c: Coordinat
 
 
 @in_virtual_time
-async def test_what_the_step_counter_finds_out_is_news(world: World, c: Coordinator) -> None:
+async def test_findings_of_the_step_counter_are_news(world: World, c: Coordinator) -> None:
     world.watch.follow(KEY, c.target)
     c.server.coordinator.report_progress({"automatic": True, "step": 1, "metrics": {"stepsPerSecond": 2.0}})
     for number, name in enumerate(protocol.FLAGS, 2):
@@ -233,7 +233,7 @@ async def test_150_coordinators_that_hang_delay_no_other_job(world: World, c: Co
 
 
 @in_virtual_time
-async def test_a_report_ends_with_its_coordinators_silence_and_comes_back(world: World, c: Coordinator) -> None:
+async def test_a_report_is_dropped_while_its_coordinator_is_silent(world: World, c: Coordinator) -> None:
     world.watch.follow(KEY, c.target)
     await asyncio.sleep(5)
     c.hangs, began = True, world.now
@@ -264,7 +264,7 @@ async def test_a_report_is_back_soon_after_a_long_silence(world: World, c: Coord
 
 
 @in_virtual_time
-async def test_no_answer_ends_the_following(world: World, c: Coordinator) -> None:
+async def test_an_invalid_response_does_not_end_the_watch(world: World, c: Coordinator) -> None:
     report = c.server.coordinator.report().write()
     world.watch.follow(KEY, c.target)
     for lie in (b"[]", b"\xff", json.dumps(report).encode(), json.dumps(report | {"recovery": [1]}).encode()):
@@ -291,7 +291,7 @@ async def test_a_report_that_is_too_large_is_refused_with_its_size_and_remedy(wo
 
 
 @in_virtual_time
-async def test_another_address_is_asked_at_once_and_none_ends_it(world: World, c: Coordinator) -> None:
+async def test_a_new_address_is_used_at_once_and_none_ends_the_watch(world: World, c: Coordinator) -> None:
     async with coordinator(world) as bad:
         bad.hangs = True
         world.watch.follow(KEY, bad.target)

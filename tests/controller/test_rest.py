@@ -40,7 +40,7 @@ async def asked(fault: Fault) -> Exception | dict[str, object]:
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 410, 422])
-def test_what_the_server_refuses_has_its_status_reason_and_message(status: int) -> None:
+def test_a_refusal_has_the_servers_status_reason_and_message(status: int) -> None:
     error = run(asked(Fault(status, reason="Because", message="of this")))
     assert isinstance(error, ApiError)
     assert (error.status, error.reason, error.message) == (status, "Because", "of this")
@@ -69,7 +69,7 @@ def test_a_connection_that_breaks_can_be_tried_again(how: str) -> None:
     assert error.status is None
 
 
-def test_an_answer_that_does_not_come_ends_after_the_limit() -> None:
+def test_a_missing_response_times_out() -> None:
     async def main() -> float:
         before = asyncio.get_running_loop().time()
         error = await asked(Fault("hang"))
@@ -89,7 +89,7 @@ def add(server: ApiServer, name: str) -> None:
     server.store.create("Node", {"metadata": {"name": name}}, "")
 
 
-def test_a_watch_gives_what_has_happened_since_and_ends_when_the_server_ends_it() -> None:
+def test_a_watch_yields_changes_and_ends_when_the_server_ends_it() -> None:
     async def main() -> list[str]:
         async with api_server() as server, connected(server) as rest:
             before = server.store.version
@@ -167,7 +167,7 @@ def test_an_object_as_deep_as_the_api_server_takes_hides_no_other(
         (b"[]", {}),
     ],
 )
-def test_whatever_is_answered_is_an_object(text: bytes, read: dict[str, Any]) -> None:
+def test_every_response_is_an_object(text: bytes, read: dict[str, Any]) -> None:
     assert rest_module._parse(text) == read
 
 
@@ -193,7 +193,7 @@ async def test_no_error_ends_an_informer() -> None:
     await asyncio.gather(following, return_exceptions=True)
 
 
-def test_the_server_s_audit_names_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_servers_audit_log_names_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name of a manager in managedFields is the part of the user agent before the slash."""
     sent: list[str] = []
 
@@ -298,7 +298,7 @@ def test_events_that_arrive_at_once_hold_up_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("optional", "level"), [(True, "INFO"), (False, "ERROR")])
-def test_a_right_that_may_be_withheld_on_purpose_is_no_error(
+def test_a_right_withheld_on_purpose_is_not_an_error(
     optional: bool, level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The chart's queues.kueue=false withholds such a right. Other missing rights are logged as

@@ -55,7 +55,7 @@ async def test_many_jobs_share_their_runtime_by_two_requests(c: Case) -> None:
 
 
 @in_case()
-async def test_a_job_that_comes_to_share_the_runtime_takes_those_along_that_are_about_to(c: Case) -> None:
+async def test_a_job_that_shares_the_runtime_includes_jobs_about_to_start(c: Case) -> None:
     """Jobs that have ended, are suspended, or use the runtime of a different version are not
     included.
     """
@@ -76,7 +76,7 @@ async def test_a_job_that_comes_to_share_the_runtime_takes_those_along_that_are_
 
 
 @in_case()
-async def test_what_an_operator_has_left_half_shared_is_finished_by_the_next(c: Case) -> None:
+async def test_a_half_shared_runtime_is_completed_by_the_next_operator(c: Case) -> None:
     """The operator died when the job was already an owner, but the runtime did not belong to the
     jobs yet.
     """
@@ -94,7 +94,7 @@ async def test_what_an_operator_has_left_half_shared_is_finished_by_the_next(c: 
 
 @pytest.mark.parametrize("gone", ["runtime", "jobs"])
 @in_case()
-async def test_a_runtime_that_is_collected_while_a_job_comes_is_made_again(c: Case, gone: str) -> None:
+async def test_a_runtime_deleted_while_a_job_arrives_is_created_again(c: Case, gone: str) -> None:
     """The last of its jobs has ended, but no watch has reported it yet."""
     await c.reconcile()
     c.add("b")
@@ -116,7 +116,7 @@ async def test_a_runtime_that_is_collected_while_a_job_comes_is_made_again(c: Ca
 
 @pytest.mark.parametrize("wrong", ["content", "mutable", "label"])
 @in_case()
-async def test_a_runtime_that_is_not_the_operator_s_is_not_mounted(c: Case, wrong: str) -> None:
+async def test_a_runtime_that_the_operator_did_not_create_is_not_mounted(c: Case, wrong: str) -> None:
     manifest = build_runtime(await c.job())
     if wrong == "content":
         manifest["binaryData"] = {**manifest["binaryData"], "ddpjob_worker.py": b64encode(b"evil").decode()}
@@ -143,7 +143,7 @@ async def test_a_runtime_that_is_not_the_operator_s_is_not_mounted(c: Case, wron
 
 @pytest.mark.parametrize("files", ["the same", "one more", "one less"])
 @in_case()
-async def test_an_older_runtime_is_kept_while_its_files_are_those_that_pods_mount(c: Case, files: str) -> None:
+async def test_an_older_runtime_is_kept_while_pods_mount_its_files(c: Case, files: str) -> None:
     await c.reconcile()
     store = c.server.store
     made = store.get("ConfigMap", runtime_name())

@@ -1,5 +1,5 @@
-"""The caches keep a limited amount of objects that a tenant creates with a job's labels, however
-large the objects are.
+"""The caches keep a limited amount of data from the objects that a tenant creates with a job's
+labels, however many or large these are.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ def kept(read: Any, body: Any) -> tuple[Any, int]:
         tracemalloc.stop()
 
 
-def test_of_a_pod_its_main_container_and_bounded_texts_are_kept() -> None:
+def test_only_the_main_container_and_bounded_texts_of_a_pod_are_kept() -> None:
     pod, size = kept(read_pod, a_pod())
     assert pod.main.exit_code == 7 and len(pod.containers) == len(pod.init_containers) == 64
     assert len(pod.status_message) == 1000 and size < 1_500_000
 
 
 @pytest.mark.parametrize("number", ["-1", str(2**31), "9" * 60, "1.5"])
-def test_a_pod_whose_number_no_job_has_is_not_a_job_s(number: str) -> None:
+def test_a_pod_with_a_number_that_no_job_has_belongs_to_no_job(number: str) -> None:
     with pytest.raises(ValueError, match=r"must be a number|invalid literal"):
         read_pod(a_pod(**{LABEL_INDEX: number}))
 
 
-def test_of_an_object_with_thousands_of_owners_the_first_are_kept() -> None:
+def test_only_the_first_of_thousands_of_owners_are_kept() -> None:
     owners = [{"kind": "DDPJob", "name": f"j{n}", "uid": f"u{n}"} for n in range(15_000)]
     meta = {"namespace": "space", "name": "o", "uid": "u", "ownerReferences": [{**owners[0], "name": LONG}, *owners]}
     owned = _read_owned({"metadata": meta})
@@ -72,7 +72,7 @@ def test_of_an_object_with_thousands_of_owners_the_first_are_kept() -> None:
     assert all(len(key.name) < 300 for key in owned.jobs)
 
 
-def test_how_many_config_maps_of_the_runtime_are_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_remembered_runtime_config_maps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user may delete them and have them created again at will."""
     monkeypatch.setattr(kubernetes_cluster, "_MOST_CHECKED", 3)
 

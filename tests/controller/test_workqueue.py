@@ -94,7 +94,7 @@ async def test_a_key_added_for_several_times_runs_once_for_the_first_of_them() -
 
 
 @virtual
-async def test_only_what_is_not_urgent_waits_a_second_after_the_last_start() -> None:
+async def test_only_non_urgent_keys_wait_a_second_after_the_last_start() -> None:
     queue: DelayQueue[str] = DelayQueue()
     starts: list[float] = []
     loop = asyncio.get_running_loop()
@@ -119,7 +119,7 @@ async def test_only_what_is_not_urgent_waits_a_second_after_the_last_start() -> 
 
 
 @virtual
-async def test_what_is_not_urgent_waits_longer_while_it_is_crowded() -> None:
+async def test_non_urgent_keys_wait_longer_while_the_queue_is_crowded() -> None:
     crowded = True
     queue: DelayQueue[str] = DelayQueue(crowded=lambda: crowded)
     starts: list[float] = []
@@ -144,7 +144,7 @@ async def test_what_is_not_urgent_waits_longer_while_it_is_crowded() -> None:
 
 
 @virtual
-async def test_one_group_s_slow_keys_leave_workers_to_the_others() -> None:
+async def test_one_groups_slow_keys_leave_workers_to_the_others() -> None:
     queue: DelayQueue[str] = DelayQueue(group=lambda key: key.split("/")[0])
     slow, started, loop = 0, dict[str, float](), asyncio.get_running_loop()
     began = loop.time()
@@ -169,7 +169,7 @@ async def test_one_group_s_slow_keys_leave_workers_to_the_others() -> None:
 
 
 @virtual
-async def test_what_waits_is_counted_while_every_worker_hangs() -> None:
+async def test_waiting_keys_are_counted_while_every_worker_hangs() -> None:
     queue: DelayQueue[str] = DelayQueue()
     hang = asyncio.Event()
 
@@ -207,7 +207,7 @@ async def test_keys_of_a_higher_rank_wait_for_the_others() -> None:
 
 
 @virtual
-async def test_nothing_is_kept_of_a_key_that_is_not_due_again() -> None:
+async def test_a_key_that_is_not_due_again_is_forgotten() -> None:
     queue: DelayQueue[str] = DelayQueue()
 
     async def handle(key: str) -> None:
@@ -261,7 +261,7 @@ async def test_a_group_that_wants_little_waits_for_one_turn_and_not_for_a_round(
 
 
 @virtual
-async def test_what_counts_are_turns_and_not_how_long_they_took() -> None:
+async def test_turns_are_counted_and_not_their_duration() -> None:
     """The first creations of a burst take much longer than later ones, whichever job they belong
     to.
     """
@@ -303,7 +303,7 @@ async def test_a_group_whose_turns_take_long_leaves_half_of_them_to_others() -> 
 
 
 @virtual
-async def test_a_turn_that_takes_long_is_passed_on_and_as_many_as_are_allowed_at_most() -> None:
+async def test_a_long_turn_is_passed_on_within_the_limit() -> None:
     async def most_at_once(seconds: float) -> int:
         turns, running, most = Turns(4), 0, 0
 
@@ -326,7 +326,7 @@ async def test_a_turn_that_takes_long_is_passed_on_and_as_many_as_are_allowed_at
 
 
 @virtual
-async def test_turns_are_never_more_than_allowed_and_none_is_lost_by_a_cancellation() -> None:
+async def test_turns_stay_within_the_limit_and_survive_cancellation() -> None:
     chance, turns, running, most = random.Random(1), Turns(3), 0, 0
 
     async def take(group: int) -> None:

@@ -42,8 +42,8 @@ class _Traffic:
         self.bytes: dict[tuple[Any, Any], int] = {}
         self.ends: set[tuple[Any, Any]] = set()
         self._unread: set[tuple[Any, Any]] = set()
-        """Ways whose unread bytes have been forgotten. Nothing is counted there until somebody
-        reads again.
+        """Directions of connections whose unread bytes have been forgotten. Nothing is counted
+        there until the receiver reads again.
         """
 
     def sent(self, way: tuple[Any, Any], count: int) -> None:
@@ -223,7 +223,7 @@ Test = Callable[..., Any]
 
 def virtual_in(world: Callable[[], AbstractAsyncContextManager[Any]]) -> Callable[[Test], Test]:
     """Return a decorator like `virtual`, for tests whose first parameter is the value of `world`.
-    The others are fixtures.
+    The other parameters are fixtures.
     """
 
     def decorate(test: Test) -> Test:

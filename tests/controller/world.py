@@ -34,13 +34,13 @@ class ReplicaTasks:
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def stop(self, name: str) -> None:
-        """End the replica's process cleanly, so that it releases the Lease."""
+        """Stop the replica's process cleanly, so that it releases the Lease."""
         task = self.tasks.pop(name)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     def check(self) -> None:
-        """Check that no replica has ended by itself."""
+        """Check that no replica has exited on its own."""
         for name, task in self.tasks.items():
             if task.done():
                 raise AssertionError(f"replica {name} has ended: {task.exception()!r}") from task.exception()
@@ -86,7 +86,7 @@ def kopf_of(server: ApiServer) -> Follow:
     in real time.
 
     It behaves like kopf: it shows the jobs that exist when it lists, but never those that were
-    deleted while it did not watch. An error ends a watch, which starts again a while later.
+    deleted while it did not watch. An error ends a watch, which is restarted a while later.
     test_kopf.py tests the real kopf.
     """
 

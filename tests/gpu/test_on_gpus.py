@@ -1,7 +1,7 @@
 """Checks that need a GPU (`make test-gpu`): the trainings of tests/trainer in separate processes.
 
 The CPU in float32 is the reference. The pytest process does not initialize CUDA before it starts
-others. Only tests of single parts do, which start none.
+others. Only the tests of single parts initialize CUDA, because they start no processes.
 """
 
 from __future__ import annotations
@@ -105,6 +105,14 @@ FEATURES = {
         "data.repeats=2",
     ],
     "mixing": ["data.name=shapes", "data.size=1000", "data.mixup=0.2", "data.cutmix=1"],
+    "own images, optimizer, schedule, metric": [
+        "data.name=examples.own_parts:images",
+        "data.shift=1",
+        "optim.name=examples.own_parts:optimizer",
+        "optim.lr=0.001",
+        "optim.schedule=examples.own_parts:schedule",
+        "train.callbacks=examples.own_parts:PrecisionOfThree",
+    ],
     "curves": ["eval.pr=exact", "checkpoint.keep_best=1"],
     "binned curves": ["eval.pr=binned"],
     "profile": ["report.profile_steps=[3,2]"],
@@ -180,8 +188,8 @@ def test_the_model_on_two_devices_has_the_curve_of_one(reference: list[float], t
 
 @two_devices
 def test_data_parallel_learns_on_all_devices(tmp_path: Path) -> None:
-    """Statistics are those of each device's part, so the curve is close to the reference but not
-    equal.
+    """Each device computes the statistics of its own part, so the curve is close to the reference
+    but not equal.
     """
     found = losses(trained(tmp_path, "strategy=dp", *WHOLE))
     assert found[-1] < 0.9 * found[0]
@@ -205,7 +213,7 @@ def test_a_run_resumes_on_the_other_kind_of_device(tmp_path: Path) -> None:
     assert lines[-1]["event"] == "end" and losses(lines)[-1] < losses(lines)[0]
 
 
-def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_identical_to_an_undisturbed_one(tmp_path: Path) -> None:
     """Snapshots are copied to pinned memory while training continues."""
     keys = ["ddp.ordered=true", "checkpoint.every_steps=3", "optim.schedule=constant", *WHOLE]
     trained(tmp_path / "straight", *keys)
@@ -250,7 +258,7 @@ def test_a_compiled_training_has_the_same_curve_on_the_gpu(mode: str, reference:
     np.testing.assert_allclose(losses(trained(tmp_path, f"model.compile={mode}", *WHOLE)), reference, rtol=5e-3)
 
 
-def test_dali_decodes_what_the_workers_do(tmp_path: Path) -> None:
+def test_dali_decodes_the_same_images_as_the_workers(tmp_path: Path) -> None:
     if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None:
         pytest.skip("NVIDIA DALI is not installed: pip install nvidia-dali-cuda130")
     from ddpjob_trainer import config
@@ -318,7 +326,7 @@ def test_the_times_of_a_step_are_those_of_the_device(tmp_path: Path, figure: Fig
 
 
 @two_devices
-def test_a_late_rank_is_told_from_those_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_rank_is_distinguished_from_waiting_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1's model is slow on the host, and rank 0 waits for it on the device."""
     (tmp_path / "late.py").write_text(
         "import os, time\n"

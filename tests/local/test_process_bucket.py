@@ -56,7 +56,7 @@ def lose_the_disk(run: Run) -> None:
 
 
 def value(steps: int, ranks: int = 2) -> int:
-    """Return the result of report_bucket.py after so many steps."""
+    """Return the result of report_bucket.py after this many steps."""
     found = 1
     for _ in range(steps):
         found = sum(found * (rank + 3) % 1009 for rank in range(ranks)) % 1009

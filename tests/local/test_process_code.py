@@ -96,7 +96,7 @@ def test_a_large_folder_is_uploaded_once_and_trains_from_the_bucket(server: Serv
     assert not list(run.folder.glob("fetched-code/*/train.py"))
 
 
-def test_a_job_of_a_repository_runs_its_commit_with_the_machine_s_git(machine: Machine) -> None:
+def test_a_job_from_a_repository_runs_its_commit_with_the_machines_git(machine: Machine) -> None:
     with serving_git(machine.folder / "git") as server:
         wanted = commit(
             server.root / "p", {"train.py": SCRIPT, "lib/__init__.py": "", "lib/model.py": "NAME = 'first'"}

@@ -90,10 +90,10 @@ def test_two_nodes_of_one_machine_fetch_once_and_later_only_changes(server: Serv
     assert run.process.returncode == 0, run.everything()
     assert logs(run).count(f"has 4 files, {expected}, keys []") == 2, run.everything()
     assert sum(SIZES.values()) < line.received < 1.2 * sum(SIZES.values()), "once"
-    assert logs(run).count("all were there") == 1 and logs(run).count("fetched in") == 1
+    assert logs(run).count("all were present") == 1 and logs(run).count("fetched in") == 1
 
     run = machine.run(job(line.port))
-    assert run.process.returncode == 0 and logs(run).count("all were there") == 2, run.everything()
+    assert run.process.returncode == 0 and logs(run).count("all were present") == 2, run.everything()
     assert line.received < 1.3 * sum(SIZES.values())
 
     # One object was replaced, one deleted, one changed on this machine, and one file is unknown.

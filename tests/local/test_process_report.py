@@ -64,8 +64,8 @@ def go(run: Run, step: int) -> None:
 
 
 def lose_by_sigterm(run: Run, step: int) -> None:
-    """End the second pod with SIGTERM while its rank is in the step and the other ranks are in a
-    collective.
+    """Terminate the second pod with SIGTERM while its rank is in the step and the other ranks are
+    in a collective.
     """
     run.until(lambda r: made(r, 1)[-1:] == [step])
     name = pod(run, 1)
@@ -91,9 +91,9 @@ def test_a_script_reports_saves_in_time_and_continues(machine: Machine) -> None:
 
 @pytest.mark.parametrize("name", ["huggingface", "lightning", "accelerate"])
 def test_a_frameworks_callback_resumes_after_the_loss_of_a_pod(machine: Machine, name: str) -> None:
-    """All ranks save when a pod must end, and none repeats a step. Only Accelerate also loses a pod
-    without notice before that, because the other frameworks take seconds to import at every start
-    of a worker.
+    """All ranks save when a pod is asked to stop, and none repeats a step. Only Accelerate also
+    loses a pod without notice before that, because the other frameworks take seconds to import
+    whenever a worker starts.
     """
     package = {"huggingface": "transformers"}.get(name, name)
     if importlib.util.find_spec(package) is None:

@@ -180,8 +180,8 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(machine: Machine) -> None:
 def test_a_closed_output_saves_and_leaves_nothing_behind(
     machine: Machine, output: str, sent: signal.Signals | None, code: int
 ) -> None:
-    """Otherwise writing to the output would keep the signal from the job, which would keep training
-    or die without saving.
+    """Otherwise a failed write to the output would keep the signal from reaching the job, which
+    would continue to train or would die without saving.
     """
     reader, writer = os.openpty() if output == "terminal" else os.pipe()
     fcntl.fcntl(reader, fcntl.F_SETFL, os.O_NONBLOCK)
@@ -304,7 +304,7 @@ def test_the_record_of_a_stopped_run_shows_no_pod_that_is_ending(machine: Machin
     assert run.condition("Suspended")["message"].startswith("no pods are running"), run.status
 
 
-def test_a_terminal_that_closes_behind_another_signal_leaves_the_time_to_save(machine: Machine) -> None:
+def test_a_terminal_that_closes_after_another_signal_leaves_time_to_save(machine: Machine) -> None:
     """This happens at a logout and a shutdown: systemd sends SIGHUP right after SIGTERM."""
     saves = ["bash", "-c", "trap 'sleep 1; touch saved; exit 143' TERM; touch up; while :; do sleep 0.1; done"]
     inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -318,7 +318,7 @@ def test_a_terminal_that_closes_behind_another_signal_leaves_the_time_to_save(ma
     assert (machine.folder / "saved").exists(), run.everything()
 
 
-def test_a_request_that_is_not_done_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_is_not_carried_out_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the commands printed `scaled to 3 nodes` on a machine with one GPU, and `resumed`
     for a job that was ending.
     """

@@ -24,8 +24,8 @@ LIMIT_SECONDS = 240
 
 
 def watch(machine: Machine, run: Run) -> set[Where]:
-    """Return every socket that was seen until the job ended. The script's ranks wait until it has
-    been seen.
+    """Return every socket that was seen until the job ended. The script's ranks wait until their
+    sockets have been seen.
     """
     seen = set[Where]()
     formed = [machine.folder / f"formed-{rank}" for rank in range(2)]

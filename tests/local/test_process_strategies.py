@@ -28,7 +28,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_each_strategy_trains_on_through_the_loss_of_a_pod(
+def test_each_strategy_continues_after_the_loss_of_a_pod(
     name: str, alone: dict[int, float], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mode, keys = STRATEGIES[name]

@@ -101,7 +101,7 @@ class World:
         return members
 
     def lose(self, member: Member, why: str = "its connection ended") -> None:
-        """End the member's connection."""
+        """Close the member's connection."""
         self.coordinator.lost(member, why)
 
     @property
@@ -111,7 +111,7 @@ class World:
         return self.coordinator.rounds.current
 
     def ranks(self) -> list[int]:
-        """Indices of the newest round's members, in the order of their ranks."""
+        """Indices of the newest round's members, in rank order."""
         return [member.index for _, member in sorted(self.round.members.items())]
 
     def verbs(self, member: Member) -> list[str]:
@@ -125,7 +125,7 @@ class World:
     def fail(
         self, member: Member, message: str = "ValueError: bug", code: int = 1, ago: float = 0.0, **more: Any
     ) -> None:
-        """Report that a worker of the member ended by itself in the member's current round."""
+        """Report that a worker of the member exited on its own in the member's current round."""
         signal = None if code > 0 else "SIGKILL"
         failure = WorkerFailure(
             member.source, member.rank, 0, code, signal, message, "Traceback ...", self.now - ago, **more

@@ -4,12 +4,9 @@ differences.
     python tests/runtime/differential.py [PROGRAM ...]
 
 Plain means Python as torchrun starts it, which test_differential.py compares with torchrun itself.
-Standard means
-worker.py, started the same way. Fast means a fork of the launcher's own fork server. The comparison
-covers the exit
-code, both outputs, and the error file that torchrun reads. The table has a line for each program,
-and the
-differences follow below it.
+Standard means worker.py, started the same way. Fast means a fork of the launcher's own fork server.
+The comparison covers the exit code, both outputs, and the error file that torchrun reads. The table
+has a line for each program, and the differences follow below it.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ class Job:
         return found
 
     def close(self) -> None:
-        """End all processes, one generation after the other. The kernel ends workers with their
+        """Kill all processes, one generation after the other. The kernel ends workers with their
         launchers.
         """
         for process in self.processes.values():

@@ -23,7 +23,9 @@ from ddpjob_runtime.protocol import Mode
 
 
 class SlowlyDying:
-    """A worker that takes long to end after SIGKILL, like one with much memory or a device."""
+    """A worker that takes a long time to exit after SIGKILL, like one with a lot of memory or a
+    device.
+    """
 
     returncode = -9
 
@@ -77,7 +79,7 @@ def test_a_new_coordinator_never_resets_the_number_of_restarts() -> None:
     assert [agent_module.restarts_before(number) for number in rounds] == [0, 1, 4, 1000, 1001, 2000]
 
 
-def test_it_returns_when_all_workers_are_gone() -> None:
+def test_the_agent_returns_when_all_workers_are_gone() -> None:
     began = time.monotonic()
     workers = SlowlyDying(1, 0.1), SlowlyDying(2, 0.4)
     closed(*workers)
@@ -151,7 +153,7 @@ def test_a_worker_that_handles_sigterm_gets_it_without_its_children(kind: str, t
         try:
             if kind == "handles":
                 assert parent.stdout.readline() == "asked\n"
-                time.sleep(0.5)  # belongs to a child that was asked to end as well
+                time.sleep(0.5)  # belongs to a child that was also asked to stop
                 assert Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
                 assert parent.poll() is None
             else:
@@ -311,7 +313,7 @@ WORKERS = {
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("kind", WORKERS)
-def test_a_worker_that_was_not_scheduled_since_the_last_look_stands_still(kind: str) -> None:
+def test_a_worker_that_was_not_scheduled_since_the_last_check_stands_still(kind: str) -> None:
     code, idle = WORKERS[kind]
     with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as worker:
         try:

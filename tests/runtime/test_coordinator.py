@@ -308,7 +308,7 @@ def test_a_round_that_breaks_repeatedly_backs_off() -> None:
 # ---- leaving
 
 
-def test_leaving_is_not_a_failure_and_nobody_is_killed_while_it_saves() -> None:
+def test_leaving_is_not_a_failure_and_no_worker_is_killed_while_it_saves() -> None:
     world, first, second = formed()
     world.coordinator.leaving(second, "ended by SIGTERM")
     world.fail(first, "SystemExit: 75", code=75)
@@ -320,7 +320,7 @@ def test_leaving_is_not_a_failure_and_nobody_is_killed_while_it_saves() -> None:
     assert world.incidents() == [("Left", "job-1-0", 1)] and world.report()["lost"] == []
 
 
-def test_nobody_waits_for_a_leaving_member_once_its_peers_are_broken() -> None:
+def test_a_leaving_member_delays_nothing_once_its_peers_are_broken() -> None:
     world = World()
     first, second, _ = world.form(2, spares=1)
     world.coordinator.leaving(second, "ended by SIGTERM")
@@ -570,7 +570,7 @@ def test_lagging_ranks_are_forgotten_with_their_round() -> None:
     assert "stragglers" not in world.report()["progress"] and world.report()["progress"]["step"] == 1
 
 
-def test_a_fenced_rank_0_names_no_rank_of_the_next_round_and_is_no_sign_of_life() -> None:
+def test_a_report_of_a_fenced_rank_0_does_not_affect_the_next_round() -> None:
     world, first, second = formed(2)
     world.coordinator.report_progress({"step": 1})
     world.lose(second)

@@ -55,7 +55,7 @@ def test_a_hang_is_dumped_reported_and_ended_by_a_restart() -> None:
     assert world.round.number == 2 and len(world.incidents()) == 1
 
 
-def test_ranks_that_have_ended_or_failed_are_named_first_in_a_hang() -> None:
+def test_ranks_that_have_ended_or_failed_are_reported_first_in_a_hang() -> None:
     """The others wait for these ranks, and only eight are listed."""
     world, only = formed(1, hang_after=60.0)
     world.pass_time(60.1)
@@ -151,7 +151,7 @@ def test_a_hang_whose_ranks_send_no_stack_is_still_reported() -> None:
     world.pass_time(60.1)
     world.pass_time(3.1)
     assert world.last(members[0])[0] == "restart"
-    assert world.report()["incidents"][0]["message"] == "no step for 60 s: no rank gave its stack"
+    assert world.report()["incidents"][0]["message"] == "no step for 60 s: no rank reported its stack"
 
 
 def overdue(seconds: float = 30) -> tuple[World, list[Any]]:
@@ -195,7 +195,7 @@ def test_setting_a_limit_while_a_step_is_overdue_ends_the_round() -> None:
     world.coordinator.set_patience(60, 1, 60)
     world.pass_time(4)
     assert world.last(members[0])[0] == "restart" and world.report()["overdue"] is None
-    assert world.report()["incidents"][0]["message"].startswith("no step for 604 s: no rank gave its stack")
+    assert world.report()["incidents"][0]["message"].startswith("no step for 604 s: no rank reported its stack")
 
 
 def test_setting_a_limit_above_the_waiting_time_withdraws_the_overdue_step() -> None:

@@ -122,7 +122,7 @@ class Node:
             self.words.append(lambda: coordinator.ready(member, after, "10.0.0.1", 4000 + self.index))
 
     def fail(self, message: str, code: int = 1) -> None:
-        """End a worker. The launcher ends the others."""
+        """Make a worker fail. The launcher stops the others."""
         if self.working and self.member is not None and self.place["state"] == "Running" and not self.leaving:
             member, number, world = self.member, self.place["round"], self.life.world
             failure = WorkerFailure(member.source, 0, 0, code, None, message, "", world.now)
@@ -139,7 +139,7 @@ class Node:
             self.words.append(lambda: world.coordinator.failure(member, number, failure))
 
     def leave(self) -> None:
-        """Ask the pod to end."""
+        """Ask the pod to stop."""
         if self.alive and self.member is not None and not self.leaving:
             self.leaving = True
             member, coordinator = self.member, self.life.world.coordinator
@@ -237,7 +237,7 @@ class Life:
         assert reported == judged, f"{reported} incidents for {judged} breaks"
 
     def restart_coordinator(self) -> None:
-        """End all connections. The next coordinator knows only its attempt."""
+        """Close all connections. The next coordinator knows only its own attempt."""
         self.attempt += 1
         last = self.world.coordinator.rounds.current
         whole = last is not None and not last.broken and not self.world.coordinator.rounds.held

@@ -264,7 +264,7 @@ def test_bad_requests_are_answered_with_the_reason(job: Job) -> None:
         ("/v1/size", {"nodes": 2, "minNodes": 3}, "minNodes: must be from 1 to nodes (2), not 3"),
         ("/v1/order", {"pods": "job-1-0"}, "pods: must be a list"),
         ("/v1/order", {"pods": ["job-1-0", None]}, "pods: must be a list of strings"),
-        ("/v1/order", {"pods": ["job-1-0", "job-1-0"]}, "pods: 'job-1-0' is named twice"),
+        ("/v1/order", {"pods": ["job-1-0", "job-1-0"]}, "pods: 'job-1-0' is listed twice"),
         ("/v1/order", {"pods": [f"job-{index}-0" for index in range(2000)]}, "pods: must be at most 1124, not 2000"),
         ("/v1/order", {"pods": [], "ranks": {}}, "ranks: unknown field"),
     ):
@@ -404,7 +404,7 @@ def test_a_failure_is_reported_with_all_its_details(job: Job) -> None:
     )
 
 
-def test_a_hang_is_seen_and_its_stacks_are_kept(tmp_path: Path) -> None:
+def test_a_hang_is_detected_and_its_stacks_are_kept(tmp_path: Path) -> None:
     with contextlib.closing(started_job(tmp_path, 2, "--hang-after", "1")) as job:
         first, second = running(job)
         assert first.hear() == {"t": "dump", "round": 1} and second.hear()["t"] == "dump"
@@ -646,7 +646,7 @@ def test_sigterm_ends_the_coordinator_at_once_and_so_does_a_dead_store(tmp_path:
         (2, ("--store-port", "1"), "mode Fast has no store of its own"),
     ],
 )
-def test_a_fault_at_the_start_is_named(tmp_path: Path, nodes: int, arguments: tuple[str, ...], why: str) -> None:
+def test_a_fault_at_the_start_is_reported(tmp_path: Path, nodes: int, arguments: tuple[str, ...], why: str) -> None:
     job = Job(tmp_path, nodes=nodes, store=False, mode="Fast")
     job.start_coordinator(*arguments)
     assert job.wait_exit("coordinator", 10) == 2
@@ -687,7 +687,9 @@ def test_output_of_the_image_does_not_hide_that_the_store_is_ready(
             time.sleep(0.05)
 
 
-def test_an_image_without_a_usable_torch_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_without_a_usable_torch_is_reported_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(
         "print('loading', end='')\nraise ImportError('libtorch.so:\\nno such library\\n\\n')\n"
@@ -783,7 +785,7 @@ def stand_still(job: Job, seconds: float) -> None:
     job.kill("coordinator", signal.SIGCONT)
 
 
-def test_a_coordinator_that_was_stopped_restarts_nobody(tmp_path: Path) -> None:
+def test_a_coordinator_that_was_stopped_restarts_no_worker(tmp_path: Path) -> None:
     with contextlib.closing(started_job(tmp_path, 4)) as job:
         members = clients(job, 4)
         stand_still(job, 8)
@@ -818,7 +820,7 @@ time.sleep(1000)
 """
 
 
-def test_a_launcher_that_was_stopped_restarts_nobody(job: Job) -> None:
+def test_a_launcher_that_was_stopped_restarts_no_worker(job: Job) -> None:
     command = [sys.executable, "-c", LAUNCHER, f"127.0.0.1:{job.port}", TOKEN]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(RUNTIME.parent)}) as launcher:
         try:

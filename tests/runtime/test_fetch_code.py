@@ -1,5 +1,5 @@
-"""The fetch of code.archive: what is verified first, hostile archives, limits, a second start,
-an absent bucket.
+"""Fetching code.archive: the verification before unpacking, hostile archives, limits, a second
+start, and an absent bucket.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ HOSTILE = {
     "file and folder": [member("a", b"1"), member("a/b", b"2")],
     "folder and file": [member("a/b", b"1"), member("a", b"2")],
     "the marker": [member(".ddpjob-code-0", b"1")],
-    "a path of Windows": [member("C:\\a", b"1")],
+    "a Windows path": [member("C:\\a", b"1")],
     "a control character": [member("a\nb", b"1")],
     "a name that is too long": [member("x" * 300, b"1")],
 }
@@ -186,7 +186,7 @@ def fetch(settings: CodeSettings, cancelled: Callable[[], bool] = lambda: False)
     CodeFetch(settings, cancelled, lambda text: None).run()
 
 
-def test_an_archive_is_unpacked_once_and_the_program_s_files_stay(
+def test_an_archive_is_unpacked_once_and_the_programs_files_stay(
     server: Server, settings: Callable[[bytes], CodeSettings], tmp_path: Path
 ) -> None:
     content = packed(member("train.py", b"print()"))

@@ -1,4 +1,4 @@
-"""The fetch of storage.data.url: signatures, hostile servers and names, checksums, the lock, and
+"""Fetching storage.data.url: signatures, hostile servers and names, checksums, the lock, and
 earlier content.
 """
 
@@ -427,7 +427,7 @@ def test_a_full_disk_is_reported_before_anything_is_fetched(server: Server, tmp_
 
 
 def test_a_disk_without_file_locks_is_reported(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lustre, for example, has no locks unless it is mounted with -o flock."""
+    """Lustre, for example, does not support locks unless it is mounted with -o flock."""
 
     def without_locks(file: object, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

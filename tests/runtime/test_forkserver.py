@@ -290,8 +290,8 @@ open(flag, "w").close()
 
 @pytest.mark.parametrize("idle", [0.1, 600.0])
 def test_a_pod_with_too_many_processes_keeps_its_workers_and_reports_why(tmp_path: Path, idle: float) -> None:
-    """Regression: the check whether torch's compiler can be forked ended the fork server, and so
-    all workers.
+    """Regression: the check that torch's compiler survives a fork killed the fork server, and with
+    it all workers.
     """
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)\n")
     code = NO_MORE_FORKS.format(
@@ -366,7 +366,7 @@ def why_not(folder: Path, preloaded: str, **modules: str) -> tuple[str, str]:
         ("import os; os.abort()", "importing own_b (DDPJOB_PRELOAD) ended the process"),
     ],
 )  # fmt: skip
-def test_a_preloaded_module_that_does_not_survive_a_fork_is_named(tmp_path: Path, text: str, why: str) -> None:
+def test_a_preloaded_module_that_does_not_survive_a_fork_is_reported(tmp_path: Path, text: str, why: str) -> None:
     assert why_not(tmp_path, "own_a, own_b", own_a="", own_b=text)[0] == why
 
 
@@ -380,10 +380,10 @@ def test_harmless_modules_are_preloaded_and_missing_ones_logged(tmp_path: Path) 
 
 def test_an_image_whose_python_starts_threads_runs_workers_cold(tmp_path: Path) -> None:
     why, _ = why_not(tmp_path, "", sitecustomize=STARTS_THREAD)
-    assert why == "Python starts threads at its start in this image (poller), and forked processes do not survive that"
+    assert why == "Python starts threads at startup in this image (poller), and forked processes do not survive that"
 
 
-def test_a_module_whose_import_does_not_end_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_module_whose_import_hangs_is_given_up(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     server = object.__new__(forkserver.ForkServer)
     server._socket, server._buffer, server._lock = ours, b"", threading.RLock()

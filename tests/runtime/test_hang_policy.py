@@ -13,7 +13,7 @@ from coordinator_world import World
 from ddpjob_runtime.protocol import RANK_ENDED, Hangs, RankLook, WaitKind
 
 Played = Callable[[float], "dict[str, Any]"]
-"""Function that returns the fields of a rank's look, given the seconds since the last step."""
+"""A function that returns what a check of the rank finds, given the seconds since the last step."""
 
 
 def stack(place: str, file: str = "/app/train.py") -> str:
@@ -32,7 +32,7 @@ SPINS = {"gpu": True, "cpu": 5.0}
 
 
 class Group:
-    """A running round of `ranks` nodes. `plays` gives the results of looks at them."""
+    """A running round of `ranks` nodes. `plays` gives the results of checks of these nodes."""
 
     def __init__(self, *plays: Played | dict[str, Any], hangs: Hangs = Hangs.END, steps: int = 40, gap: float = 0.5):
         self.world = World(len(plays), hangs=hangs)
@@ -179,7 +179,7 @@ def test_short_pauses_end_nothing(begins: float, seconds: float) -> None:
 def test_ranks_that_are_stopped_by_a_signal_are_reported_and_not_ended() -> None:
     group = Group(between(0, 40, {**NO_STACK, **waits("stopped")}, WORKS), WAITS)
     group.pass_time(21)
-    assert "rank 0 in no Python frame (a process of it is stopped" in group.world.report()["overdue"]["where"]
+    assert "rank 0 in no Python frame (one of its processes is stopped" in group.world.report()["overdue"]["where"]
     group.pass_time(40)
     assert group.world.report()["overdue"] is None and group.world.report()["state"] == "Running"
 
@@ -234,7 +234,7 @@ def test_the_first_step_may_take_long() -> None:
     assert group.ended_after(2000) == pytest.approx(610, abs=2)
 
 
-def test_a_look_that_lacks_a_member_proves_no_hang() -> None:
+def test_a_check_that_lacks_a_member_does_not_prove_a_hang() -> None:
     group = Group(WAITS, LOCK)
     group.pass_time(17)
     group.silent = {0}
@@ -243,7 +243,7 @@ def test_a_look_that_lacks_a_member_proves_no_hang() -> None:
     assert group.ended_after(300) is not None
 
 
-def test_only_looks_that_may_prove_a_hang_are_recorded() -> None:
+def test_only_checks_that_may_prove_a_hang_are_recorded() -> None:
     group = Group(WAITS, {**LOCK, **waits("stopped")})
     assert group.ended_after() is not None
     sent = [fields["record"] for verb, fields in group.world.heard["job-0-0"] if verb == "look"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -117,6 +118,31 @@ def test_the_two_files_hold_the_newest_bytes_and_never_more_than_the_limit(tmp_p
     assert len(kept(tmp_path)) > protocol.MAX_KEPT_LOG // 2 and whole.endswith(kept(tmp_path))
 
 
+def test_bytes_are_counted_as_missing_only_if_they_are_not_in_the_file(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    keeper = FileKeeper(folder, NAME)
+    keeper.tail.add(b"0" * 9)
+    keeper.write()  # The volume is not mounted yet.
+    folder.mkdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))  # A write ends there, as on a full volume.
+    try:
+        for _ in range(2):
+            keeper.tail.add(b"1" * 40_000)
+            with contextlib.suppress(OSError):
+                keeper.write()
+        keeper.tail.add(b"2" * 7)
+        with pytest.raises(OSError, match="File too large"):
+            keeper.write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    keeper.tail.add(b"3" * 5)
+    keeper.write()
+    start, first, end = b"(9 bytes are missing here)\n", 40_000, b"(20034 bytes are missing here)\n33333"
+    assert kept(folder) == start + b"1" * (60_000 - len(start)) + end
+    assert 9 + 2 * first + 7 + 5 == kept(folder).count(b"1") + 9 + 20_034 + 5, "each byte is there or counted once"
+
+
 @pytest.mark.parametrize("obstacle", ["a file in the way", "a hung volume", "a volume that is not mounted"])
 def test_a_log_that_cannot_be_kept_changes_nothing_else(obstacle: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
@@ -133,6 +159,28 @@ def test_a_log_that_cannot_be_kept_changes_nothing_else(obstacle: str, tmp_path:
     assert exit_code == 3 and out == b"x" * 3_000_000
     assert err.count(b"the log of this pod cannot be kept in ") == (obstacle == "a file in the way")
     assert folder.exists() == (obstacle != "a volume that is not mounted")
+
+
+def test_unread_output_and_a_hung_volume_delay_the_end_by_three_seconds(tmp_path: Path) -> None:
+    folder = tmp_path / protocol.LOGS_FOLDER
+    folder.mkdir()
+    os.mkfifo(folder / NAME)
+    code = "os.write(1, b'x' * 150_000); os.write(2, b'end\\n'); os._exit(3)"
+    with started(tmp_path, code) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stderr.readline() == b"end\n"
+        began = time.monotonic()
+        assert process.wait(60 * slowness()) == 3
+        assert time.monotonic() - began < 5.9, "twice three seconds"
+
+
+@pytest.mark.parametrize(
+    ("written", "left"), [("30", "27.0"), ("600.5", "597.5"), ("4", "3.0"), ("0", "0.0"), ("", ""), ("x", "x")]
+)
+def test_the_launcher_ends_before_the_log_has_to_be_closed(written: str, left: str, tmp_path: Path) -> None:
+    code = "print(os.environ['DDPJOB_GRACE_SECONDS'], flush=True); os._exit(0)"
+    assert ran(tmp_path, code, DDPJOB_GRACE_SECONDS=written)[1].decode() == f"{left}\n"
+    assert ran(tmp_path, code, DDPJOB_GRACE_SECONDS=written, DDPJOB_LOGS_KEPT="0")[1].decode() == f"{written}\n"
 
 
 @pytest.mark.parametrize("value", ["", "0", "x"])

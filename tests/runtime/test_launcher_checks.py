@@ -84,7 +84,7 @@ def test_arguments_of_a_script_are_not_taken_for_options_of_torchrun(option: str
     assert parsed.module == (len(program) == 2)
 
 
-def test_a_refused_option_is_named_without_the_other_arguments() -> None:
+def test_a_refused_option_is_reported_without_the_other_arguments() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rdzv-conf")
     parser.add_argument("program", nargs="*")
@@ -598,7 +598,7 @@ def _worker(folder: Path, name: str, text: str) -> Iterator[subprocess.Popen[byt
 WAITS = "def wait_for_ever():\n    open('up', 'w'); time.sleep(60)\n\nwait_for_ever()\n"
 
 
-def test_a_look_at_a_worker_reads_only_the_frames_of_its_main_thread(
+def test_a_check_of_a_worker_reads_only_the_frames_of_its_main_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker's other threads keep running, and faulthandler would then crash a healthy
@@ -613,7 +613,7 @@ def test_a_look_at_a_worker_reads_only_the_frames_of_its_main_thread(
     assert standstill.find_innermost(text) == f"wait_for_ever ({tmp_path / 'busy.py'}:4)"
 
 
-def test_a_look_skips_a_worker_that_has_become_a_different_program(
+def test_a_check_skips_a_worker_that_has_become_a_different_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker's file still exists but its handler does not, so the signal would end the

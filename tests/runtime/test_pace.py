@@ -16,7 +16,7 @@ def speeds(reports: list[tuple[float, float]]) -> list[float | None]:
     return seen
 
 
-def test_a_steady_script_has_a_steady_speed_at_every_look() -> None:
+def test_a_steady_script_has_a_steady_speed_at_all_times() -> None:
     """Regression: steps of 0.3 s appeared as 2 and 4 steps/s in turn, because the speed was
     computed every 0.5 s from whole steps.
     """

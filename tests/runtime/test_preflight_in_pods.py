@@ -67,7 +67,7 @@ def test_a_stage_uses_each_node_once_and_every_neighbour_is_tested(world: int, p
 
 
 @pytest.mark.parametrize("world", [3, 4, 5, 8])
-def test_one_bad_node_is_named_at_any_position(world: int) -> None:
+def test_one_bad_node_is_reported_at_any_position(world: int) -> None:
     for bad in range(world):
         verdict = check(world, {bad})
         assert list(verdict.culprits) == [bad], (world, bad)
@@ -75,7 +75,7 @@ def test_one_bad_node_is_named_at_any_position(world: int) -> None:
         assert verdict.ends is None
 
 
-def test_two_bad_nodes_are_named_at_once_and_the_good_one_between_them_is_not() -> None:
+def test_two_bad_nodes_are_reported_and_the_good_one_between_them_is_not() -> None:
     assert list(check(8, {2, 5}).culprits) == [2, 5]
     assert list(check(8, {2, 4}).culprits) == [2, 4]
     assert list(check(8, {0, 7}).culprits) == [7], "the next check finds the other one"
@@ -106,9 +106,7 @@ def test_a_node_that_fails_alone_explains_its_links() -> None:
     }
     verdict = judge(4, 2, results, least=0)
     assert verdict is not None
-    assert verdict.culprits == {
-        1: "the ranks of pod job-1-0 on Kubernetes node host-1 fail among each other: no NVLink"
-    }
+    assert verdict.culprits == {1: "the ranks of pod job-1-0 on Kubernetes node host-1 fail on their own: no NVLink"}
 
 
 def test_a_slow_link_fails_only_below_the_required_bandwidth() -> None:
@@ -220,7 +218,7 @@ def start_node(job: Job, index: int, attempt: int = 0, FAULT: str = "", FAULTY: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["Fast"], indirect=True)
-def test_a_node_that_computes_wrong_ends_before_its_first_round(job: Job) -> None:
+def test_a_node_that_computes_incorrectly_ends_before_its_first_round(job: Job) -> None:
     start(job, "product", "job-1-0", group=False)
     assert job.wait_exit("job-1-0", 180) == 80, job.all_logs()
     end = job.end("job-1-0")

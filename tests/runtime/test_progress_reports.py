@@ -45,7 +45,7 @@ class Relay:
             client.close()
 
     def send(self, request: bytes) -> bytes:
-        """Send a request once more, and return the coordinator's response."""
+        """Send a recorded request again, and return the coordinator's response."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=10) as other:
             other.sendall(request)
             return b"".join(iter(lambda: other.recv(65536), b""))

@@ -56,7 +56,7 @@ def test_the_operator_reads_what_the_coordinator_writes() -> None:
         ({"world": 2**63}, f"report.world: must be a finite number of at most 64 bits, not {2**63}"),
     ],
 )
-def test_a_wrong_field_of_the_report_is_named(change: dict[str, Any], error: str) -> None:
+def test_a_wrong_field_of_the_report_is_refused_by_name(change: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError) as caught:
         Report.read({**a_report().write(), **change})
     assert str(caught.value) == error

@@ -56,7 +56,7 @@ def test_the_time_limit_for_a_place_begins_when_the_member_connects() -> None:
     assert world.ranks() == [0, 1]
 
 
-def test_nobody_waits_for_an_order_that_is_not_announced() -> None:
+def test_an_order_that_is_not_announced_delays_nothing() -> None:
     world = World(3)
     world.form(3)
     assert world.ranks() == [0, 1, 2] and world.report()["order"] == ""
@@ -151,7 +151,7 @@ def test_the_report_shows_the_current_order() -> None:
 @pytest.mark.parametrize(
     ("names", "why"),
     [
-        ([*pods(0, 1), "job-0-0"], "'job-0-0' is named twice"),
+        ([*pods(0, 1), "job-0-0"], "'job-0-0' is listed twice"),
         (pods(*range(MAX_PODS + 1)), f"pods: must be at most {MAX_PODS}, not {MAX_PODS + 1}"),
     ],
 )

@@ -140,7 +140,7 @@ def test_no_step_is_lost_with_the_coordinator(job: Job) -> None:
     assert report["incidents"][0]["id"] > 1_000_000
 
 
-def test_it_shrinks_at_once_and_grows_again(tmp_path: Path) -> None:
+def test_a_group_shrinks_at_once_and_grows_again(tmp_path: Path) -> None:
     with contextlib.closing(Job(tmp_path, mode="Fast", min_nodes=1)) as job:
         script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02", "--trap")
         job.start_coordinator()
@@ -175,7 +175,7 @@ def test_a_hang_is_detected_and_shown(job: Job) -> None:
     finish(job, "job-0-0", "job-1-0")
 
 
-def test_steps_without_an_optimizer_are_no_hang_until_every_rank_stands_still(job: Job) -> None:
+def test_steps_without_an_optimizer_are_not_a_hang_unless_all_ranks_stand_still(job: Job) -> None:
     script = (STEPS, "--steps", "1000", "--sleep", "0.05", "--hang-at", "200")
     job.start_coordinator("--hang-after", "2")
     job.start_node(0, *script)
@@ -358,7 +358,7 @@ test.
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM])
 def test_a_fork_server_killed_for_memory_ends_its_node_with_the_reason(job: Job, number: signal.Signals | None) -> None:
-    """This holds even if the launcher is asked to end before it has noticed the kill."""
+    """This holds even if the launcher is asked to stop before it has noticed the kill."""
     job.start_coordinator()
     prefix, options = (PYTHON, "-c", COUNTED), ("--nnodes=1", "--monitor-interval=1")
     path = os.pathsep.join((str(RUNTIME.parent), os.environ.get("PYTHONPATH", "")))

@@ -117,7 +117,7 @@ def test_a_communication_error_is_a_consequence_of_a_member_that_does_not_return
 
 
 def test_a_rank_that_left_is_a_consequence_of_a_member_that_does_not_return() -> None:
-    """Regression: the rank left with a node that was asked to end and had saved, but its exit
+    """Regression: the rank left with a node that was asked to stop and had saved, but its exit
     counted as a failure of the job.
     """
     world = second(2)

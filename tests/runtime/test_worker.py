@@ -212,7 +212,7 @@ def test_a_refusal_of_ddpjob_report_ends_like_a_refused_configuration(tmp_path: 
     env |= {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "DDPJOB_LAUNCHER_PID": str(os.getpid())}
     command = [sys.executable, "-u", str(WORKER), "--script", "refuse.py"]
     ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert ended.returncode == 78 and "would train a model of its own: write use_cpu=True" in ended.stderr
+    assert ended.returncode == 78 and "would train a separate model: write use_cpu=True" in ended.stderr
     assert json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["ddpjob_exit"] == 78
 
 
@@ -375,7 +375,7 @@ def test_an_extension_that_a_killed_rank_was_building_is_built_again(tmp_path: P
     if torch is None or torch.origin is None:
         pytest.skip("needs torch")
     script, lock = write(tmp_path, "builder.py", BUILDER), tmp_path / "lock"
-    write(tmp_path, "torch/__init__.py", "")  # The rest of it would take seconds.
+    write(tmp_path, "torch/__init__.py", "")  # Importing the rest of torch would take seconds.
     write(tmp_path, "torch/utils/__init__.py", "")
     shutil.copy(Path(torch.origin).parent / "utils" / "file_baton.py", tmp_path / "torch" / "utils")
 
@@ -418,7 +418,7 @@ STAYING = {
 
 
 def short_of_patience(folder: Path) -> str:
-    """Source of worker.py with a shorter time that a failed program's process may stay."""
+    """Return worker.py's source with a shorter time limit for the process of a failed program."""
     text = Path(WORKER).read_text()
     assert "STAY_SECONDS = 10.0" in text
     (folder / "worker.py").write_text(text.replace("STAY_SECONDS = 10.0", "STAY_SECONDS = 0.3"))

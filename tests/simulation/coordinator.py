@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 class CoordinatorProcess:
-    """One start of the coordinator. `ended(exit_code, message)` is called when it ends by
-    itself.
-    """
+    """One coordinator process. `ended(exit_code, message)` is called when it exits on its own."""
 
     def __init__(
         self, network: Network, pod: Pod, container: dict[str, Any], ended: Callable[[int, str], None], skew: float
@@ -123,7 +121,7 @@ class CoordinatorProcess:
     # ---- ends
 
     def stop(self, exit_code: int) -> None:
-        """End by itself, or by a signal that the process can handle."""
+        """Exit on its own, or on a signal that the process can handle."""
         if self.alive:
             self.kill()
             self._ended(exit_code, "")

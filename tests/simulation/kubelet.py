@@ -185,7 +185,7 @@ class Machines:
         exit code and a log.
         """
         self.saves = False
-        """Whether the script saves when it is asked to end."""
+        """Whether the script saves when it is asked to stop."""
         self.skew = 0.0
         self.slow_stop = 0.0
         self.on_pod: Callable[[Pod], None] = lambda pod: None
@@ -251,6 +251,12 @@ class Machines:
     def _schedule(self, pod: Pod) -> None:
         """Choose the ready host with the fewest pods, if possible not an avoided one."""
         if pod.removed or pod.deleting:
+            return
+        if pod.body["spec"].get("schedulingGates"):
+            message = "Scheduling is blocked due to non-empty scheduling gates"
+            condition = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": message}
+            pod.body["status"] = {"phase": "Pending", "conditions": [condition]}
+            self.clock.later(1.0, lambda: self._schedule(pod))
             return
         taken = sum(p.is_node and p.host is not NOWHERE and not p.ended and not p.removed for p in self.pods.values())
         ready = [h for h in self.hosts.values() if self._is_ready(h)]

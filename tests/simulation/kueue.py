@@ -1,8 +1,10 @@
-"""Kueue's part in a job's Workloads: one queue with a fixed quota, admission, eviction, and slices.
+"""Kueue's part in a job's Workloads: one queue with a fixed quota, admission, also in part,
+eviction, slices, and topology domains.
 
 As in Kueue 0.19, a replaced Workload is finished a moment before its slice is admitted. An evicted
-Workload keeps its
-quota until the job releases it. A finished Workload holds no quota.
+Workload keeps its quota until the job releases it. A finished Workload holds no quota. A pod with
+the gate of the topology gets the node selector of its domain, by its index, and then loses the
+gate.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ class Kueue:
         self.flavor = "default"
         simulation.cluster.serves_queues = True
         simulation.job_body["metadata"]["labels"] = {QUEUE_LABEL: "team", PRIORITY_LABEL: "normal"}
+        self.racks: list[str] = []
+        """The rack of each pod that is still to be admitted; empty for a queue without topology."""
         self._admitting: list[str] = []
         self._steps()
 
@@ -42,7 +46,14 @@ class Kueue:
         )
 
     def asked(self, workload: Json) -> int:
-        return int(workload["spec"]["podSets"][0]["count"])
+        """Number of pods of slots that the Workload asks for or, once admitted, that it got."""
+        admission = workload.get("status", {}).get("admission")
+        return int((admission["podSetAssignments"] if admission else workload["spec"]["podSets"])[0]["count"])
+
+    def additional(self) -> Json:
+        """Return the Workload that asks only for additional pods."""
+        [found] = [w for w in self.workloads().values() if "ddpjob.io/queue-additional" in w["metadata"]["labels"]]
+        return found
 
     def using(self) -> int:
         """Pods of slots for which the job holds quota."""
@@ -61,29 +72,59 @@ class Kueue:
             replaced = self.asked(old) if old and self.holds(old, "QuotaReserved") else 0
             if old is not None and self.holds(old, "Finished"):
                 replaced = 0
-            if name not in self._admitting and self.taken + self.using() - replaced + self.asked(workload) > self.pods:
+            room = self.pods - self.taken - self.using() + replaced
+            wanted, least = self.asked(workload), workload["spec"]["podSets"][0].get("minCount", 10**9)
+            if name not in self._admitting and wanted > room and (room < least or replaced):
                 self._set(workload, {"QuotaReserved": ("False", "Pending", "insufficient unused quota for cpu")})
             elif replaced and old is not None:
                 self._set(old, {"Finished": ("True", "WorkloadSliceReplaced", "replaced")})
                 self._admitting.append(name)
             else:
-                self._admit(workload)
+                self._admit(workload, wanted if name in self._admitting else min(wanted, room))
+        self._ungate()
 
-    def _admit(self, workload: Json) -> None:
+    def _admit(self, workload: Json, pods: int) -> None:
         sets = [
             {"name": s["name"], "count": s["count"], "flavors": {"cpu": self.flavor}}
             for s in workload["spec"]["podSets"]
         ]
+        sets[0]["count"] = pods
+        if self.racks:
+            roots, self.racks = self.racks[:pods], self.racks[pods:]
+            values = [{"individual": {"roots": roots}}]
+            one = {"domainCount": pods, "valuesPerLevel": values, "podCounts": {"universal": 1}}
+            sets[0]["topologyAssignment"] = {"levels": ["rack"], "slices": [one]}
         workload["status"]["admission"] = {"clusterQueue": "cluster-queue", "podSetAssignments": sets}
         met = ("True", "Admitted", "admitted")
         evicted = {"Evicted": ("False", "QuotaReserved", "")} if self.holds(workload, "Evicted") else {}
         self._set(workload, {"QuotaReserved": met, "Admitted": met, **evicted})
 
-    def evict(self) -> None:
-        """Revoke the quota for a job of a higher priority, which uses it at once."""
-        for workload in self.workloads().values():
-            if self.holds(workload, "QuotaReserved") and not self.holds(workload, "Finished"):
-                self._set(workload, {"Evicted": ("True", "Preempted", "preempted by a job of a higher priority")})
+    def _ungate(self) -> None:
+        """Give pods their domains, as Kueue's TopologyUngater does for pods with an index label."""
+        for pod in self.s.store.all("Pod"):
+            meta, spec = pod["metadata"], pod["spec"]
+            if {"name": "kueue.x-k8s.io/topology"} not in spec.get("schedulingGates", ()):
+                continue
+            workload = self.workloads()[meta["annotations"]["kueue.x-k8s.io/workload"]]
+            [asked] = [s for s in workload["spec"]["podSets"] if s["name"] == meta["labels"]["kueue.x-k8s.io/podset"]]
+            label = asked["topologyRequest"]["podIndexLabel"]
+            rank = int(meta["labels"][label]) - int(meta["annotations"].get("kueue.x-k8s.io/pod-index-offset", 0))
+            [assigned] = workload["status"]["admission"]["podSetAssignments"][:1]
+            [one] = assigned["topologyAssignment"]["slices"]
+            spec["nodeSelector"] = {
+                **spec.get("nodeSelector", {}),
+                "rack": one["valuesPerLevel"][0]["individual"]["roots"][rank],
+            }
+            spec["schedulingGates"] = []
+            self.s.store.changed("Pod", pod)
+
+    def evict(self, workload: Json | None = None) -> None:
+        """Revoke the quota, or one Workload's, for a job of a higher priority, which uses it at
+        once.
+        """
+        for one in self.workloads().values() if workload is None else [workload]:
+            if self.holds(one, "QuotaReserved") and not self.holds(one, "Finished"):
+                self._set(one, {"Evicted": ("True", "Preempted", "preempted by a job of a higher priority")})
 
     def _set(self, workload: Json, conditions: dict[str, tuple[str, str, str]]) -> None:
         known = {c["type"]: c for c in workload["status"].get("conditions", ())}

@@ -97,7 +97,7 @@ class Launcher:
 
     @property
     def obeys(self) -> bool:
-        """Whether the coordinator reaches the launcher and has not asked it to end, and the
+        """Whether the coordinator reaches the launcher and has not asked it to stop, and the
         launcher is not stuck.
 
         A stuck launcher may return from a partition and keep training until the coordinator gives
@@ -347,9 +347,7 @@ class Launcher:
             self._end_workers()
 
     def _end_workers(self) -> None:
-        """End the workers: SIGTERM, then SIGKILL after the grace period. Then this node is
-        ready.
-        """
+        """Stop the workers: SIGTERM, then SIGKILL after the grace period. Then this node is ready."""
         grace = self.grace if self.planned else DRAIN_GRACE[self.mode]
         seconds = 0.05 if self.workers == "finished" else min(grace, self.network.draw("drain"))
         self.workers = "ending"
@@ -370,7 +368,7 @@ class Launcher:
             self._later(0.1, lambda: self.send("stacks", **place, text=text, idle=idle))
 
     def _on_look(self, number: int) -> None:
-        """Answer a look: its rank has worked since the last one, unless it `stands_still`."""
+        """Answer a check: its rank has worked since the last one, unless it `stands_still`."""
         if self.working and self.place.get("round") == number:
             where = f'  File "train.py", line 7 in {self.stands_in}\n'
             look = {"rank": self.place["rank"], "text": where, "digest": self.stands_in, "seconds": 5.0, "bytes": 0}
@@ -380,7 +378,7 @@ class Launcher:
     # ---- faults of its workers
 
     def worker_ends(self, message: str, code: int = 1, *, oom: bool = False, init: bool = False) -> bool:
-        """End a worker by itself. Return False if there is none."""
+        """Let a worker exit on its own. Return False if there is none."""
         if self.workers != "running" or self.stuck or self.leaving:
             return False
         now = self._unix()
@@ -410,7 +408,7 @@ class Launcher:
         return True
 
     def finished(self) -> None:
-        """End all its workers with code 0."""
+        """Let all its workers exit with code 0."""
         if self.workers != "running" or self.stuck or self.leaving:
             return
         self.workers, self._idle_since = "finished", self.network.clock.now
@@ -436,7 +434,7 @@ class Launcher:
         self._later(self.network.draw("drain") + 0.3, lambda: self._exit(143, "Signal", "ended by SIGTERM"))
 
     def leave(self, code: int, kind: str, message: str) -> None:
-        """End by itself, together with its workers."""
+        """Exit on its own, together with its workers."""
         if not self.alive or self.leaving:
             return
         self.leaving = True

@@ -229,7 +229,7 @@ class Connection:
     def _heard_again(self) -> None:
         """Deliver the next heartbeat of a member that has been given up in the meantime."""
         if self.frozen_since is None and self.member is not None and self.member.given_up:
-            self.close_up("it is heard again and has to reconnect")
+            self.close_up("it responds again and must reconnect")
 
     def _silent(self, since: float, *, up: bool) -> None:
         if self.frozen_since != since:

@@ -69,6 +69,8 @@ class MemoryCluster:
     def __init__(self, clock: Clock, store: Store, machines: Machines, network: Network, chance: random.Random) -> None:
         self.clock, self.store, self.machines, self.network, self.random = clock, store, machines, network, chance
         self.platform = Platform(operator_key=b"key")
+        self.is_sole = False
+        """Whether the operator holds the namespace's Lease."""
         self.points = 0
         """Number of points so far. There is one before and one after every write."""
         self.is_repeated = False
@@ -156,6 +158,7 @@ class MemoryCluster:
             policy=policy_name(job, self.platform),
             has_policy=self.store.find("NetworkPolicy", policy_name(job, self.platform)) is not None,
             key_mark=self.platform.key_mark,
+            is_sole_operator=self.is_sole,
             has_token=self._token == self.platform.token_secret(job),
             receivers=frozenset({"team"}),
             offer=self.classes.offer(job),

@@ -185,7 +185,7 @@ class Simulation:
         self.store.delete("Pod", name)
 
     def end(self, name: str, exit_code: int, reason: str = "Error") -> None:
-        """End the launcher's process."""
+        """Terminate the launcher's process."""
         self.network.say(f"FAULT: the launcher of {name} ends with {exit_code} ({reason})")
         pod = self.pods[name]
         if pod.coordinator is not None and pod.launcher is None:
@@ -195,7 +195,7 @@ class Simulation:
             pod.launcher.crash(exit_code, reason, reason if reason == "OOMKilled" else "")
 
     def worker_fails(self, name: str, message: str = "ValueError: lunch", code: int = 1, **how: bool) -> bool:
-        """End a worker of the pod by itself. Return False if no worker of it trains."""
+        """Let a worker of the pod fail on its own. Return False if none of its workers trains."""
         launcher = self.pods[name].launcher
         if launcher is None or launcher.round is None or not self.training.runs(launcher.round):
             return False

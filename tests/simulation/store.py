@@ -48,7 +48,7 @@ class Store:
         self.version, self._objects = backup[0], deepcopy(backup[1])
 
     def all(self, kind: str) -> Iterator[Json]:
-        """The objects of a kind, in the order of their creation."""
+        """The objects of a kind, in creation order."""
         return iter(list(self._objects.get(kind, {}).values()))
 
     def find(self, kind: str, name: str, namespace: str = NAMESPACE) -> Json | None:

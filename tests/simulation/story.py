@@ -29,7 +29,7 @@ APART = 14.0
 certainly counts.
 """
 CALM_SECONDS = 900.0
-"""Seconds within which a job without faults must end."""
+"""How long a job without faults may take to finish, in seconds."""
 TAKES: dict[str, Pace] = {
     "calm": Pace(),
     "quick": Pace(
@@ -102,7 +102,7 @@ class Story:
         self.hung_until = -1.0
         self.healthy_since = 0.0
         self.own = 0
-        """Number of failures caused that are the job's own."""
+        """Number of caused failures that count as the job's own."""
         self.certain = 0
         self.replaced: set[str] = set()
         """Pods that were replaced for their failures. The last failure of each may not have
@@ -255,7 +255,7 @@ class Story:
         for pod in list(s.machines.pods.values()):
             pod.isolated = False
             if pod.launcher is not None and pod.launcher.stuck and not pod.removed:
-                s.force_delete(pod.name)  # somebody must: a finished group may wait for it without a limit
+                s.force_delete(pod.name)  # otherwise a finished group may wait for it without a limit
         s.network.changed()
         s.cluster.changed()
         if s.spec.get("runPolicy", {}).get("suspend"):
@@ -392,7 +392,7 @@ def _exit(t: Story) -> bool:
 
 
 def _exit_pair(t: Story) -> bool:
-    """End two pods at the same moment: one break, which counts once."""
+    """Terminate two pods at the same moment. This is one break, and counts once."""
     pods = [p for p in t.current() if not p.host.cut]
     if len(pods) < 2 or not t.s.status.get("progress"):
         return False
@@ -478,7 +478,7 @@ def _kubelet(t: Story) -> bool:
 
 
 def _agent(t: Story) -> bool:
-    """Let a health agent report a node of the job: for a moment, for long, or repeatedly."""
+    """Let a health agent report a node of the job: briefly, for a long time, or repeatedly."""
     hosts = [p.host for p in t.s.machines.pods.values() if p.running and not p.host.silent and not p.host.ill]
     if not hosts:
         return False
@@ -673,4 +673,4 @@ class AgentStory(Story):
 
 
 KINDS: dict[str, type[Story]] = {"": Story, "kubelets": KubeletStory, "agents": AgentStory}
-"""Story by the option of replay.py that plays it."""
+"""The kinds of story, by the options of replay.py that select them."""

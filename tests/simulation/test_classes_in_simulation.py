@@ -151,7 +151,7 @@ async def test_a_job_created_suspended_and_resumed_waits_for_its_missing_class()
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["there", "gone"])
-async def test_a_job_takes_the_class_that_it_names_although_nobody_saw_its_suspension(gone: bool) -> None:
+async def test_a_job_takes_its_class_although_its_suspension_was_not_observed(gone: bool) -> None:
     """The job is suspended, changed and resumed while no operator runs."""
     other = {"a100": {**H100, "spec": {"image": "team/other:1"}}}
     s = await classed(h100=H100, steps=200, **({} if gone else other)).begun()
@@ -193,10 +193,10 @@ async def test_a_pod_template_is_validated_together_with_its_class(suspended: bo
 @pytest.mark.parametrize(
     ("spec", "given", "says"),
     [
-        ({"nodes": 3, "spares": 1}, H100, "spec.nodes: 4 with the spares, and class h100 allows at most 3"),
+        ({"nodes": 3, "spares": 1}, H100, "spec.nodes: 4 including spares, but class h100 allows at most 3"),
         ({"image": "other/train:1"}, H100, "spec.image: other/train:1 is not one of the images"),
         ({"image": "team/other:1"}, {**H100, "fixed": ["image"]}, "spec.image: is set by class h100"),
-        ({}, {}, "spec.image: required, but neither the job nor class h100 names one"),
+        ({}, {}, "spec.image: required, but neither the job nor class h100 sets it"),
     ],
 )
 async def test_a_job_that_breaks_a_rule_of_its_class_fails_before_any_pod_is_created(
@@ -222,9 +222,9 @@ async def test_a_running_job_scaled_beyond_its_class_grows_up_to_the_limit() -> 
     assert s.phase == "Running" and len(s.status["slots"]) == 3 and s.status["restarts"]["counted"] == 0
     condition = conditions(s)["ClassApplied"]
     assert condition["reason"] == "ClassExceeded"
-    assert "spec.nodes: 8, and class h100 allows at most 3; lower nodes" in condition["message"]
+    assert "spec.nodes: 8, but class h100 allows at most 3; lower nodes" in condition["message"]
     [scaled] = [e.message for e in s.cluster.events if e.reason == "Scaled"]
-    assert scaled == "spec.nodes changed from 2 to 8, of which class h100 allows 3"
+    assert scaled == "spec.nodes changed from 2 to 8, but class h100 allows only 3"
     s.change_spec({"nodes": 2})
     await s.until(lambda: conditions(s)["ClassApplied"]["status"] == "True")
     await s.until_phase("Complete")

@@ -37,8 +37,8 @@ async def test_a_budget_of_zero_fails_with_the_first_failure_and_its_traceback()
     await s.until_phase("Failed")
     failed = conditions(s)["Failed"]
     assert failed["reason"] == "RestartBudgetSpent"
-    said = "WorkerFailed: ValueError: lunch (rank 0 in pod job-0-0 ended with exit code 1; 1 failure, recovery.max"
-    assert failed["message"].partition("\n")[0] == f"{said}Restarts is 0)", "the cause first, the budget last"
+    said = "WorkerFailed: ValueError: lunch (rank 0 in pod job-0-0 ended with exit code 1; 1 failure, but "
+    assert failed["message"].partition("\n")[0] == f"{said}recovery.maxRestarts is 0)", "cause first, budget last"
     assert "Traceback (most recent call last)" in failed["message"]
     assert "Traceback (most recent call last)" in next(
         e.message for e in s.cluster.events if e.reason == "RestartBudgetSpent"

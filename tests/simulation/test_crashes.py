@@ -373,8 +373,8 @@ async def test_the_operator_dies_at_every_second_point(scenario: Scenario) -> No
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 async def test_a_job_is_complete_although_its_finished_pods_were_removed_unseen(mode: str) -> None:
-    """The garbage collector of ended pods, or a cleaner, removes the pods. The coordinator still
-    runs and knows the result.
+    """The garbage collector for terminated pods, or a cleanup job, removes the pods. The
+    coordinator still runs and knows the result.
     """
     s = await Simulation({"recovery": {"mode": mode}}, steps=20).begun()
     s.advance(120)

@@ -1,5 +1,5 @@
-"""Gangs in simulated time: all or nothing at every start, and through losses, resizing, faults and
-crashes.
+"""Gangs in simulated time: all or nothing whenever a job starts, and through losses, resizing,
+faults and crashes.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ async def test_a_job_for_volcano_gets_a_gang_unless_its_pods_name_one() -> None:
         assert (hint in conditions(s)["Scheduled"]["message"]) is bool(wanted), "its scheduler has reported nothing"
     s = Simulation({"nodes": 2, "scheduling": {"schedulerName": "volcano", "gang": True}})
     await s.passes(3)
-    assert "no Volcano PodGroups in this cluster" in conditions(s)["Scheduled"]["message"] and not s.nodes()
+    assert "does not serve Volcano PodGroups" in conditions(s)["Scheduled"]["message"] and not s.nodes()
 
 
 @pytest.mark.parametrize("gang", [True, False])
@@ -219,7 +219,7 @@ async def test_a_group_that_cannot_train_releases_its_nodes_and_waits_as_a_gang(
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_need_for_room_that_nobody_has_destroys_no_only_copy(mode: str) -> None:
+async def test_an_impossible_need_for_room_destroys_no_only_copy(mode: str) -> None:
     """Regression: 30 s after a cordon, the only copy of a job's progress was deleted although no
     pod needed its node.
     """
@@ -268,7 +268,7 @@ async def test_a_scale_down_keeps_the_pod_with_the_only_copy() -> None:
     s.change_spec({"nodes": 1})
     await s.until_phase("Running")
     assert [p.name for p in bound(s)] == ["job-1-0"], "it trains alone"
-    assert "pod job-1-0 stays until another pod trains" in conditions(s)["Scheduled"]["message"]
+    assert "pod job-1-0 is kept until another pod trains" in conditions(s)["Scheduled"]["message"]
 
 
 async def test_yields_are_not_limited_by_the_length_of_the_history() -> None:
@@ -358,7 +358,7 @@ async def test_a_preempted_spare_interrupts_nothing() -> None:
     assert s.phase == "Running" and s.status["rendezvous"]["generation"] == 0 and len(bound(s)) == 2
 
 
-async def test_an_unscheduled_spare_replaces_nobody() -> None:
+async def test_an_unscheduled_spare_replaces_no_pod() -> None:
     s = WithGangs({"nodes": 2, "spares": 1, **FAST}, steps=10**6)
     s.machines.capacity = 2
     await s.until_phase("Running")

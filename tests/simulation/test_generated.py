@@ -1,5 +1,5 @@
-"""Jobs with any spec that the API server accepts and any status that somebody may have written. No
-reconcile raises.
+"""Jobs with any spec that the API server accepts and any status that another writer may have left.
+No reconcile raises.
 
 DDPJOB_GENERATED=20 tries 20 times as many jobs. A failure reports the number of its job, and
 `Maker(NUMBER)` generates it again.

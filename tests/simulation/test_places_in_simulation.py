@@ -138,7 +138,7 @@ async def test_a_short_silence_is_not_a_loss() -> None:
     assert reasons(s) == [("PeerLost", False)], "the group has restarted, once"
     (restart,) = s.status["restarts"]["recent"]
     assert restart["pod"] == "job-1-0" and restart["seconds"] > 0
-    assert restart["message"].startswith("the group lost pod job-1-0, which then came back: ")
+    assert restart["message"].startswith("the group lost pod job-1-0, which then reconnected: ")
     assert next(e.message for e in s.cluster.events if e.reason == "PeerLost").endswith("it restarts in its pod)")
     assert conditions(s)["Restarting"]["reason"] == "Recovered" and s.status["round"] == 1
 
@@ -151,7 +151,7 @@ async def test_a_deleted_node_object_is_a_loss_after_the_same_delay() -> None:
     await s.until(lambda: "job-1-0" not in s.pods)
     assert 20 <= s.now - began <= 23
     assert reasons(s) == [("NodeLost", False)]
-    assert s.status["restarts"]["recent"][0]["message"] == f"Kubernetes node {node} of pod job-1-0 is deleted"
+    assert s.status["restarts"]["recent"][0]["message"] == f"Kubernetes node {node} of pod job-1-0 has been deleted"
 
 
 async def test_out_of_service_is_believed_at_once() -> None:

@@ -62,7 +62,7 @@ async def test_a_coordinator_on_the_wrong_architecture_moves_uncounted(mode: str
     hosts = coordinator_hosts(s)
     assert hosts and len(set(hosts)) == len(hosts), "no host twice"
     message = s.status["restarts"]["recent"][0]["message"]
-    assert f"is not for Kubernetes node {hosts[0]}, its architecture or system" in message
+    assert f"is not for the architecture or operating system of Kubernetes node {hosts[0]}" in message
 
 
 @MODES

@@ -9,7 +9,7 @@ from .simulated import Simulation, conditions
 
 
 def defective(s: Simulation, *hosts: str) -> None:
-    """Make pods fail the preflight on these hosts. Without hosts, all pods pass."""
+    """Make pods fail the preflight on these hosts, or on all hosts if none are given."""
 
     def boot(pod: Pod) -> None:
         if pod.launcher is not None and (pod.node in hosts or not hosts):
@@ -45,7 +45,7 @@ async def test_a_pod_that_fails_the_preflight_is_replaced_elsewhere_uncounted(mo
     assert s.status["rendezvous"]["generation"] == 0, "the other pods stay"
 
 
-async def test_a_training_too_short_to_be_observed_has_passed_the_preflight() -> None:
+async def test_an_unobserved_short_training_has_passed_the_preflight() -> None:
     s = Simulation({"preflight": {"scope": "Node"}, "recovery": {"mode": "Fast"}}, steps=5)
     s.machines.favourite = {1: "n5"}
     defective(s, "n5")
@@ -76,7 +76,7 @@ async def test_a_preflight_that_every_pod_fails_fails_the_job() -> None:
     await s.until_phase("Failed")
     failed = conditions(s)["Failed"]
     assert failed["reason"] == "InitFailure"
-    assert failed["message"].startswith("no pod has passed: pod job-")
+    assert failed["message"].startswith("no pod has passed the preflight: pod job-")
     assert len([r for r in reasons(s) if r == ("PreflightFailed", False)]) >= 3
 
 

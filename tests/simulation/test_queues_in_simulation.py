@@ -416,6 +416,138 @@ async def test_a_job_that_names_this_operator_runs() -> None:
     await s.until_phase("Complete")
 
 
+# --- an elastic job, which may have a part of its nodes
+
+ELASTIC: Json = {"nodes": 4, "elastic": {"minNodes": 2}}
+
+
+def display(s: Simulation, shown: str) -> bool:
+    return bool(s.phase == "Running" and s.status["nodes"]["display"] == shown)
+
+
+async def test_an_elastic_job_starts_with_the_nodes_that_have_quota_and_grows_later() -> None:
+    s, kueue = queued(ELASTIC, pods=1, steps=10**6)
+    await s.passes(5)
+    assert s.phase == "Queued" and not s.pods
+    waits = conditions(s)["Suspended"]["message"]
+    assert waits == "waits in queue team for the quota of 4 pods, or at least 2: insufficient unused quota for cpu"
+    kueue.pods = 2
+    await s.until(lambda: display(s, "2/4"))
+    assert len(s.nodes()) == 2 and kueue.using() == 2
+    assert conditions(s)["Admitted"]["message"] == (
+        "cluster-queue has granted the quota of 2 pods; waits in queue team for the quota of 2 more pods: "
+        "insufficient unused quota for cpu"
+    )
+    for pods in (3, 4):
+        kueue.pods = pods
+        await s.until(lambda: display(s, f"{len(s.nodes())}/4") and kueue.using() == kueue.pods == len(s.nodes()))
+    assert conditions(s)["Admitted"]["reason"] == "Admitted" and len(kueue.workloads()) == 3
+    assert s.status["restarts"]["counted"] == 0 and s.status["rendezvous"]["generation"] == 0
+    assert {"job-0-0", "job-1-0"} <= s.pods.keys()
+    scaled = [e.message for e in s.cluster.events if e.reason == "Scaled"]
+    assert scaled[-1] == "the size changed from 3 nodes to 4 nodes; the queue has granted 4 pods"
+
+
+async def test_an_elastic_job_uses_quota_for_spares_as_nodes() -> None:
+    s, _ = await with_quota({**ELASTIC, "spares": 1}, pods=3, steps=10**6)
+    assert s.status["nodes"]["display"] == "3/4"
+
+
+async def test_an_elastic_job_that_loses_additional_quota_shrinks_and_keeps_training() -> None:
+    s, kueue = queued(ELASTIC, pods=2, steps=10**6)
+    await s.until(lambda: display(s, "2/4"))
+    kueue.pods = 4
+    await s.until(lambda: display(s, "4/4"))
+    first, added = [p.name for p in s.nodes()][:2], [p.name for p in s.nodes()][2:]
+    kueue.taken = 2
+    kueue.evict(kueue.additional())
+    held_while_pods_end = []
+    while any(name in s.pods and not s.pods[name].ended for name in added):
+        await s.one_pass()
+        held_while_pods_end.append(kueue.using())
+        s.advance(0.1)
+    assert set(held_while_pods_end) == {4}, "the pods still use it"
+    await s.until(lambda: display(s, "2/4") and kueue.using() == 2)
+    assert [p.name for p in s.nodes()] == first and s.status["restarts"]["counted"] == 0
+    assert "Evicted" not in events(s) and s.status["rendezvous"]["generation"] == 0
+    uid = kueue.additional()["metadata"]["uid"]
+    kueue.taken = 0
+    await s.until(lambda: display(s, "4/4"))
+    assert kueue.additional()["metadata"]["uid"] == uid, "it keeps its place in the queue"
+
+
+async def test_an_elastic_job_that_loses_its_first_quota_stops_and_starts_again() -> None:
+    s, kueue = queued(ELASTIC, pods=2, steps=10**6)
+    await s.until(lambda: display(s, "2/4"))
+    kueue.pods = 4
+    await s.until(lambda: display(s, "4/4"))
+    first = next(w for w in kueue.workloads().values() if w is not kueue.additional())
+    kueue.taken = 1
+    kueue.evict(first)
+    await s.until_phase("Queued")
+    await s.until(lambda: kueue.using() == 0)
+    assert "Evicted" in events(s) and not [p for p in s.nodes() if not p.ended]
+    await s.until(lambda: display(s, "3/4"))
+    assert first["metadata"]["uid"] in [w["metadata"]["uid"] for w in kueue.workloads().values()]
+
+
+async def test_a_smaller_elastic_job_releases_its_additional_quota_first() -> None:
+    s, kueue = queued(ELASTIC, pods=2, steps=10**6)
+    await s.until(lambda: display(s, "2/4"))
+    kueue.pods = 4
+    await s.until(lambda: display(s, "4/4"))
+    for nodes in (3, 2):
+        s.change_spec({"nodes": nodes})
+        await s.until(lambda: display(s, f"{nodes}/{nodes}") and kueue.using() == nodes == len(s.nodes()))  # noqa: B023
+    s.change_spec({"nodes": 1, "elastic": {"minNodes": 1}})
+    await s.until(lambda: display(s, "1/1") and kueue.using() == 1)
+    assert s.status["restarts"]["counted"] == 0 and s.status["rendezvous"]["generation"] == 0
+
+
+async def test_a_partial_grant_below_a_new_min_nodes_stops_the_job() -> None:
+    s, kueue = await with_quota(ELASTIC, pods=2, steps=10**6)
+    s.change_spec({"elastic": {"minNodes": 3}})
+    await s.until_phase("Queued")
+    await s.until(lambda: kueue.using() == 0)
+    assert conditions(s)["Suspended"]["message"].startswith(
+        "waits in queue team for the quota of 4 pods, or at least 3"
+    )
+
+
+# --- topology
+
+
+def racks(s: Simulation) -> list[str]:
+    """Return the rack of each slot's pod, by index."""
+    pods = sorted(s.nodes(), key=lambda pod: pod.index)
+    return [pod.body["spec"].get("nodeSelector", {}).get("rack", "") for pod in pods]
+
+
+async def test_pods_follow_the_topology_that_the_queue_assigns() -> None:
+    s, kueue = queued(ELASTIC, pods=3, steps=10**6)
+    kueue.racks = ["a", "a", "b", "c"]
+    await s.until(lambda: display(s, "3/4"))
+    assert racks(s) == ["a", "a", "b"]
+    s.force_delete("job-1-0")
+    await s.until(lambda: display(s, "3/4") and "job-1-1" in s.pods)
+    assert racks(s) == ["a", "a", "b"], "a replacement takes the place of the lost pod"
+    kueue.pods = 4
+    await s.until(lambda: display(s, "4/4"))
+    assert racks(s) == ["a", "a", "b", "c"]
+
+
+async def test_a_job_in_one_required_domain_does_not_grow_into_a_different_one() -> None:
+    template = {"metadata": {"annotations": {"kueue.x-k8s.io/podset-required-topology": "rack"}}}
+    s, kueue = queued({**ELASTIC, "podTemplate": template}, pods=2, steps=10**6)
+    await s.until(lambda: display(s, "2/4"))
+    [workload] = kueue.workloads().values()
+    assert workload["spec"]["podSets"][0]["topologyRequest"]["required"] == "rack"
+    kueue.pods = 4
+    await s.passes(10)
+    assert display(s, "2/4") and list(kueue.workloads().values()) == [workload]
+    assert "the job does not grow, because" in conditions(s)["Admitted"]["message"]
+
+
 # --- the operator's death
 
 
@@ -456,7 +588,26 @@ async def suspended_in_a_queue(s: Simulation) -> None:
     await s.resumed("Complete")
 
 
-SCENARIOS = [admitted_and_done, evicted_and_resumed, grown_while_admitted, suspended_in_a_queue]
+async def partly_admitted_then_grown_and_shrunk(s: Simulation) -> None:
+    s.training.steps = 120
+    s.change_spec({**ELASTIC, "nodes": 3})
+    kueue = Kueue(s, 2)
+    await s.until(lambda: display(s, "2/3"))
+    kueue.pods = 3
+    await s.until(lambda: display(s, "3/3"))
+    kueue.taken = 1
+    kueue.evict(kueue.additional())
+    await s.until(lambda: display(s, "2/3") and kueue.using() == 2)
+    kueue.taken = 0
+    await s.until_phase("Complete")
+    await s.passes(5)
+    assert kueue.using() == 0
+
+
+SCENARIOS = [
+    *(admitted_and_done, evicted_and_resumed, grown_while_admitted, suspended_in_a_queue),
+    partly_admitted_then_grown_and_shrunk,
+]
 
 
 @pytest.mark.slow

@@ -197,8 +197,8 @@ async def test_a_spare_evicted_during_a_restart_does_not_excuse_the_failure(mode
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 async def test_the_end_of_a_spare_that_has_taken_over_breaks_the_group(mode: str) -> None:
-    """This holds although the operator has not reconciled since: the pod keeps the label of a spare
-    until then.
+    """This holds although the operator has not reconciled since the takeover, so that the pod still
+    has a spare's label.
     """
     s = Simulation({"recovery": {"mode": mode}, "spares": 2}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +2")

@@ -164,7 +164,7 @@ async def test_lowering_the_budget_below_the_used_restarts_fails_the_job() -> No
     failed = conditions(s)["Failed"]
     assert failed["reason"] == "RestartBudgetSpent"
     assert failed["message"].startswith("WorkerFailed: ValueError: lunch (rank")
-    assert "; 2 failures, recovery.maxRestarts is 1)" in failed["message"]
+    assert "; 2 failures, but recovery.maxRestarts is 1)" in failed["message"]
 
 
 async def test_a_job_that_finished_before_its_deadline_is_complete_although_unseen() -> None:
@@ -248,7 +248,7 @@ async def test_a_job_that_times_out_before_its_start_reports_what_was_missing() 
     await s.until_phase("Failed")
     failed = conditions(s)["Failed"]
     assert failed["reason"] == "DeadlineExceeded"
-    assert "at the deadline: CreationRefused" in failed["message"]
+    assert "at the deadline, CreationRefused" in failed["message"]
     assert "exceeded quota: one" in failed["message"]
 
 
@@ -494,7 +494,7 @@ async def test_a_kept_claim_is_reused() -> None:
     other = {**kept, "metadata": {**kept["metadata"], "annotations": {mark: "another"}}}
     s.store.create("PersistentVolumeClaim", other)
     await s.settle()
-    assert "made from a different claimTemplate" in conditions(s)["Scheduled"]["message"] and not s.pods
+    assert "created from a different claimTemplate" in conditions(s)["Scheduled"]["message"] and not s.pods
     s.store.remove("PersistentVolumeClaim", s.store.get("PersistentVolumeClaim", "job-checkpoints"))
     s.store.create("PersistentVolumeClaim", kept)
     await s.until_phase("Complete")
@@ -544,7 +544,7 @@ async def test_a_claim_is_kept_if_the_spec_changed_to_keep_it(made_again: bool) 
     claim = s.store.get("PersistentVolumeClaim", "job-checkpoints")
     claim["metadata"]["ownerReferences"] = []
     if made_again:
-        await s.until(lambda: "made by this job from a different" in conditions(s)["Scheduled"]["message"])
+        await s.until(lambda: "created by this job from a different" in conditions(s)["Scheduled"]["message"])
         await resumed_with(s, named)
     await s.until_phase("Running")
     s.store.remove("DDPJob", s.job_body)

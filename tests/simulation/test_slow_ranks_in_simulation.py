@@ -73,4 +73,4 @@ async def test_a_rank_that_is_slow_on_every_host_moves_once() -> None:
     assert reasons(s) == [("SlowRank", False)]
     await passes(s, 320, step=10)
     assert reasons(s) == [("SlowRank", False)]
-    assert "the same rank was slow in a different place" in conditions(s)["RanksKeepPace"]["message"]
+    assert "the same rank was slow in a different pod" in conditions(s)["RanksKeepPace"]["message"]

@@ -22,5 +22,5 @@ def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Return the run folder of a training whose checkpoint folder is tmp_path."""
+    """Return the run folder of the training run whose checkpoint folder is tmp_path."""
     return tmp_path / "run"

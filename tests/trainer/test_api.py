@@ -40,14 +40,14 @@ def test_every_name_and_method_is_described() -> None:
                 assert inspect.getdoc(member), f"{name}.{inner}"
 
 
-def test_the_loop_of_the_trainer_is_no_part_of_it() -> None:
+def test_the_trainers_loop_is_not_part_of_the_api() -> None:
     """A custom script does not import strategies and reports."""
     code = "import sys, ddpjob_trainer.api; print(*(name for name in sys.modules if name.startswith('ddpjob_trainer')))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"ddpjob_trainer.train", "ddpjob_trainer.strategies", "ddpjob_trainer.model"} & set(loaded)
 
 
-def test_the_folder_is_the_job_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_that_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert api.CheckpointFolder.open(Group()).path == Path("checkpoints")
     monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(tmp_path / "job"))
@@ -63,7 +63,7 @@ def test_the_folder_is_the_job_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("setting", [{"load": "weights.pt"}, {"load_average": False}, {"load_except": ["fc.*"]}])
-def test_what_only_the_built_in_trainer_does_is_refused(
+def test_options_of_the_built_in_trainer_are_refused(
     setting: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -90,10 +90,10 @@ Pair = namedtuple("Pair", "a b")
         ({"rule": lambda step: step}, r"builtins.function at state\['rule'\]"),
     ],
 )
-def test_what_a_resume_could_not_read_is_not_saved(
+def test_a_state_that_a_resume_could_not_read_is_not_saved(
     more: dict[str, Any], where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise, each checkpoint of a training would be written, but torch.load would reject it
+    """Otherwise, each checkpoint of a training run would be written, but torch.load would reject it
     when it is needed.
     """
     monkeypatch.chdir(tmp_path)
@@ -105,7 +105,7 @@ def test_what_a_resume_could_not_read_is_not_saved(
     assert not list(checkpoints.path.glob("step-*"))
 
 
-def test_what_can_be_read_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_readable_state_survives_a_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -126,7 +126,7 @@ def test_what_can_be_read_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
     optimizer.load_state_dict(found["optimizer"])
 
 
-def test_numbers_with_which_a_rank_would_train_on_nothing_are_refused() -> None:
+def test_numbers_that_leave_a_rank_without_samples_are_refused() -> None:
     for numbers in ((2, 0), (2, 1), (-1, 2), (0, 0)):  # in the first two, rank and world are swapped
         with pytest.raises(ConfigError, match=r"Dealing: rank .* pass Dealing\(group.rank, group.world\)"):
             api.Dealing(*numbers)
@@ -140,7 +140,7 @@ def test_numbers_with_which_a_rank_would_train_on_nothing_are_refused() -> None:
             api.ElasticSampler(**settings)
 
 
-def test_an_evaluation_whose_count_is_wrong_is_no_result() -> None:
+def test_an_evaluation_with_a_wrong_count_is_refused() -> None:
     """If only 3 of 4 samples were counted, the top-5 accuracy could be 133 %."""
     accumulator = api.Accumulator(classes=3)
     accumulator.add(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))

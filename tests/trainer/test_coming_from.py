@@ -36,7 +36,7 @@ def test_the_page_has_rows() -> None:
 
 
 @pytest.mark.parametrize("command", OURS)
-def test_a_command_of_ours_is_understood(command: str) -> None:
+def test_a_ddpjob_command_on_the_page_is_valid(command: str) -> None:
     arguments = shlex.split(command.split("-m ddpjob_trainer ")[1])
     if arguments[0] in COMMANDS:
         arguments = arguments[2:]
@@ -46,7 +46,7 @@ def test_a_command_of_ours_is_understood(command: str) -> None:
     config.load(file, arguments[1:])
 
 
-def test_torchvisions_average_moves_as_far_in_a_step() -> None:
+def test_torchvisions_average_moves_by_the_same_amount_in_a_step() -> None:
     """torchvision's reference script (references/classification/train.py) adjusts the decay by
     ranks, batch, steps and epochs.
     """
@@ -56,7 +56,7 @@ def test_torchvisions_average_moves_as_far_in_a_step() -> None:
     assert 1 - read.optim.ema_decay == pytest.approx(moved, rel=0.01)
 
 
-def test_randaugment_is_as_strong_as_timms() -> None:
+def test_randaugment_has_the_strength_of_timms() -> None:
     """timm's levels range from 0 to 10, torchvision's from 0 to 30. timm's table gives the angle in
     degrees.
     """
@@ -71,8 +71,16 @@ def test_randaugment_is_as_strong_as_timms() -> None:
         assert float(found) == pytest.approx(abs(angle(level, {})[0]))
 
 
+@pytest.mark.parametrize("flag", ["bucket_cap_mb", "static_graph"])
+def test_an_option_that_ddp_leaves_alone_is_not_said_to_be_set(flag: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"'{flag}': there is no key for it; strategy=ddp leaves it at torch's default"
+    ):
+        config.load(None, [f"{flag}=50"])
+
+
 @pytest.mark.parametrize("flag", sorted(set(FLAGS) - OF_LAUNCHERS))
-def test_a_flag_of_theirs_is_answered(flag: str) -> None:
+def test_a_flag_of_another_tool_is_answered(flag: str) -> None:
     """A flag has an entry of its own, or is the last part of a key's name."""
     name = flag.lstrip("-").replace("-", "_")
     if not other_names.remark(flag):

@@ -112,7 +112,7 @@ def test_a_walk_of_1_2_3_1_ranks_ends_where_one_rank_does(alone: Path, tmp_path:
     assert 0 < distance(alone, tmp_path) < TOLERANCE, "another order of sums, and nothing else"
 
 
-def test_in_order_the_same_walk_is_equal_to_the_bit(alone: Path, tmp_path: Path) -> None:
+def test_in_order_the_same_walk_is_bit_identical(alone: Path, tmp_path: Path) -> None:
     walk(tmp_path, ORDERED)
     assert distance(alone, tmp_path) == 0
 
@@ -164,7 +164,7 @@ def test_a_run_dealt_by_samples_gets_micro_batches_once_they_are_in_order(tmp_pa
     assert saved[0] == 0 and saved[-1] == 2
 
 
-def test_in_order_a_gpu_computes_alike_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_order_a_gpu_computes_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     settings = config.load(None, ["ddp.ordered=true", "model.width=4"])
     before = torch.backends.cudnn.deterministic, torch.get_float32_matmul_precision()
@@ -251,7 +251,7 @@ def test_the_walk_shares_micro_batches_on_2_and_3_ranks() -> None:
         gradients_of_the_part,
     ],
 )
-def test_the_comparison_sees_a_defect(defect: Prepare, alone: Path, tmp_path: Path) -> None:
+def test_the_comparison_finds_a_defect(defect: Prepare, alone: Path, tmp_path: Path) -> None:
     walk(tmp_path, TIED, defect)
     assert distance(alone, tmp_path) > 10 * TOLERANCE
 

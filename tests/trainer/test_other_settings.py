@@ -41,14 +41,20 @@ def test_batch_world_and_epochs_may_change_at_any_resume(schedule: str, tmp_path
     assert verify(read([tmp_path / "run"])).epochs == dict.fromkeys(range(1, 5), SIZE)
 
 
-def test_the_steps_to_do_are_counted_with_the_batch_of_now(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_remaining_steps_are_counted_with_the_current_batch_size(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert [end.code for end in run(1, [*TINY, f"checkpoint.dir={tmp_path}"], prepare=stop_at(4))] == [75]
     folders = f"run folder {tmp_path}/run, checkpoints {tmp_path}"
-    assert f"1 rank on cpu: 16 steps to train; {folders}" in capfd.readouterr().out
+    first = capfd.readouterr().out.splitlines()[0]
+    model = "small_cnn with 1,270 parameters, in float32"
+    assert first == f"1 rank on cpu, {model}: 16 steps to train; {folders}"
     good(1, [*TINY, "data.batch=400", f"checkpoint.dir={tmp_path}"])
-    assert "resuming after step 4 of 10," in capfd.readouterr().out, (
-        "4 of 200, 2 of 400 in the first epoch, 4 in the next"
-    )
+    resumed = capfd.readouterr().out
+    assert "resuming after step 4 of 10," in resumed, "4 of 200, 2 of 400 in the first epoch, 4 in the next"
+    assert "changed since the checkpoint: data.batch 200 -> 400\n" in resumed
+    good(1, [*TINY, "data.batch=400", f"checkpoint.dir={tmp_path}"])
+    assert "changed since" not in capfd.readouterr().out
     assert metrics(tmp_path / "run", "end")[0]["step"] == 10
 
 
@@ -67,6 +73,12 @@ def test_fewer_epochs_than_were_trained(tmp_path: Path, capfd: pytest.CaptureFix
         in output
     )
     assert "resuming" not in output and "epoch 2/2: test" in output and "done: 2 epochs, 16 steps" in output, output
+
+
+def test_a_run_that_never_evaluates_ends_like_any_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    good(1, [*TINY, "train.eval_every=0", f"checkpoint.dir={tmp_path}"])
+    assert metrics(tmp_path / "run", "eval") == []
+    assert "done: 2 epochs, 16 steps, " in capfd.readouterr().out and (tmp_path / "step-000000016.pt").exists()
 
 
 def test_an_epoch_without_evaluation_is_not_evaluated_with_later_weights(tmp_path: Path) -> None:

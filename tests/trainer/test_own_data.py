@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from ddpjob_trainer import config
 from ddpjob_trainer.commands.check_ledger import read, verify
 from ddpjob_trainer.config.sections import DataConfig, OptimConfig
 from ddpjob_trainer.data import own
+from ddpjob_trainer.data.augment import CropAndFlip
+from ddpjob_trainer.data.batch_transform import BatchTransform
 from ddpjob_trainer.data.catalog import open_data
-from ddpjob_trainer.data.dataset import Batch, Targets
+from ddpjob_trainer.data.dataset import Batch, Normalize, Targets
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError, DataError, TrainerError
 from ddpjob_trainer.evaluation.accumulate import ValueAccumulator
@@ -127,8 +130,45 @@ def bytes_(folder):
     return ((X * 10).byte(), Y), ((X * 10).byte(), Y)
 
 
+PIXELS = torch.randint(256, (120, 3, 12, 16), generator=GENERATOR, dtype=torch.uint8)
+CLASSES = torch.arange(120) % 5
+
+
+class Pictures(torch.utils.data.Dataset):
+    """uint8 images with the channels last, as numpy arrays."""
+
+    def __init__(self, first, size):
+        self.first, self.size = first, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, number):
+        return PIXELS[self.first + number].permute(1, 2, 0).numpy(), CLASSES[self.first + number]
+
+
+def pictures(folder):
+    return Pictures(0, 90), Pictures(90, 30), 5
+
+
+def pixels(folder):
+    return (PIXELS[:90], CLASSES[:90]), (PIXELS[90:], CLASSES[90:]), 5
+
+
+def grey(folder):
+    return (PIXELS[:90, 0], CLASSES[:90]), (PIXELS[90:, 0], CLASSES[90:]), 5
+
+
 def other_test(folder):
     return (X, Y), (X[:, :3], Y)
+
+
+def same(images, labels, generator):
+    return 2 * images, labels
+
+
+def shares(images, labels, generator):
+    return 2 * images, nn.functional.one_hot(labels, 2).float()
 
 
 class Growing(Noisy):
@@ -277,7 +317,7 @@ def draws_of_the_process(rank: int) -> None:
     ],
     ids=["regression", "dataset"],
 )
-def test_it_trains_alike_on_1_2_3_1_ranks(keys: list[str], shown: set[str], defect: Any, tmp_path: Path) -> None:
+def test_own_data_trains_alike_on_1_2_3_1_ranks(keys: list[str], shown: set[str], defect: Any, tmp_path: Path) -> None:
     keys = [*KEYS, *keys]
     good(1, [*keys, f"checkpoint.dir={tmp_path / 'alone'}"])
     walk(tmp_path / "walk", keys)
@@ -290,7 +330,7 @@ def test_it_trains_alike_on_1_2_3_1_ranks(keys: list[str], shown: set[str], defe
     assert np.abs(np.array(numbers(tmp_path / "defect")) - alone).max() > 10 * TOLERANCE
 
 
-def test_a_regression_s_numbers_are_those_of_torch_on_any_number_of_parts() -> None:
+def test_the_numbers_of_a_regression_match_torch_on_any_number_of_parts() -> None:
     torch.manual_seed(0)
     scores, targets = torch.randn(20, 2), torch.randn(20, 2)
     for name, of_torch in (("mse", nn.MSELoss()), ("l1", nn.L1Loss()), ("huber", nn.HuberLoss())):
@@ -305,7 +345,7 @@ def test_a_regression_s_numbers_are_those_of_torch_on_any_number_of_parts() -> N
     assert found.accuracy is None and "accuracy" not in found.scalars()
 
 
-def test_binary_numbers_are_scikit_learn_s() -> None:
+def test_binary_numbers_match_scikit_learn() -> None:
     from sklearn.metrics import accuracy_score, f1_score
 
     torch.manual_seed(0)
@@ -318,7 +358,7 @@ def test_binary_numbers_are_scikit_learn_s() -> None:
     assert found.loss == pytest.approx(float(nn.BCEWithLogitsLoss()(scores, targets)))
 
 
-def test_an_evaluation_finds_targets_of_bce_that_are_no_probabilities() -> None:
+def test_an_evaluation_finds_targets_of_bce_that_are_not_probabilities() -> None:
     """The loss itself does not check its targets on an accelerator."""
     adding = ValueAccumulator(lambda scores, targets: scores[:, 0], decisions=True)
     adding.add(torch.randn(2, 1), torch.ones(2))
@@ -334,7 +374,7 @@ def test_scores_and_targets_of_one_value_are_not_broadcast() -> None:
     assert float(loss.sum(scores[:0], Batch(scores[:0], targets[:0]))) == 0
 
 
-def test_bce_of_classes_and_what_cannot_be_read() -> None:
+def test_bce_of_classes_with_unreadable_samples() -> None:
     scores, loss = torch.randn(3, 4), Loss(OptimConfig(loss="bce"))
     whole = loss.sum(scores, Batch(scores, torch.tensor([1, 3, -100]), unreadable=1))
     shares = torch.tensor([[0.0, 1, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]])
@@ -343,7 +383,7 @@ def test_bce_of_classes_and_what_cannot_be_read() -> None:
     assert loss.sum(scores, Batch(scores, shares)) > whole, "without any label, a sample still counts"
 
 
-def test_a_sample_draws_alike_in_each_process_and_nobody_else_notices() -> None:
+def test_a_samples_random_numbers_are_the_same_in_each_process_and_isolated() -> None:
     state = torch.get_rng_state(), random.getstate()
     data = [open_data(DataConfig(name="somebodys_data:noisy", workers=workers)) for workers in (0, 1)]
     assert torch.equal(state[0], torch.get_rng_state()) and state[1] == random.getstate()
@@ -365,7 +405,7 @@ def test_workers_share_no_file_that_a_dataset_opens_at_its_first_sample(tmp_path
     assert fingerprint == open_data(DataConfig(name="somebodys_data:lazy", dir=tmp_path, workers=0)).fingerprint()
 
 
-def test_nothing_of_the_look_at_the_first_samples_is_left(tmp_path: Path) -> None:
+def test_reading_the_first_samples_in_advance_leaves_nothing_behind(tmp_path: Path) -> None:
     np.arange(256.0).tofile(tmp_path / "numbers")
     others = set(multiprocessing.active_children())
     open_data(DataConfig(name="somebodys_data:lazy", dir=tmp_path, workers=2)).fingerprint()
@@ -377,7 +417,7 @@ def test_a_tensor_dataset_is_converted_as_its_tensors_would_be() -> None:
     assert batch.images.dtype is torch.float32 and batch.labels.dtype is torch.int64
 
 
-def test_numpys_arrays_and_numbers_are_taken_as_torchs() -> None:
+def test_arrays_and_numbers_of_numpy_are_treated_like_torch_tensors() -> None:
     """Regression: a pair of arrays was treated as a Dataset of two samples."""
     data = open_data(DataConfig(name="somebodys_data:arrays"))
     assert (data.train_size, data.shape, data.classes) == (101, (6,), 2)
@@ -395,13 +435,65 @@ def test_ragged_targets_and_objects_are_not_in_the_fingerprint() -> None:
     assert first.fingerprint() == again.fingerprint()
 
 
-def test_a_mistake_that_a_worker_meets_is_named_as_one_in_this_process_is() -> None:
+def test_a_mistake_in_a_worker_is_reported_like_one_in_this_process() -> None:
     data = open_data(DataConfig(name="somebodys_data:strange", workers=1))
     with pytest.raises(ConfigError, match=r"^data.name=somebodys_data:strange: the target of a sample of train is obj"):
         next(data.train_batches([[3, 70]], 0))
 
 
-def test_ranks_with_other_data_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["pictures", "pixels"])
+@pytest.mark.parametrize(("shift", "flip"), [(2, True), (0, True), (3, False)])
+def test_bytes_are_shifted_mirrored_and_normalized_like_cifar_images(name: str, shift: int, flip: bool) -> None:
+    """They stay bytes until the device has cropped them, whether in memory or read by workers."""
+    import somebodys_data
+
+    mean, std, numbers = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7), [5, 88, 0, 91]
+    keys = DataConfig(
+        name=f"somebodys_data:{name}", shift=shift, flip=flip, mean=mean, std=std, workers=1, seed=3, repeats=2
+    )
+    data = open_data(keys)
+    assert (data.shape, data.whole_numbers, data.train_size) == ((3, 12, 16), False, 90)
+    normalize = Normalize(255.0, mean, std, torch.device("cpu"))
+    of_cifar = CropAndFlip(somebodys_data.PIXELS[:90], 3, padding=shift, flip=flip, repeats=2)
+    for epoch in range(2):
+        batch = next(data.train_batches([numbers], epoch))
+        assert torch.equal(batch.images, normalize(of_cifar(torch.tensor(numbers), epoch)))
+        assert batch.labels.tolist() == [0, 3, 0, 1]
+    assert torch.equal(next(data.test_batches([[4]])).images, normalize(somebodys_data.PIXELS[94:95]))
+    assert next(data.train_batches([[]], 0)).images.shape == (0, 3, 12, 16)
+    plain = open_data(replace(keys, augment=False, repeats=1))
+    assert torch.equal(next(plain.train_batches([[91]], 0)).images, normalize(somebodys_data.PIXELS[1:2]))
+
+
+def test_grey_images_without_channels_have_one() -> None:
+    batch = next(open_data(DataConfig(name="somebodys_data:grey")).train_batches([[3, 5]], 0))
+    assert batch.images.shape == (2, 1, 12, 16) and -1 <= float(batch.images.min()) < 0 < float(batch.images.max()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "regression", "flip": True}, r"data.flip: needs uint8 images, but the inputs .* are torch.float32"),
+        ({"name": "pixels", "mean": (0.5,)}, r"data.mean=\[0.5\], .* have 3 channels; set a finite mean"),
+        ({"name": "pixels", "std": (1.0, 0.0, 1.0)}, r"and a std above 0 for each of them"),
+        ({"name": "pixels", "shift": 12}, r"data.shift=12: must be from 0 to 11 pixels"),
+    ],
+)
+def test_settings_that_do_not_suit_bytes_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_data(DataConfig(**{**keys, "name": f"somebodys_data:{keys['name']}"}))
+
+
+def test_a_transform_gets_no_unreadable_samples() -> None:
+    labels = torch.tensor([1, -100, 0])
+    batch = Batch(torch.ones(3, 1, 2, 2), labels, unreadable=1)
+    for name, expected in (("same", [1, -100, 0]), ("shares", [[0, 1], [0, 0], [1, 0]])):
+        found = BatchTransform(f"somebodys_data:{name}", torch.device("cpu"))(batch, 7)
+        assert found.labels.tolist() == expected and found.unreadable == 1
+        assert found.images.flatten(1).sum(1).tolist() == [8, 0, 8]
+
+
+def test_ranks_with_different_data_are_refused(tmp_path: Path) -> None:
     def change(rank: int) -> None:
         import somebodys_data
 
@@ -427,7 +519,7 @@ def test_ranks_with_other_data_are_refused(tmp_path: Path) -> None:
         ("somebodys_data:unnamed", r"returned no classes, .*; return \(train, test, classes\) with the number"),
         ("somebodys_data:flags", r"returned array\(\[ True, False\]\) as classes, .*; return \(train, test, classes\)"),
         ("somebodys_data:outside", r"the target of train\[100\] is outside 0..99; correct it"),
-        ("somebodys_data:bytes_", r"the input of a sample of train is torch.uint8; use .*x.float\(\) / 255"),
+        ("somebodys_data:bytes_", r"the input of a sample of train is torch.uint8; use .* for images uint8 of shape"),
         (
             "somebodys_data:other_test",
             r"the input of test\[0\] is torch.float32 of shape \(3,\), .* \(6,\); pad or crop",
@@ -435,12 +527,12 @@ def test_ranks_with_other_data_are_refused(tmp_path: Path) -> None:
         ("somebodys_data:endless", r"train is a .*iterator; provide a torch Dataset with __len__ and __getitem__"),
     ],
 )
-def test_mistakes_in_data_are_named_before_training(name: str, message: str) -> None:
+def test_mistakes_in_data_are_reported_before_training(name: str, message: str) -> None:
     with pytest.raises(TrainerError, match=message):
         open_data(DataConfig(name=name))
 
 
-def test_a_sample_of_another_shape_is_named() -> None:
+def test_a_sample_of_a_different_shape_is_reported() -> None:
     data = open_data(DataConfig(name="somebodys_data:growing", workers=0))
     with pytest.raises(DataError, match=r"the input of train\[60\] is torch.float32 of shape \(5,\), .*pad or crop"):
         next(data.train_batches([[3, 60]], 0))
@@ -470,7 +562,7 @@ def test_a_sample_of_another_shape_is_named() -> None:
         ([REGRESSION, "optim.loss=bce"], r"optim.loss=bce: a target is .*; use probabilities from 0 to 1"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_together_is_refused(keys: list[str], message: str, tmp_path: Path) -> None:
+def test_contradictory_options_are_refused(keys: list[str], message: str, tmp_path: Path) -> None:
     from ddpjob_trainer import train
 
     model = [] if REGRESSION in keys else ["model.name=small_cnn"]

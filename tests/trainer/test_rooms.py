@@ -92,7 +92,7 @@ def test_no_module_and_no_room_imports_itself_by_a_detour() -> None:
     assert circles(rooms(graph)) == [], f"these rooms import each other; {advice}"
 
 
-def test_a_lazy_circle_is_seen(tmp_path: Path) -> None:
+def test_a_lazy_import_cycle_is_found(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("from ddpjob_trainer import two\n")
     (tmp_path / "two.py").write_text("def f():\n    from ddpjob_trainer.one import g\n")
     (tmp_path / "three.py").write_text("COMMAND = ['-m', 'ddpjob_trainer.two']\n")

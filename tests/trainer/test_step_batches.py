@@ -92,7 +92,7 @@ def test_the_next_epochs_first_batch_is_asked_for_before_the_evaluation(
     assert at_evaluation == [1, 1], "epoch 0 is over, and batches of epoch 1 are asked for; then there is no other"
 
 
-def test_a_step_has_one_reduction_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_has_one_separate_reduction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks also agree on the number of unreadable images. They begin to do so before the last
     forward pass, which hides the exchange.
     """

@@ -16,8 +16,8 @@ from ddpjob.api.schema import object_schema
 
 @cache
 def _refusals(case: Case) -> tuple[Any, ...]:
-    """Return why ddpjob refuses a case. It is cached, because tests ask twice and a rule takes long
-    in Python.
+    """Return why ddpjob refuses a case. It is cached, because tests ask twice and a rule takes a
+    long time in Python.
     """
     *before, new = case.documents()
     return tuple(validate(new, *before))

@@ -169,7 +169,7 @@ def test_deep_nesting_is_refused() -> None:
 
 
 def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
-    assert f"{tmp_path}: is a folder; name a file" in _message(tmp_path)
+    assert f"{tmp_path}: is a folder; specify a file" in _message(tmp_path)
     assert _message(tmp_path / "missing.yaml").endswith("missing.yaml: does not exist")
     (tmp_path / "job.yaml").touch()
     assert "jb.yaml: does not exist; did you mean job.yaml?" in _message(tmp_path / "jb.yaml")
@@ -272,7 +272,7 @@ def test_a_number_beyond_64_bits_is_read_as_the_api_server_does() -> None:
     assert validate(manifest) == []
 
 
-def test_of_very_many_problems_the_first_are_shown_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_of_very_many_problems_are_shown_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[str] = []
     near = schema._near
 

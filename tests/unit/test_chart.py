@@ -74,22 +74,36 @@ def test_a_users_pod_cannot_add_others_series_to_prometheus() -> None:
 
 
 @needs_helm
-@pytest.mark.parametrize("upgrade", [False, True])
-def test_the_notes_work_without_the_checkout(upgrade: bool, tmp_path: Path) -> None:
-    template = (CHART / "templates" / "NOTES.txt").read_text()
-    if upgrade:  # Helm sets this for a release in a cluster. Here the test sets the condition.
-        shutil.copytree(CHART, tmp_path / "chart")
-        template = template.replace("if .Release.IsUpgrade", "if true")
-        (tmp_path / "chart" / "templates" / "NOTES.txt").write_text(template)
-    chart = tmp_path / "chart" if upgrade else CHART
-    notes = helm("install", "mine", str(chart), "--dry-run=client").partition("NOTES:")[2]
-    assert not re.search(r"(?:charts|examples|docs)/", notes)
-    assert ("helm show crds CHART --version" in notes) is upgrade
+def test_the_notes_of_an_installation_work_without_the_checkout() -> None:
+    notes = helm("install", "mine", str(CHART), "--dry-run=client").partition("NOTES:")[2]
+    assert not re.search(r"(?:charts|examples|docs)/", notes) and "helm show crds" not in notes
     assert "rollout status deployment/mine-operator" in notes
     found = re.search(r"kubectl apply --namespace one -f - <<END\n(.*?)\nEND\n", notes, flags=re.DOTALL)
     assert found is not None
     [manifest] = read_manifests(found[1].replace("IMAGE", "pytorch/pytorch"), "the notes")
     assert checked(manifest)["spec"]["module"] == "torch.utils.collect_env"
+
+
+@needs_helm
+@pytest.mark.parametrize("before", ["0.0.1", "", None])
+def test_the_notes_of_an_upgrade_ask_for_the_definition_if_the_chart_changed(
+    before: str | None, tmp_path: Path
+) -> None:
+    """Helm sets the condition for a release in a cluster. Here the test sets it, and the label of
+    the previous chart. None stands for a change of values alone.
+    """
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"] if before is None else before
+    previous = (
+        f'dict "metadata" (dict "labels" (dict "helm.sh/chart" "ddpjob-operator-{version}"))' if version else "dict"
+    )
+    shutil.copytree(CHART, tmp_path / "chart")
+    file = tmp_path / "chart" / "templates" / "NOTES.txt"
+    changed, lookups = re.subn(r'lookup "apps/v1" .* \(.*\)(?= })', previous, file.read_text())
+    assert lookups == 1
+    file.write_text(changed.replace(".Release.IsUpgrade", "true"))
+    notes = helm("install", "mine", str(tmp_path / "chart"), "--dry-run=client").partition("NOTES:")[2]
+    assert ("helm show crds CHART --version" in notes) is (before is not None)
+    assert "rollout status deployment/mine-operator" in notes and "Run a job" not in notes
 
 
 def test_the_charts_metadata_matches_the_definition() -> None:
@@ -232,8 +246,8 @@ def test_any_other_missing_value_is_reported(name: str) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ("metrics.port=8080", "metrics.port: 8080 is healthPort, too"),
-        ("healthPort=9090", "metrics.port: 9090 is healthPort, too"),
+        ("metrics.port=8080", "metrics.port: 8080 is also healthPort"),
+        ("healthPort=9090", "metrics.port: 9090 is also healthPort"),
         ("metrics.port=0,metrics.rules.enabled=true", "metrics.rules.enabled: metrics.port is 0"),
         (
             "networkPolicy.enabled=true,metrics.serviceMonitor.enabled=true",
@@ -244,8 +258,8 @@ def test_any_other_missing_value_is_reported(name: str) -> None:
     ],
 )
 def test_conflicting_values_are_reported(values: str, words: str) -> None:
-    """The operator would exit at each start with such values, for example with one port for two
-    servers.
+    """With such values, for example one port for two servers, the operator would exit whenever it
+    starts.
     """
     with pytest.raises(subprocess.CalledProcessError) as refused:
         template("--set", f"key.existingSecret=given,{values}")
@@ -293,7 +307,7 @@ def test_values_too_large_for_the_operators_environment_are_reported(values: Any
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(subprocess.CalledProcessError) as refused:
         template("--set", "key.existingSecret=given", "--values", str(tmp_path / "values.yaml"))
-    assert f"{name}: 1" in refused.value.stderr and "takes at most 100000" in refused.value.stderr
+    assert f"{name}: 1" in refused.value.stderr and "accepts at most 100000" in refused.value.stderr
 
 
 @needs_helm
@@ -649,7 +663,7 @@ def test_a_spread_constraint_replaces_the_default_and_selects_the_operator(tmp_p
         ("extraVolumeMounts", [{"name": "ca", "mountPath": "ca"}], "/extraVolumeMounts/0/mountPath"),
     ],
 )
-def test_a_value_of_pods_with_a_slip_is_named(value: str, given: Any, words: str) -> None:
+def test_a_mistake_in_a_value_of_pods_is_reported(value: str, given: Any, words: str) -> None:
     with pytest.raises(subprocess.CalledProcessError) as refused:
         template("--set", "key.existingSecret=given", "--set-json", f"{value}={json.dumps(given)}")
     assert words in refused.value.stderr

@@ -23,6 +23,7 @@ TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 REFERENCE = runpy.run_path(str(ROOT / "docs" / "generate_reference.py"))
 CLI = runpy.run_path(str(ROOT / "docs" / "generate_cli.py"))
 API = runpy.run_path(str(ROOT / "docs" / "generate_api.py"))
+TRAINER = runpy.run_path(str(ROOT / "docs" / "generate_trainer.py"))
 CHART = runpy.run_path(str(ROOT / "docs" / "generate_chart_readme.py"))
 
 CAMEL = re.compile(r"[A-Z][a-z]+(?:[A-Z][a-z]+)*|OOMKilled")
@@ -90,6 +91,12 @@ def test_the_programs_on_the_page_of_the_python_client_use_existing_names() -> N
             if isinstance(call.func, ast.Attribute) and getattr(call.func.value, "id", "") == "client":
                 given = {keyword.arg: None for keyword in call.keywords}
                 inspect.signature(getattr(Client, call.func.attr)).bind(None, *call.args, **given)
+
+
+def test_the_pages_of_the_trainer_have_its_keys_and_its_limits() -> None:
+    assert TRAINER["KEYS"].read_text() == TRAINER["render_keys"](), "run: python docs/generate_trainer.py"
+    page = TRAINER["TRAINER"].read_text()
+    assert TRAINER["page"](page) == page, "run: python docs/generate_trainer.py"
 
 
 def documented_commands(text: str) -> set[str]:
@@ -213,7 +220,7 @@ def pages() -> list[Path]:
 
 
 SITE_WORDS, README_WORDS = 50_000, 1_500
-GENERATED_PAGES = {"cli.md", "metrics.md", "reference.md"}
+GENERATED_PAGES = {"cli.md", "metrics.md", "reference.md", "trainer-keys.md"}
 
 
 def count_words(text: str) -> int:
@@ -330,7 +337,10 @@ EXPLAINED = (
         )
     ),
     *(f"runtime/ddpjob_pod/{module}.py" for module in ("own_work", "stragglers")),
-    *(f"trainer/ddpjob_trainer/{module}.py" for module in ("data/sampler", "model/shared_parts")),
+    *(
+        f"trainer/ddpjob_trainer/{module}.py"
+        for module in ("config/strategy_limits", "data/sampler", "model/shared_parts")
+    ),
 )
 """Modules that hold a policy or an algorithm."""
 

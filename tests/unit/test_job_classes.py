@@ -62,7 +62,7 @@ def test_fields_that_a_class_may_set_have_no_default_that_could_look_like_the_jo
         ({"spec": {"notify": {}}}, r"c\.spec\.notify\.receiver: required"),
         (
             {"spec": {"podTemplate": {"spec": {"tolerationz": []}}}},
-            r"c\.spec\.podTemplate\.spec\.tolerationz: there is no",
+            r"c\.spec\.podTemplate\.spec\.tolerationz: no such field",
         ),
         ({"spec": {"podTemplate": {"spec": {"hostname": "x"}}}}, r"c\.spec\.podTemplate\.spec\.hostname: belongs to"),
         ({"spec": []}, r"c\.spec: must be a mapping"),
@@ -73,10 +73,10 @@ def test_fields_that_a_class_may_set_have_no_default_that_could_look_like_the_jo
         ({"limits": {"maxNodes": True}}, r"c\.limits\.maxNodes"),
         ({"limits": {"maxPods": 3}}, r"c\.limits: must be a mapping of maxNodes"),
         ({"limits": {"images": ["*"]}}, r"c\.limits\.images='\*'"),
-        ({"queue": "a/b"}, r"c\.queue: 'a/b' is not a valid name"),
+        ({"queue": "a/b"}, r"c\.queue: 'a/b' is not a valid LocalQueue name"),
         ({"image": "x"}, r"c\.image: unknown; the fields are"),
         ([], r"c: must be a mapping"),
-        ({"spec": {"podTemplate": {"metadata": {"annotations": {"a": "x" * LARGEST_CLASS}}}}}, r"c: larger than"),
+        ({"spec": {"podTemplate": {"metadata": {"annotations": {"a": "x" * LARGEST_CLASS}}}}}, r"c: must be at most"),
     ],
 )
 def test_a_faulty_class_is_reported_at_the_operators_start(given: Any, says: str) -> None:
@@ -241,8 +241,8 @@ def test_equal_classes_have_equal_marks_and_different_ones_different_marks() -> 
             {"fixed": ["scheduling.priorityClassName"]},
             "spec.scheduling.priorityClassName: jobs of class c may not set it; remove it, or ask the platform team",
         ),
-        ({"nodes": 2, "spares": 1}, {"limits": {"maxNodes": 2}}, "spec.nodes: 3 with the spares, and class c allows"),
-        ({"gpusPerNode": 8}, {"limits": {"maxGpusPerNode": 4}}, "spec.gpusPerNode: 8, and class c allows at most 4"),
+        ({"nodes": 2, "spares": 1}, {"limits": {"maxNodes": 2}}, "spec.nodes: 3 including spares, but class c allows"),
+        ({"gpusPerNode": 8}, {"limits": {"maxGpusPerNode": 4}}, "spec.gpusPerNode: 8, but class c allows at most 4"),
         (
             {},
             {"limits": {"images": ["reg/team:1", "reg/ok/*"]}},
@@ -261,12 +261,12 @@ def test_equal_classes_have_equal_marks_and_different_ones_different_marks() -> 
                 },
             },
             {"limits": {"maxGpusPerNode": 4}},
-            "spec.gpusPerNode: 8, and class c",
+            "spec.gpusPerNode: 8, but class c",
         ),
         (
             {"gpusPerNode": 0, "gpuResource": "example.com/none", "resources": {"limits": {"nvidia.com/gpu": 8}}},
             {"limits": {"maxGpusPerNode": 4}},
-            "spec.gpusPerNode: 8, and class c",
+            "spec.gpusPerNode: 8, but class c",
         ),
         (
             {
@@ -276,7 +276,7 @@ def test_equal_classes_have_equal_marks_and_different_ones_different_marks() -> 
                 },
             },
             {"limits": {"maxGpusPerNode": 2}},
-            "spec.gpusPerNode: 3, and class c",
+            "spec.gpusPerNode: 3, but class c",
         ),
         ({"script": None, "command": ["x"]}, {"spec": {"preflight": {}}}, "spec.preflight: preflight cannot be used"),
     ],
@@ -312,7 +312,7 @@ def test_gpus_of_init_containers_count_as_kubernetes_counts_them(init: list[Any]
     spec = {"image": "i", "gpusPerNode": 8, "podTemplate": {"spec": {"initContainers": made}}}
     found = problems_of(spec, {"limits": {"maxGpusPerNode": 8}})
     assert found == (
-        () if gpus == 8 else (f"spec.gpusPerNode: {gpus}, and class c allows at most 8; lower gpusPerNode",)
+        () if gpus == 8 else (f"spec.gpusPerNode: {gpus}, but class c allows at most 8; lower gpusPerNode",)
     )
 
 

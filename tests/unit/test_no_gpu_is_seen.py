@@ -17,7 +17,7 @@ def conftest(request: pytest.FixtureRequest) -> Any:
     return request.config.pluginmanager.get_plugin(str(TESTS / "conftest.py"))
 
 
-def test_torch_can_be_hidden_as_if_it_was_not_installed(conftest: Any) -> None:
+def test_torch_can_be_hidden_as_if_it_were_not_installed(conftest: Any) -> None:
     finder = conftest.Without(frozenset({"json", "none"}))
     assert [finder.find_spec(name) for name in ("json", "json.decoder", "none")] == [None] * 3
     assert finder.find_spec("jsonschema").name == "jsonschema"

@@ -101,7 +101,7 @@ def test_an_evaluation_between_steps_is_not_work_of_a_step() -> None:
     assert 0.01 <= own < 0.5 and step - own >= 0.03
 
 
-def test_few_steps_are_kept_for_the_next_look() -> None:
+def test_few_steps_are_kept_for_the_next_check() -> None:
     optimizer = object()
     clock = clock_of((0.01, 0.0), (0.01, 0.0), first=optimizer)
     assert clock.take() is None

@@ -206,8 +206,8 @@ def opened(
 
 @dataclass
 class Job:
-    """A training whose incarnations are killed at random, with the conditions that each start must
-    fulfill.
+    """A training run whose incarnations are killed at random, with the conditions that must hold
+    after each restart.
     """
 
     folder: Callable[[int], Path]
@@ -306,7 +306,7 @@ class Job:
 
 
 def torment(folder: Callable[[int], Path], seed: int) -> None:
-    """Kill the incarnations of one training at random points. Raises AssertionError."""
+    """Kill the incarnations of one training run at random points. Raises AssertionError."""
     chance = random.Random(seed)
     job = Job(folder, chance, chance.choice((2, 3)), bool(seed % 2), later=seed % 4 == 2)
     for node in range(job.nodes):
@@ -553,7 +553,7 @@ def test_a_node_without_room_receives_the_state_and_says_what_it_needs(
     assert Group(4, 2).run(train) == [(0, 2, True, None)] * 2 + [(1, 0, True, None)] * 2
 
 
-def test_a_sharded_state_ends_where_a_neighbours_part_has_no_room(
+def test_a_sharded_state_is_not_kept_if_a_neighbours_part_has_no_room(
     nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = SnapshotStore.room
@@ -569,7 +569,7 @@ def test_a_sharded_state_ends_where_a_neighbours_part_has_no_room(
 
 
 @pytest.mark.parametrize("fault", ["missing", "a file", "none"])
-def test_training_goes_on_without_a_usable_volume(
+def test_training_continues_without_a_usable_volume(
     fault: str, nodes: Callable[[int], Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = {"missing": nodes(0) / "missing", "a file": nodes(0) / "file", "none": None}[fault]

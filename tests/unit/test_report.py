@@ -64,7 +64,7 @@ class Scalar:
         return self
 
 
-def test_figures_are_sent_under_the_protocol_s_names(posted: list[dict[str, Any]]) -> None:
+def test_figures_are_sent_under_the_protocols_names(posted: list[dict[str, Any]]) -> None:
     ddpjob_report.report(
         epoch=2, epochs=9, step=7, steps=70, loss=Scalar(0.25), accuracy=Decimal("0.5"), samples_per_second=3, eta=1.5,
         learning_rate=1e-3,
@@ -79,7 +79,7 @@ def test_figures_are_sent_under_the_protocol_s_names(posted: list[dict[str, Any]
     assert progress.check(json.loads(json.dumps(figures))) == figures
 
 
-def test_what_no_status_can_hold_is_unknown(posted: list[dict[str, Any]]) -> None:
+def test_numbers_that_no_status_can_hold_are_unknown(posted: list[dict[str, Any]]) -> None:
     ddpjob_report.report(loss=float("nan"), step=10**400, accuracy=float("inf"), epoch=None, other=2.0**63)
     assert posted == [{"loss": None, "step": None}]
     ddpjob_report.report(accuracy=float("nan"))
@@ -89,7 +89,7 @@ def test_what_no_status_can_hold_is_unknown(posted: list[dict[str, Any]]) -> Non
 
 @pytest.mark.parametrize("value", ["0.5", b"1", True, [1.0], {}, object(), Scalar(1.0, elements=3), 1j])
 @pytest.mark.parametrize("name", ["loss", "accuracy", "learning_rate"])
-def test_what_is_no_number_is_refused_by_name(name: str, value: Any, posted: list[dict[str, Any]]) -> None:
+def test_values_that_are_not_numbers_are_refused_by_name(name: str, value: Any, posted: list[dict[str, Any]]) -> None:
     with pytest.raises(TypeError, match=rf"^ddpjob_report\.report: {name} must be a number or a tensor of one element"):
         ddpjob_report.report(**{name: value})
     assert not posted
@@ -105,7 +105,7 @@ def test_metrics_are_bounded(posted: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_torch_s_numbers_are_figures(posted: list[dict[str, Any]]) -> None:
+def test_numbers_of_torch_are_figures(posted: list[dict[str, Any]]) -> None:
     torch = pytest.importorskip("torch")
     loss = (torch.ones(1, requires_grad=True) * 0.5).sum()
     ddpjob_report.report(loss=loss, step=torch.tensor(3), accuracy=torch.tensor([0.25], dtype=torch.float16))
@@ -139,7 +139,7 @@ def program(text: str, folder: Path, *words: str, **env: str) -> subprocess.Comp
     )  # fmt: skip
 
 
-def test_outside_of_a_job_it_changes_nothing(tmp_path: Path) -> None:
+def test_report_changes_nothing_outside_of_a_job(tmp_path: Path) -> None:
     text = """
 import signal, sys, threading
 import ddpjob_report
@@ -187,7 +187,7 @@ def test_the_checkpoint_folder_of_a_job_is_not_created(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_framework_s_handler_is_replaced_and_a_child_is_ended_by_sigterm() -> None:
+def test_a_frameworks_handler_is_replaced_and_children_end_on_sigterm() -> None:
     called: list[int] = []
     assert not ddpjob_report.should_stop()
     signal.signal(signal.SIGTERM, lambda *_: called.append(1))
@@ -205,7 +205,7 @@ def test_a_framework_s_handler_is_replaced_and_a_child_is_ended_by_sigterm() -> 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(("given", "taken"), [(180, 180), (1, 30)])
-def test_ranks_wait_as_long_for_an_answer_as_the_script_lets_them(given: int, taken: int) -> None:
+def test_ranks_wait_for_an_answer_for_the_time_that_the_script_sets(given: int, taken: int) -> None:
     """The other ranks wait in should_stop() while rank 0 evaluates for an hour. Values below
     torch's default are not used.
     """
@@ -222,7 +222,7 @@ def test_ranks_wait_as_long_for_an_answer_as_the_script_lets_them(given: int, ta
 
 
 @pytest.mark.usefixtures("fresh")
-def test_in_another_thread_it_says_that_it_cannot_listen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_in_another_thread_says_that_it_cannot_listen(capsys: pytest.CaptureFixture[str]) -> None:
     answers: list[bool] = []
     for _ in range(2):
         thread = threading.Thread(target=lambda: answers.append(ddpjob_report.should_stop()))
@@ -257,7 +257,7 @@ def test_the_newest_whole_checkpoint_is_resumed_from(
     assert "set spec.storage.checkpoints to a volume that every node sees" in capsys.readouterr().err
 
 
-def test_what_a_framework_logs_is_read_as_far_as_it_is_a_figure() -> None:
+def test_numbers_that_a_framework_logs_are_read() -> None:
     logged = {"loss": Scalar(0.5), "mode": "text", "flag": True, "many": Scalar(1.0, elements=3), "n" * 200: 1}
     assert resume.figures(logged) == {"loss": 0.5, "n" * 100: 1}
     assert len(resume.figures({str(i): i for i in range(1000)})) < protocol.MAX_FIGURES
@@ -355,7 +355,7 @@ class LightningModule:
         self.automatic_optimization = automatic
 
 
-def test_lightning_s_separate_validation_is_no_progress(
+def test_lightnings_separate_validation_is_not_reported_as_progress(
     posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     callback = imitated_lightning(monkeypatch).DDPJobCallback()
@@ -367,7 +367,7 @@ def test_lightning_s_separate_validation_is_no_progress(
 
 
 @pytest.mark.parametrize(("url", "copied"), [("s3://models/runs", [("stopped-step=45.ckpt", 45)]), ("", [])])
-def test_what_lightning_saves_as_it_leaves_is_in_the_bucket(
+def test_a_checkpoint_that_lightning_saves_before_leaving_is_in_the_bucket(
     url: str, copied: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The pod's disk ends with the pod, and no code of the script runs afterwards that could copy
@@ -406,7 +406,7 @@ def test_lightning_leaves_between_optimizer_steps(
 
 
 @pytest.mark.parametrize("steps", [-1, float("inf")])
-def test_data_whose_length_lightning_does_not_know_have_no_steps(
+def test_data_whose_length_lightning_does_not_know_has_no_steps(
     steps: float, posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The length of an IterableDataset is -1."""
@@ -441,7 +441,7 @@ def test_more_figures_of_a_step_do_not_make_it_faster() -> None:
     assert measured(first, {"step": 10, "loss": 0.5}) == {"step": 10, "loss": 0.5}
 
 
-def test_of_no_steps_there_is_no_time_left() -> None:
+def test_without_steps_there_is_no_time_left() -> None:
     assert measured({"step": 10, "steps": 100}, {"step": 20, "steps": 100})["eta"] == 8.0
     for steps in (0, -1, None):
         assert "eta" not in measured({"step": 10, "steps": steps}, {"step": 20, "steps": steps})
@@ -486,7 +486,7 @@ def test_the_epoch_that_runs_is_shown_to_its_end(
 @pytest.mark.parametrize(
     ("max_steps", "epoch", "warned"), [(5000, 5.0, "2.50"), (1250, 5.0, "10.00"), (2505, 5.0, ""), (2500, 4.998, "")]
 )
-def test_a_trainer_that_continues_in_another_epoch_says_so(
+def test_a_trainer_that_continues_in_a_different_epoch_reports_it(
     max_steps: int, epoch: float, warned: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The Trainer divides its step count by the current number of steps per epoch, which depends on
@@ -536,7 +536,7 @@ class Accelerator:
         self.loaded = Path(folder).name
 
 
-def test_accelerate_s_checkpoints_are_kept_apart_from_what_others_put_beside_them(
+def test_accelerates_checkpoints_are_kept_apart_from_other_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, accelerator = imitated(monkeypatch, "accelerate", "accelerate.tracking:GeneralTracker"), Accelerator()
@@ -553,7 +553,7 @@ def test_accelerate_s_checkpoints_are_kept_apart_from_what_others_put_beside_the
     assert module.resume(accelerator, tmp_path) == 20 and accelerator.loaded == "accelerate-step-20"
 
 
-def test_ranks_that_would_each_train_a_model_of_their_own_are_refused(
+def test_ranks_that_would_each_train_a_separate_model_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Accelerate (and so Hugging Face's Trainer) forms no group on CPUs unless it is configured to,
@@ -574,7 +574,7 @@ def test_ranks_that_would_each_train_a_model_of_their_own_are_refused(
     monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for remedy, call in calls:
-        with pytest.raises(RuntimeError, match=rf"job's 2 ranks would train a model of its own: .*{remedy}"):
+        with pytest.raises(RuntimeError, match=rf"job's 2 ranks would train a separate model: .*{remedy}"):
             call()
     assert not any(tmp_path.iterdir())
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -586,7 +586,7 @@ def test_ranks_that_would_each_train_a_model_of_their_own_are_refused(
         call()
 
 
-def test_what_a_killed_save_of_accelerate_s_has_left_goes_with_the_next_one(
+def test_leftovers_of_a_killed_accelerate_save_are_removed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each pod that is killed while it saves leaves one, as large as a checkpoint and with a
@@ -600,7 +600,7 @@ def test_what_a_killed_save_of_accelerate_s_has_left_goes_with_the_next_one(
     assert [path.name for path in tmp_path.iterdir()] == ["accelerate-step-20"]
 
 
-def test_accelerate_must_not_choose_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_must_not_choose_a_different_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = imitated(monkeypatch, "accelerate", "accelerate.tracking:GeneralTracker")
     named = pytest.raises(ValueError, match="set automatic_checkpoint_naming=False in ProjectConfiguration")
     with named:
@@ -629,7 +629,7 @@ def written(path: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name != "time"} for row in rows]
 
 
-def test_what_is_reported_is_kept_as_curves(curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reported_metrics_are_kept_as_curves(curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ddpjob_report.report(step=7.0, steps=70, epoch=1, loss=0.5, accuracy=0.25, event=9, lr=0.1, samples_per_second=30)
     assert written(curves) == [
         {"event": "start", "step": 7, "world": 3},
@@ -647,7 +647,7 @@ def test_what_is_reported_is_kept_as_curves(curves: Path, monkeypatch: pytest.Mo
     assert len(curves.read_text().splitlines()) == 6
 
 
-def test_figures_without_a_step_are_no_curve_and_wait_for_one(curves: Path) -> None:
+def test_figures_without_a_step_are_held_until_there_is_one(curves: Path) -> None:
     ddpjob_report.report(loss=1)
     ddpjob_report.report(accuracy=0.5)
     time.sleep(0.05)
@@ -668,7 +668,7 @@ def test_a_script_that_runs_long_writes_fewer_lines(curves: Path, monkeypatch: p
     assert len(rows) <= 2
 
 
-def test_a_folder_that_cannot_be_written_costs_the_curves_alone(
+def test_an_unwritable_folder_costs_only_the_curves(
     curves: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     curves.parent.write_text("a file of the script's own")

@@ -78,7 +78,7 @@ def test_a_copy_is_found_by_a_pod_on_another_node(
     assert (there / "snapshot.pt").read_text() == "weights of 10"
 
 
-def test_a_folder_of_files_comes_back_as_it_was(
+def test_a_folder_of_files_is_restored_unchanged(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     checkpoint = tmp_path / "pod" / "checkpoint-20"
@@ -123,7 +123,7 @@ def test_a_folder_of_parts_is_copied_where_rank_0_has_all_of_them(
     assert [entry.step for entry in bucket.entries()] == [22, 20]
 
 
-def test_what_is_replaced_or_removed_after_the_call_is_copied_as_it_was(
+def test_files_replaced_or_removed_after_the_call_are_copied_unchanged(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     held, publish = threading.Event(), Bucket.publish
@@ -156,7 +156,7 @@ def test_a_script_may_change_its_folder_while_a_copy_is_made(
     assert [path.name for path in (tmp_path / "pod").iterdir()] == ["snapshot.pt"]
 
 
-def test_what_is_written_in_place_while_it_is_copied_does_not_become_a_checkpoint(
+def test_a_file_modified_during_its_copy_does_not_become_a_checkpoint(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     import ddpjob_bucket.stored as module
@@ -180,7 +180,7 @@ def test_what_is_written_in_place_while_it_is_copied_does_not_become_a_checkpoin
 
 
 @pytest.mark.slow
-def test_all_ranks_get_the_same_although_an_old_upload_completes_meanwhile(
+def test_all_ranks_get_the_same_copy_although_an_old_upload_completes(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "10"), 10, wait=True)
@@ -212,7 +212,7 @@ def test_ranks_that_begin_at_once_agree(bucket: Bucket) -> None:
     assert found == [None] * 8 and len({one.term for one in ranks}) == 1
 
 
-def test_a_node_s_ranks_fetch_it_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_ranks_of_a_node_fetch_a_copy_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "10"), 10, wait=True)
     there = on_another_node(monkeypatch, tmp_path, "there")
     fetched, fetch = [], Bucket.fetch
@@ -227,7 +227,7 @@ def test_a_node_s_ranks_fetch_it_once(bucket: Bucket, monkeypatch: pytest.Monkey
     assert found is not None and found.read_text() == "10"
 
 
-def test_a_folder_without_locks_is_named(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_without_locks_is_reported(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "10"), 10, wait=True)
     start(monkeypatch, 1)
     monkeypatch.setattr(fcntl, "flock", without_locks)
@@ -239,7 +239,7 @@ def without_locks(file: object, operation: int) -> None:
     raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
-def test_what_was_fetched_in_part_before_a_kill_does_not_stay(
+def test_a_partial_download_before_a_kill_is_removed(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Otherwise a group that restarts repeatedly would fill the pod's disk."""
@@ -254,10 +254,10 @@ def test_what_was_fetched_in_part_before_a_kill_does_not_stay(
     assert not list(there.glob("*.tmp")) and not list(there.glob(".*.tmp"))
 
 
-def test_a_damaged_copy_is_named_with_what_to_delete(
+def test_a_damaged_copy_is_reported_with_the_objects_to_delete(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Regression: the damaged copy was downloaded five times, and every start failed."""
+    """Regression: the damaged copy was downloaded five times, and the job could not start."""
     for step in (10, 20):
         ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", f"weights of {step}"), step, wait=True)
     [data] = (tmp_path / "store").glob("data/*-000000020-*/snapshot.pt")
@@ -273,7 +273,7 @@ def test_a_damaged_copy_is_named_with_what_to_delete(
     assert found is not None and found.read_text() == "weights of 10"
 
 
-def test_a_start_whose_place_is_not_known_says_which_variable_is_wrong(
+def test_a_start_in_an_unknown_round_reports_the_wrong_variable(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, wrong in (("FENCE", "3"), ("FENCE", "3.4.5"), ("GENERATION", "one")):
@@ -284,13 +284,15 @@ def test_a_start_whose_place_is_not_known_says_which_variable_is_wrong(
             ddpjob_report.restore_checkpoint()
 
 
-def test_the_newest_few_stay(bucket: Bucket, tmp_path: Path) -> None:
+def test_only_the_newest_copies_are_kept(bucket: Bucket, tmp_path: Path) -> None:
     for step in range(1, 7):
         ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", str(step)), step, keep=2, wait=True)
     assert [entry.step for entry in bucket.entries()] == [6, 5]
 
 
-def test_the_figures_travel_with_the_script_s(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_figures_about_copies_are_sent_with_those_of_the_script(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     sent: list[dict[str, Any]] = []
     monkeypatch.setattr(link, "post", sent.append)
     before = time.time()
@@ -316,7 +318,7 @@ def test_without_a_bucket_the_folder_itself_keeps_it(monkeypatch: pytest.MonkeyP
     assert ddpjob_report.restore_checkpoint() is None
 
 
-def test_a_note_that_cannot_be_read_is_no_start_from_scratch(tmp_path: Path) -> None:
+def test_an_unreadable_note_does_not_cause_a_start_from_scratch(tmp_path: Path) -> None:
     """Regression: every rank treated the note as missing, and the script overwrote its
     checkpoint.
     """
@@ -342,9 +344,7 @@ def umask() -> int:
     return before
 
 
-def test_a_note_that_finds_no_room_leaves_the_one_before_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_note_without_room_leaves_only_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path / "pod", "1")
     ddpjob_report.copy_checkpoint(path, 1)
 
@@ -359,7 +359,7 @@ def test_a_note_that_finds_no_room_leaves_the_one_before_and_nothing_else(
     assert sorted(entry.name for entry in (tmp_path / "pod").iterdir()) == [copies.RECORD, "other.pt", "snapshot.pt"]
 
 
-def test_a_job_that_gets_a_bucket_on_one_machine_continues_from_what_its_folder_has(
+def test_a_job_that_gets_a_bucket_on_one_machine_continues_from_its_folder(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Regression: the job started from scratch, in the folder from which it had promised to
@@ -388,14 +388,14 @@ def test_a_job_that_gets_a_bucket_on_one_machine_continues_from_what_its_folder_
         ({"step": 1, "keep": 0}, "keep must be"),
         ({"step": 1, "path": None}, "path must be a path, not None"),
         ({"step": 1, "path": "/no/such"}, "path /no/such does not exist"),
-        ({"step": 1, "path": "/"}, "path / holds all checkpoints"),
+        ({"step": 1, "path": "/"}, "path / contains all checkpoints"),
         (
             {"step": 1, "path": "/proc/self/status"},
             r"path /proc/self/status is not in checkpoint_dir\(\), which is /.*/pod",
         ),
     ],
 )
-def test_wrong_arguments_are_named(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_invalid_arguments_are_reported(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises((TypeError, ValueError), match=said):
         ddpjob_report.copy_checkpoint(**{"path": tmp_path, **arguments})
 
@@ -454,22 +454,24 @@ def test_a_script_ends_when_its_last_copy_is_complete(bucket: Bucket) -> None:
     assert bucket.entries() == [Stored(1, 9)]
 
 
-def test_without_its_last_copy_a_script_does_not_end_well(bucket: Bucket) -> None:
+def test_a_script_without_its_last_copy_fails(bucket: Bucket) -> None:
     done = ends("60", "0.2")
     assert done.returncode == 1 and "the job must not end without it" in done.stderr
     assert bucket.entries() == []
 
 
-def test_a_script_that_removes_its_last_copy_does_not_end_well_and_at_once(bucket: Bucket) -> None:
+def test_a_script_that_removes_its_last_copy_fails_at_once(bucket: Bucket) -> None:
     began = time.monotonic()
     done = ends("1", "600", "removes")
     assert done.returncode == 1 and "will not be copied" in done.stderr and "must not end without it" in done.stderr
     assert done.stderr.count("warning") == 1 and time.monotonic() - began < 60 * slowness()
 
 
-def test_who_leaves_waits_as_long_as_the_grace_period_allows(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: the rank ended by the pod's SIGKILL or, if a different pod was asked to end, ten
-    minutes later with exit code 1.
+def test_a_leaving_script_waits_as_long_as_the_grace_period_allows(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the rank was killed with its pod or, if a different pod was asked to stop, exited
+    with code 1 ten minutes later.
     """
     monkeypatch.setenv("DDPJOB_GRACE_SECONDS", "5.2")
     done = ends("60", "600", "leaves")

@@ -46,7 +46,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Collect (step, source) of each start, as reported."""
+    """Collect the (step, source) that is reported at each start."""
     said: list[tuple[int, str]] = []
 
     def post(figures: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ def survives(
     assert not Path(os.environ["DDPJOB_SNAPSHOT_FOLDER"], "restored").exists(), "training has loaded it"
 
 
-def test_hugging_face_s_trainer_continues_from_memory(
+def test_hugging_faces_trainer_continues_from_memory(
     tmp_path: Path, job: Callable[[], None], starts: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")

@@ -296,7 +296,7 @@ def test_a_wrong_step_is_refused_inside_of_a_job_and_outside(
     kept.take(torch.tensor(5))  # a whole number of a different type
 
 
-def test_a_loop_that_ignores_what_was_restored_is_refused(job: Callable[[], None]) -> None:
+def test_a_loop_that_ignores_the_restored_step_is_refused(job: Callable[[], None]) -> None:
     kept = Snapshots(model=line())
     kept.take(7)
     del kept
@@ -365,13 +365,13 @@ class FullyShardedDataParallel(nn.Linear):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("use", "kind", "said"),
     [
-        (lambda: Snapshots(), TypeError, r"name what it keeps: Snapshots\(model=model, optimizer=optimizer\)"),
-        (lambda: Snapshots(line()), TypeError, "name what it keeps"),
+        (lambda: Snapshots(), TypeError, r"pass what it keeps, as in Snapshots\(model=model, optimizer=optimizer\)"),
+        (lambda: Snapshots(line()), TypeError, "pass what it keeps"),
         (lambda: Snapshots(model=line(), steps=3), TypeError, "steps needs state_dict.*a int lacks them; leave it out"),
         (
             lambda: Snapshots(model=line(), data=torch.utils.data.DataLoader([1])),
             TypeError,
-            "data needs .* a DataLoader lacks them; skip the first batches yourself, or take torchdata's",
+            "data needs .* a DataLoader lacks them; skip the first batches yourself, or use torchdata's",
         ),
         (
             lambda: Snapshots(model=line(), odd=Unsaved()).take(1),
@@ -381,7 +381,7 @@ class FullyShardedDataParallel(nn.Linear):  # type: ignore[misc]
         (
             lambda: Snapshots(optimizer=ZeroRedundancyOptimizer(line().parameters(), lr=0.1)),
             TypeError,
-            r"optimizer is sharded over the ranks \(ZeRO\).*save it by torch.distributed.checkpoint",
+            r"optimizer is sharded over the ranks \(ZeRO\).*save it with torch.distributed.checkpoint",
         ),
         (
             lambda: Snapshots(model=nn.Sequential(FullyShardedDataParallel(1, 1))),
@@ -391,12 +391,12 @@ class FullyShardedDataParallel(nn.Linear):  # type: ignore[misc]
         (
             lambda: (Snapshots(model=line()), Snapshots(model=line())),
             RuntimeError,
-            "there is one already, and both would write to the same memory; give all objects to one",
+            "one exists already, and both would write to the same memory; pass all objects to one",
         ),
     ],
 )
-def test_a_wrong_use_is_told_its_remedy(use: Callable[[], Any], kind: type[Exception], said: str) -> None:
-    first = Snapshots(model=line()) if "one already" in said else None
+def test_a_wrong_use_is_reported_with_the_remedy(use: Callable[[], Any], kind: type[Exception], said: str) -> None:
+    first = Snapshots(model=line()) if "one exists already" in said else None
     with pytest.raises(kind, match=said):
         use()
     del first
@@ -413,11 +413,11 @@ def test_a_model_that_was_sharded_afterwards_is_refused_at_the_first_step(job: C
 @pytest.mark.parametrize(
     ("objects", "said"),
     [
-        ({"net": line()}, "memory has the state of model, and not of net; give the same objects as before the restart"),
+        ({"net": line()}, "memory has the state of model, but not of net; give the same objects as before the restart"),
         ({"model": nn.Linear(2, 2)}, "does not fit model: .*size mismatch.*or set recovery.snapshots: none"),
     ],
 )
-def test_objects_that_have_changed_are_named(objects: dict[str, Any], said: str, job: Callable[[], None]) -> None:
+def test_objects_that_have_changed_are_reported(objects: dict[str, Any], said: str, job: Callable[[], None]) -> None:
     kept = Snapshots(model=line())
     kept.take(1)
     del kept
@@ -433,13 +433,13 @@ def test_ranks_need_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
         Snapshots(model=line())
 
 
-def test_ranks_that_give_different_objects_are_told(memory: Path) -> None:
+def test_ranks_that_give_different_objects_are_refused(memory: Path) -> None:
     def work(rank: int) -> str:
         with pytest.raises(ValueError) as caught:
             Snapshots(model=line(), **({"average": line()} if rank == 0 else {}))
         return str(caught.value)
 
-    told = "ddpjob_report.Snapshots: the ranks must give the same names, and they give average, model or model"
+    told = "ddpjob_report.Snapshots: the ranks must give the same names, but they give average, model or model"
     assert [said.split(";")[0] for said in ranks(2, 2, memory, 0, work)] == [told] * 2
 
 
@@ -484,7 +484,7 @@ def test_a_framework_gets_a_checkpoint_of_the_state_in_memory_before_it_has_a_gr
 
 
 @pytest.mark.parametrize("without", [0, 1])
-def test_a_framework_s_pods_of_different_specs_agree(memory: Path, without: int) -> None:
+def test_a_frameworks_pods_with_different_specs_agree(memory: Path, without: int) -> None:
     """The pod without a folder started before or after a change to recovery.snapshots. Rank 0's pod
     decides.
     """

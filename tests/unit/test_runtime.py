@@ -73,7 +73,7 @@ def test_a_pod_does_not_list_the_files_of_the_runtime() -> None:
     assert volume == {"name": "ddpjob-runtime", "configMap": {"name": JOB.status.runtime, "defaultMode": 0o555}}
 
 
-def test_the_archive_runs_itself_and_the_worker_beside_it(mount: Path) -> None:
+def test_the_archive_runs_itself_and_the_worker_next_to_it(mount: Path) -> None:
     """The coordinator starts the store by a path, and torchrun starts the workers by one."""
     words = "import sys; sys.path[:0] = sys.argv[1:]; import ddpjob_runtime as it; print(it.PROGRAM, it.WORKER)"
     found = python("-c", words, f"{mount}/ddpjob_runtime")
@@ -195,7 +195,7 @@ def constants(path: str) -> dict[str, Any]:
         ("runtime/ddpjob_runtime/worker.py", "EXIT_STEPPED_ASIDE"),
     ],
 )
-def test_exit_codes_are_the_protocol_s(path: str, name: str) -> None:
+def test_exit_codes_match_the_protocol(path: str, name: str) -> None:
     """The trainer and the worker's entry point do not import the protocol."""
     assert constants(path)[name] == getattr(protocol, name)
 

@@ -70,7 +70,7 @@ def test_a_larger_state_takes_the_place_of_a_smaller_one(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"x" * HEADER_BYTES, b"ddpjob:1" + b"\xff" * 60])
-def test_a_damaged_file_is_no_state(damage: bytes, tmp_path: Path) -> None:
+def test_a_damaged_file_is_not_a_state(damage: bytes, tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path)
     keep(store, 1)
     (tmp_path / "all.1").write_bytes(damage)
@@ -244,7 +244,7 @@ def test_a_higher_step_of_an_older_round_is_passed_over() -> None:
     assert choose({0: [cut_off], 1: [others]}, [ALL]) == others.moment
 
 
-def test_of_a_sharded_state_every_part_must_be_held() -> None:
+def test_every_part_of_a_sharded_state_must_be_held() -> None:
     def part(rank: int, step: int) -> Held:
         return Held(f"{rank}of2", Moment((0, 0), step), 9)
 
@@ -254,7 +254,7 @@ def test_of_a_sharded_state_every_part_must_be_held() -> None:
     assert choose({0: [part(0, 8), part(1, 8)]}, parts) == Moment((0, 0), 8), "the neighbour has a copy"
 
 
-def test_parts_of_one_step_and_different_incarnations_are_no_state() -> None:
+def test_parts_of_one_step_but_different_incarnations_are_not_a_state() -> None:
     def part(rank: int, step: int, round_: int) -> Held:
         return Held(f"{rank}of2", Moment((0, round_), step), 9)
 
@@ -285,7 +285,7 @@ def test_a_part_goes_to_its_rank_from_the_neighbour() -> None:
 
 
 @given(st.lists(st.builds(Held, st.sampled_from([ALL, "3of16"]), MOMENTS, st.integers(0, 2**40))), st.none() | MOMENTS)
-def test_an_inventory_comes_back(held: list[Held], made: Moment | None) -> None:
+def test_an_inventory_survives_a_round_trip(held: list[Held], made: Moment | None) -> None:
     assert decode(encode(held, made)) == (held, made)
 
 

@@ -104,7 +104,7 @@ def test_a_mistake_in_a_workflow_is_found(actionlint: Path, tmp_path: Path, old:
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
-def test_what_a_workflow_names_exists(workflow: Path) -> None:
+def test_everything_that_a_workflow_names_exists(workflow: Path) -> None:
     text = "\n".join(texts(yaml.safe_load(workflow.read_text())))
     assert missing_paths(text) == []
     assert unknown_targets(text) == []
@@ -136,7 +136,7 @@ def test_the_oldest_python_of_the_tests_is_the_oldest_supported() -> None:
 
 
 @pytest.mark.parametrize("name", ["dependabot.yml", "ISSUE_TEMPLATE/bug.yml", "ISSUE_TEMPLATE/feature.yml"])
-def test_the_forms_are_yaml_and_name_what_exists(name: str) -> None:
+def test_the_forms_are_yaml_and_name_only_existing_things(name: str) -> None:
     text = "\n".join(texts(yaml.safe_load((ROOT / ".github" / name).read_text())))
     assert missing_paths(text) == []
 
@@ -205,7 +205,7 @@ def test_a_second_person_can_be_required_for_all_that_publishes() -> None:
     assert {name for name, job in RELEASE.items() if job.get("environment") == "release"} == writing
 
 
-def test_no_job_with_an_identity_runs_the_project_s_code() -> None:
+def test_no_job_with_an_identity_runs_the_projects_code() -> None:
     """A dependency that runs during the build could sign or attest anything."""
     for name, rights in RIGHTS.items():
         code = [
@@ -218,7 +218,7 @@ def test_no_job_with_an_identity_runs_the_project_s_code() -> None:
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
-def test_no_workflow_installs_what_no_lock_file_names(workflow: Path) -> None:
+def test_workflows_install_only_packages_from_lock_files(workflow: Path) -> None:
     installs = re.findall(r"^.*\b(?:pip3?|uv|pipx) install\b.*$", workflow.read_text(), flags=re.MULTILINE)
     assert [line for line in installs if not re.search(r"--require-hashes .*-r locks/\w+\.txt", line)] == []
     assert len(installs) == (2 if workflow.stem == "release" else 0)
@@ -229,7 +229,7 @@ def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", *settings, *words], cwd=folder, check=True, capture_output=True)
 
 
-def test_a_tag_beside_main_is_not_released(tmp_path: Path) -> None:
+def test_a_tag_outside_main_is_not_released(tmp_path: Path) -> None:
     origin, checkout = tmp_path / "origin", tmp_path / "checkout"
     origin.mkdir()
     git(origin, "init")
@@ -302,5 +302,5 @@ def test_a_release_is_verified_by_the_commands_of_the_page(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("fails", ["verify ghcr.io/acme/trainer", "oci://ghcr.io/acme/operator", ".whl", "inspect"])
-def test_what_cannot_be_verified_fails_the_release(tmp_path: Path, fails: str) -> None:
+def test_a_failed_verification_fails_the_release(tmp_path: Path, fails: str) -> None:
     assert verified(tmp_path, fails)[0] != 0

@@ -1,6 +1,6 @@
 """The parts that make your own training loop exact on any number of ranks (docs/own-scripts.md).
 
-They belong only to the trainer. Every script reports and exits through `ddpjob_report`.
+These parts belong only to the trainer. Every script reports and exits through `ddpjob_report`.
 """
 
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder

@@ -56,7 +56,7 @@ def write_all(file: IO[bytes], content: bytes | memoryview) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder, so that the names in it survive a power failure."""
+    """Sync a folder, so that the names of its files survive a power failure."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -36,7 +36,7 @@ class CheckpointError(TrainerError):
 class FencedError(CheckpointError):
     """A newer incarnation of the job owns the checkpoint folder, so this process must end.
 
-    Whether to restart is up to the newer incarnation.
+    The newer incarnation decides whether to restart.
     """
 
 
@@ -85,7 +85,7 @@ def exit_code(error: BaseException) -> int:
 
 
 class StartRefused(SystemExit):
-    """Ends the program with `code`, because it cannot start as configured.
+    """Raised to end the program with `code`, because it cannot start as configured.
 
     The error's message appears in the job's status.
     """

@@ -1,28 +1,42 @@
-"""Loads users' functions that the configuration names as `package.module:function`."""
+"""Loads users' functions and classes that the configuration names as `package.module:name`."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Sequence
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.errors import ConfigError, TrainerError, first_line
+
+_OTHERS = (f"{Path(__file__).parent}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
+"""Where code is not the user's: this package and Python's library. Others are in site-packages."""
 
 
 def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..., Any]:
-    """Return the function named by `key`.
+    """Return the function or class named by `key`.
 
-    `kinds` lists other words that may precede the colon in that key, for a better hint. Raises
+    `kinds` lists other words that may precede the colon in that key. They improve the hint. Raises
     ConfigError with the remedy.
     """
     where, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        near = difflib.get_close_matches(where, kinds, n=1)
-        hint = f"did you mean {near[0]}:{attribute}?" if near else "put its folder on PYTHONPATH (in a job: its image)"
-        raise ConfigError(f"{key}={name}: {error}; {hint}") from error
+    if not where or not attribute:
+        raise ConfigError(f"{key}={name}: must be package.module:name")
+    with explain(key, name, f"an import of {where}"):
+        try:
+            module = importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            if not f"{where}.".startswith(f"{error.name}."):  # The module exists, but not one that it imports.
+                raise
+            near = difflib.get_close_matches(where, kinds, n=1)
+            hint = (
+                f"did you mean {near[0]}:{attribute}?" if near else "put its folder on PYTHONPATH (in a job: its image)"
+            )
+            raise ConfigError(f"{key}={name}: {error}; {hint}") from error
     found = getattr(module, attribute, None)
     if not callable(found):
         near = difflib.get_close_matches(attribute, vars(module), n=1)
@@ -30,3 +44,28 @@ def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..
         raise ConfigError(f"{key}={name}: {where} has no function {attribute!r}{hint}")
     function: Callable[..., Any] = found
     return function
+
+
+@contextmanager
+def explain(key: str, name: str, call: str, kind: type[TrainerError] = ConfigError) -> Iterator[None]:
+    """Turn an exception of the user's code into a `kind` that names the key, call and line."""
+    try:
+        yield
+    except TrainerError:
+        raise
+    except Exception as error:
+        file, line = _find_line(error)
+        raise kind(
+            f"{key}={name}: {call} raised {type(error).__name__} in {Path(file).name}, line {line}:"
+            f" {first_line(error)}; correct it, and start again"
+        ) from error
+
+
+def _find_line(error: Exception) -> tuple[str, int | None]:
+    """Return the user's last line before the error, or the last line of all if there is none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return error.filename, error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_OTHERS) and "-packages/" not in frame.filename]
+    last = (own or frames)[-1]
+    return last.filename, last.lineno

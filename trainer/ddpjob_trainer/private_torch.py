@@ -15,10 +15,10 @@ to install, instead of an AttributeError or, worse, no error at all.
         DTensor._spec                                   makes a shard of a checkpoint's layout
         _BatchNorm._check_input_dim                     refuses inputs as the layer itself would
 
-GradScaler looks for the attribute `optimizer._step_supports_amp_scaling`. A torch that no longer
-looked for it would skip steps inside fused optimizers, which tests/trainer/optim/test_precision.py
-would detect. The launcher has its own module, `ddpjob_runtime/launcher/torch_parts.py`; neither may
-import the other.
+GradScaler looks for the attribute `optimizer._step_supports_amp_scaling`. A version of torch that
+no longer does so would skip steps inside fused optimizers. tests/trainer/optim/test_precision.py
+would detect this. The launcher has its own module, `ddpjob_runtime/launcher/torch_parts.py`;
+neither may import the other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ _LONGEST_MESSAGE = 1000
 class _ShortUnpicklingError(pickle.UnpicklingError):
     """An error from torch's restricted unpickler, with very long words shortened.
 
-
     torch.load searches the message with a regular expression whose time grows with the square of
     the longest word. A 20 kB file kept the processor busy for eight seconds, and a 1 MB file would
     take hours.
@@ -57,12 +56,12 @@ def shorten_unpickling_errors() -> None:
 
 
 def wrap_waits(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the method by which a rank waits for a collective, for the rest of the process."""
+    """Wrap the method by which a rank waits for a collective, for the rest of the process."""
     _replace(dist.Work, "wait", wrap)
 
 
 def wrap_collectives(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the methods that begin a collective, if this version of torch has them."""
+    """Wrap the methods that begin a collective, if this version of torch has them."""
     for name in COLLECTIVES:
         if hasattr(dist.ProcessGroup, name):
             _replace(dist.ProcessGroup, name, wrap)
@@ -76,8 +75,8 @@ def call_after_backward(act: Callable[[], None]) -> None:
 def find_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return, for each device, whether unscaling has found a non-finite gradient.
 
-    The optimizer then leaves skipping to the scaler. A fused optimizer would itself skip the step,
-    leaving SGD's momentum uninitialized if it is the first step.
+    After this call, the optimizer leaves skipping to the scaler. A fused optimizer would skip the
+    step itself. In the first step, that would leave SGD's momentum uninitialized.
     """
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     return list(_part(scaler, "_found_inf_per_device")(optimizer).values())

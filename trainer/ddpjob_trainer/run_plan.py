@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from ddpjob_trainer.checkpoints.snapshot import Snapshot
 from ddpjob_trainer.config.config import Config
-from ddpjob_trainer.config.sections import Metric, StrategyName
+from ddpjob_trainer.config.sections import AmpDtype, AmpLevel, Metric, StrategyName
+from ddpjob_trainer.config.strategy_limits import INTEGERS
 from ddpjob_trainer.data import mixup
 from ddpjob_trainer.data.dataset import DataSet, Targets
 from ddpjob_trainer.data.sampler import Dealing, Dividing, SamplerState, steps_per_epoch
@@ -30,11 +32,14 @@ from ddpjob_trainer.model.models import (
     needs_two_samples,
 )
 from ddpjob_trainer.model.shared_parts import can_be_shared
+from ddpjob_trainer.optim.optimizers import Position, learning_rate
+from ddpjob_trainer.optim.own_schedule import check_own
+from ddpjob_trainer.optim.parameter_groups import check_rules
 from ddpjob_trainer.strategies.strategy import Strategy
 
 _STRETCH = 1.25
 _WORTH_A_NOTE = 1.1
-"""The log mentions the busiest rank's load if it is more than this many even shares."""
+"""The log mentions the busiest rank's load if it is more than this many times an even share."""
 
 
 def check_same_data(group: Group, data: DataSet, config: Config) -> int:
@@ -70,7 +75,7 @@ def check_same_data(group: Group, data: DataSet, config: Config) -> int:
 
 
 def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
-    """Raise ConfigError if the loss, evaluation, checkpoints or strategy do not suit the data."""
+    """Raise ConfigError if the loss, evaluation, checkpoints or strategy does not suit the data."""
     keys, criterion = config.data, strategy.criterion
     # Otherwise the error would occur only after an epoch of training.
     if side := keys.size_tested:
@@ -83,12 +88,17 @@ def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
             f" the shape {data.shape}; leave it out, or set data.mixup",
         ),
         (
+            keys.batch_transform and mixup.is_wanted(keys),
+            f"data.batch_transform={keys.batch_transform}: cannot be combined with data.mixup and data.cutmix; mix in"
+            " the function",
+        ),
+        (
             data.whole_numbers and keys.mixup,
             f"data.mixup={keys.mixup}: blends inputs, but the inputs {inputs} are integers; leave it out",
         ),
         (
-            data.whole_numbers and config.strategy in (StrategyName.PIPELINE, StrategyName.DDP_MP),
-            f"strategy={config.strategy.value}: needs a model with float inputs, but the inputs {inputs} are"
+            data.whole_numbers and config.strategy in INTEGERS.reasons,
+            f"strategy={config.strategy.value}: {INTEGERS.reasons.get(config.strategy)}, but the inputs {inputs} are"
             " integers; set strategy=ddp or fsdp",
         ),
     )
@@ -104,8 +114,31 @@ def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
     )
 
 
+def check_optimizer(group: Group, config: Config, data: DataSet, model: nn.Module) -> list[str]:
+    """Return notes on optim.groups and on the user's own schedule.
+
+    Raises ConfigError if they do not suit the model or the steps of the training. All ranks must
+    call this together.
+    """
+    notes, optim, size, batch = [], config.optim, data.train_size, config.data.batch
+    if optim.groups:
+        trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+        notes.append(check_rules(optim, trained, config.model.name))
+    if ":" in optim.schedule:
+        starts = [epoch * size + taken for epoch in range(config.train.epochs) for taken in range(0, size, batch)]
+        notes.append(
+            check_own(
+                optim.schedule,
+                lambda consumed: learning_rate(optim, Position(consumed, size, batch, config.train.epochs)),
+                starts,
+                group,
+            )
+        )
+    return notes
+
+
 def make_accumulator(config: Config, data: DataSet, strategy: Strategy) -> Adding:
-    """Return the accumulator for evaluation results.
+    """Return the accumulator for an evaluation's results.
 
     Raises ConfigError if `eval` does not suit the data.
     """
@@ -114,13 +147,15 @@ def make_accumulator(config: Config, data: DataSet, strategy: Strategy) -> Addin
 
 
 def explain_sizes(config: Config, data: DataSet) -> AbstractContextManager[None]:
-    """If the image size is the cause of an error in the model's first pass, explain it."""
+    """Explain an error in the model's first pass, if the image size is its cause."""
     return explain_image_size(config.model, data.shape, data.classes, config.data.size_key)
 
 
 @dataclass(frozen=True)
 class Division:
-    """The division of global batches into `micro_batches` (0: by sample), and among the ranks."""
+    """The division of global batches into `micro_batches` (0: none, by sample), and among the
+    ranks.
+    """
 
     config: Config
     data: DataSet
@@ -136,20 +171,20 @@ class Division:
 
         `tied` means that the output of `model` for a sample depends on its micro-batch.
         """
-        tied = tied or config.ddp.ordered or mixup.is_wanted(config.data)
+        tied = tied or config.ddp.ordered or mixup.is_wanted(config.data) or bool(config.data.batch_transform)
         parts = strategy.data_share.parts * max(group.world, wanted_world()) // group.world
         micro_batches = config.data.micro_batches or (parts * strategy.portions if tied else 0)
         # Sums over parts differ from sums over whole micro-batches in the last bits.
         if config.ddp.ordered or not strategy.divides:
             return cls(config, data, strategy, micro_batches, Dividing.NO)
-        exact = Dividing.EXACT if can_be_shared(model) else Dividing.NO
+        exact = Dividing.EXACT if can_be_shared(model) and not config.data.batch_transform else Dividing.NO
         return cls(config, data, strategy, micro_batches, exact if config.data.exact else Dividing.LOCAL)
 
     def resume(self, snapshot: Snapshot) -> Division:
         """Return the division with which training continues from a checkpoint.
 
-        A different number of ranks does not change the division, but a different train.accumulate
-        does, because users raise it when memory is short.
+        A different number of ranks does not change the division. A different train.accumulate does,
+        because users raise it when memory is short.
         """
         kept = int(snapshot["micro_batches"])
         if not kept or self.config.data.micro_batches or self.config.model.sync_batchnorm:
@@ -218,10 +253,10 @@ class Division:
         )
 
     def check_smallest_micro_batch(self, state: SamplerState) -> None:
-        """Raise ConfigError if a later micro-batch has a single sample but the model needs two."""
+        """Raise ConfigError if a later micro-batch has a single sample, but the model needs two."""
         config, size, batch, parts = self.config, self.data.train_size, self.config.data.batch, self.micro_batches
         to_come = {size - state.consumed, size}  # Samples left in this epoch, and in later epochs.
-        # Each rank's share is a separate micro-batch.
+        # Here, each rank's share is a separate micro-batch.
         if parts and self.dividing is Dividing.LOCAL:
             parts = max(parts, self.parts * self.dealing.passes(batch))
 
@@ -277,6 +312,12 @@ def note_choices(
         notes.append(
             f"computing in float32 on all ranks, since the devices of rank(s) {ranks} have no bfloat16 (amp.level=auto)"
         )
+    given = config.amp.level is AmpLevel.AUTO and config.amp.dtype is not AmpDtype.AUTO
+    if given and strategy.precision.dtype is torch.float32 and not float32_for:
+        notes.append(
+            f"amp.dtype={config.amp.dtype.value}: has no effect on this device with amp.level=auto; set amp.level=O1"
+            " to compute in it"
+        )
     if strategy.depths is not None:
         notes.append(describe_shares(strategy.depths, config.optim.layer_decay))
     profiled = config.report.profile_steps
@@ -299,7 +340,7 @@ def note_choices(
 
 
 def note_changed_data(epoch: int) -> str:
-    """Return the warning that the data differ from the checkpoint's data."""
+    """Return the warning that the data differs from the checkpoint's data."""
     return (
         "warning: the data differ from those of the checkpoint (names of classes or files, sizes, labels, content)."
         f" If sample numbers now mean different samples, epoch {epoch} repeats some and omits others"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import tee
+from typing import Any
 
 import torch
 from ddpjob_pod import late_dynamo
@@ -18,14 +19,17 @@ from ddpjob_trainer.checkpoints import compatibility
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder
 from ddpjob_trainer.checkpoints.index import prepare_folder
 from ddpjob_trainer.checkpoints.memory import NodeMemory
+from ddpjob_trainer.checkpoints.pretrained import load_pretrained
 from ddpjob_trainer.checkpoints.snapshot import Snapshot
+from ddpjob_trainer.checkpoints.snapshot import check as check_state
 from ddpjob_trainer.config.config import Config
-from ddpjob_trainer.config.sections import CompileMode, StrategyName
+from ddpjob_trainer.config.sections import StrategyName
 from ddpjob_trainer.data import mixup
 from ddpjob_trainer.data.augment import build_erasers
+from ddpjob_trainer.data.batch_transform import BatchTransform
 from ddpjob_trainer.data.catalog import open_data
 from ddpjob_trainer.data.corrupt import CorruptCount, check_test_images
-from ddpjob_trainer.data.dataset import Batch, DataSet
+from ddpjob_trainer.data.dataset import Batch, DataSet, Targets, describe
 from ddpjob_trainer.data.sampler import Dividing, ElasticSampler, Micro, SamplerState, Step
 from ddpjob_trainer.distributed import devices
 from ddpjob_trainer.distributed.init_method import join_group
@@ -40,6 +44,7 @@ from ddpjob_trainer.model.models import build_model, choose_layout, is_own, is_t
 from ddpjob_trainer.optim.nonfinite import NonFiniteGuard
 from ddpjob_trainer.optim.optimizers import Position, learning_rate
 from ddpjob_trainer.optim.precision import Update, agree_on_amp
+from ddpjob_trainer.reporting.callbacks import Callbacks
 from ddpjob_trainer.reporting.flops import device_peak, flops_of_run
 from ddpjob_trainer.reporting.ledger import Ledger
 from ddpjob_trainer.reporting.profiler import Profile
@@ -56,7 +61,7 @@ def run(config: Config) -> int:
     Raises TrainerError with a message for the user if the input is invalid, and RuntimeError if a
     peer is gone.
     """
-    if config.model.compile is CompileMode.NONE:
+    if not config.model.compile:
         late_dynamo.put_off()
     enter(config)
     group = Group.from_env()
@@ -118,10 +123,12 @@ class Trainer:
         flops: float = 0.0,
         fingerprint: int = 0,
     ) -> None:
-        """`flops` is per sample, and `fingerprint` is the data's; 0 means unknown."""
+        """Prepare the run. `flops` is per sample, and `fingerprint` is that of the data; 0 means
+        unknown.
+        """
         self.config, self.group, self.device = config, group, device
         self.data, self.checkpoints = data, checkpoints
-        self._fingerprint, self._other_data = fingerprint, False
+        self._fingerprint, self._other_data, self._changed = fingerprint, False, ""
         claim = agree_on_incarnation(group)
         checkpoints.claim(claim)
 
@@ -130,9 +137,15 @@ class Trainer:
         run_plan.check_fit(config, data, self.strategy)
         layout = choose_layout(config.model, amp, data.shape, device)
         model = build_model(layout, data.shape, data.classes, config.data.seed, device)
+        self._notes = run_plan.check_optimizer(group, config, data, model)
         if is_own(config.model):  # It may draw from generators that have not been seeded.
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
+        parameters = sum(weight.numel() for weight in model.parameters())
         self._erasers = build_erasers(config.data, data.shape)
+        own = config.data.batch_transform
+        # A loss of the user's own may take any labels.
+        classes = 0 if ":" in config.optim.loss or data.targets is not Targets.CLASSES else data.classes
+        self._transform = BatchTransform(own, device, classes) if own else None
         tied = is_tied_to_micro_batches(model)
         with run_plan.explain_sizes(config, data):
             self.strategy.prepare(model, data.shape)
@@ -145,8 +158,12 @@ class Trainer:
         self.sampler = ElasticSampler(
             data.train_size, config.data.batch, self.division.dealing, first, config.data.repeats
         )
+        self.callbacks = Callbacks(config.train.callbacks)
+        self.callbacks.check_evaluations(config.train.eval_every)
+        check_state({"sampler": {}, "callbacks": self.callbacks.state()})
         self.step = 0
         self.epochs_evaluated = 0
+        self.ended_by: list[str] = []
         self.last_update = Update(0.0, False)
         self._first_pass = True
         self._agreement: Agreement | None = None
@@ -157,7 +174,13 @@ class Trainer:
         self.ledger = Ledger(config.run_dir, group, claim, wanted=config.train.ledger)
         ahead = Plan(config.train.epochs, self._steps_left, data.train_size, claim.round)
         self.reporter = Reporter(
-            ahead, config, group, writes=checkpoints.writes, class_names=data.class_names, device=device.type
+            ahead,
+            config,
+            group,
+            writes=checkpoints.writes,
+            class_names=data.class_names,
+            device=device.type,
+            model=f"{config.model.name} with {parameters:,} parameters",
         )
         if (copies := checkpoints.copies) is not None:
             copies.on_copied = lambda: self.reporter.post_copies(copies.figures())
@@ -181,7 +204,8 @@ class Trainer:
         if self.division.dividing is Dividing.EXACT and self.sampler.dealing.passes(self.config.data.batch):
             self.strategy.share_parts()
         if (region := self.strategy.region) is not None:
-            keys, raw = self.config, not self._erasers and not mixup.is_wanted(self.config.data)
+            keys = self.config
+            raw = not (self._erasers or self._transform or mixup.is_wanted(keys.data))
             normalize = self.data.defer_normalization() if raw else None
             region.fix(self.division.full_sizes(self.sampler.state), keys.train.eval_batch, normalize)
         self.stop.listen()
@@ -190,10 +214,11 @@ class Trainer:
         self.reporter.start(
             self.step, self._steps_left, epoch, self.division.explain_waits(), precision, self._list_notes()
         )
+        self.callbacks.call("on_train_begin", self.strategy.model)
         stopped = self._evaluate_if_due()
         self._steps, ahead = tee(self.sampler.upcoming(self.config.train.epochs))
         self._batches = self._load(ahead)
-        while not stopped and self.sampler.state.epoch < self.config.train.epochs:
+        while not (stopped or self.ended_by) and self.sampler.state.epoch < self.config.train.epochs:
             stopped = self._train_epoch()
         self.stop.over()
         self._save()  # Does nothing if exactly this state is already saved.
@@ -203,7 +228,7 @@ class Trainer:
         if stopped:
             self.reporter.stopped(self.step)
         else:
-            self.ledger.end(self.step)
+            self.ledger.end(self.step, self.sampler.state.epoch if self.ended_by else None)
             self.checkpoints.release()
             self.reporter.end(self.step, time.monotonic() - began)
         self.reporter.close()
@@ -303,6 +328,8 @@ class Trainer:
             for erase in self._erasers:
                 erase(batch.images, mixup.samples_for(self.config.data, micro), epoch)
             mixed = mixup.mix_micro(self.config.data, batch, micro, self.data.classes)
+            if self._transform is not None:
+                mixed = self._transform(mixed, micro.key)
             if micro.counts and self.strategy.data_share.counts:
                 self.corrupt.met(mixed.unreadable)
             self._clock.lap(StepPhase.DATA)
@@ -310,11 +337,11 @@ class Trainer:
 
     @property
     def _end_of_passes(self) -> StepPhase:
-        """The phase to which the time until the end of a micro-batch's passes is counted."""
+        """The phase that includes the time until the end of a micro-batch's passes."""
         return StepPhase.EXCHANGE if self.strategy.waits_apart else StepPhase.COMPUTE
 
     def _count_computed(self, step: Step) -> int:
-        """Return how many samples this rank's model computes, whether or not they count."""
+        """Return how many samples this rank's model computes, even if they do not count."""
         if self.config.model.sync_batchnorm:
             return len(step.mine)
         return sum(len(micro.samples) for micro in step.micros)
@@ -345,6 +372,7 @@ class Trainer:
             corrupt_images=self.corrupt.epoch,
             machines=machines,
         )
+        self.callbacks.call("on_step", self.step, mean)
 
     def _exchange_figures(self, loss: torch.Tensor) -> tuple[float, Machines]:
         """Return the ranks' sum of `loss`, (1,), and each machine's figures since the last report.
@@ -396,10 +424,11 @@ class Trainer:
         Return whether all ranks agreed to stop.
         """
         complete, epochs = self.sampler.state.epoch, self.config.train.epochs
-        # After a resume within the next epoch with a different train.eval_every, the weights are no
-        # longer those at the end of the last complete epoch.
+        # If train.eval_every has changed and training has resumed within the next epoch, the
+        # weights are no longer those at the end of the last complete epoch.
         passed = self.sampler.state.consumed > 0 and complete < epochs
-        due = (complete % self.config.train.eval_every == 0 and not passed) or complete == epochs
+        every = self.config.train.eval_every
+        due = every > 0 and ((complete % every == 0 and not passed) or complete == epochs)
         if complete == 0 or complete <= self.epochs_evaluated or not due:
             return False
         strategy = self.strategy
@@ -412,7 +441,7 @@ class Trainer:
                 self.config.train.eval_batch,
                 self.group,
                 self.stop,
-                adding=run_plan.make_accumulator(self.config, self.data, strategy),
+                adding=self.callbacks.summing(run_plan.make_accumulator(self.config, self.data, strategy)),
                 alive=self._report_alive,
             )
         strategy.train_mode(True)
@@ -422,6 +451,9 @@ class Trainer:
         self.epochs_evaluated = complete
         self.reporter.evaluated(complete, self.step, result)
         self.checkpoints.scored(self.step, result.scalars())
+        if names := self.callbacks.ends(complete, result.scalars(), self.group):
+            self.ended_by = names
+            self.reporter.ended_early(complete, names)
         return False
 
     def _report_alive(self) -> None:
@@ -466,14 +498,25 @@ class Trainer:
             "fingerprint": self._fingerprint,
             "epochs_evaluated": self.epochs_evaluated,
             "micro_batches": self.division.micro_batches,
+            **({"callbacks": self.callbacks.state(), "ended": self.ended_by} if self.config.train.callbacks else {}),
             **self.strategy.state(),
-            "config": self.config.flat(),
+            "config": self._recorded,
+            "data": describe(self.data),
         }
+
+    @property
+    def _recorded(self) -> dict[str, Any]:
+        """The configuration to store in checkpoints, with the shape and number of classes of the
+        data.
+
+        Data sets other than synthetic ignore the keys data.shape and data.classes.
+        """
+        return {**self.config.flat(), "data.shape": list(self.data.shape), "data.classes": self.data.classes}
 
     def resume(self) -> None:
         """Continue from the newest state in the nodes' memory or checkpoint, if there is one.
 
-        Raises CheckpointError if it belongs to a different model, optimizer or data set.
+        Raises CheckpointError if the state belongs to a different model, optimizer or data set.
         """
         kept = self.memory.restore()
         newer_than = -1 if kept is None else int(kept["step"])
@@ -488,7 +531,9 @@ class Trainer:
             self.division.check_smallest_micro_batch(self.sampler.state)
             self._load_weights()
             return
-        compatibility.check_resume(snapshot, self.strategy.state()["model"], self.config.flat(), self.checkpoints.path)
+        now = self._recorded
+        compatibility.check_resume(snapshot, self.strategy.state()["model"], now, self.checkpoints.path)
+        self._changed = compatibility.describe_changes(snapshot["config"], now)
         try:
             self.strategy.load(snapshot)
         except (RuntimeError, ValueError, KeyError) as error:
@@ -500,12 +545,14 @@ class Trainer:
         self.sampler.load_state_dict(snapshot["sampler"])
         self._other_data = snapshot.get("fingerprint", self._fingerprint) != self._fingerprint
         self.step, self.epochs_evaluated = int(snapshot["step"]), int(snapshot["epochs_evaluated"])
+        self._notes += self.callbacks.load(snapshot.get("callbacks", {}))
+        self.ended_by = self.callbacks.still_ending(snapshot.get("ended", []))
         self.division = self.division.resume(snapshot)
         self.sampler.dealing = self.division.dealing
         self.division.check_smallest_micro_batch(self.sampler.state)
 
     def _load_weights(self) -> None:
-        """Start from the weights in checkpoint.load, if set."""
+        """Start from the weights in checkpoint.load or model.pretrained, if set."""
         if (path := self.config.checkpoint.load) is not None:
             state = self.strategy.state()
             keys = self.config.checkpoint
@@ -518,14 +565,24 @@ class Trainer:
                 alive=self.stacks.alive,
             )
             self.strategy.load({**state, "model": weights})
+        elif self.config.model.pretrained:
+            state = self.strategy.state()
+            weights = load_pretrained(
+                self.config.model, self.data.shape[0], state["model"], self.group, self.stacks.alive
+            )
+            self.strategy.load({**state, "model": weights})
 
     @property
     def _steps_left(self) -> int:
         return self.division.steps_left(self.sampler.state)
 
     def _list_notes(self) -> list[str]:
-        changed = [run_plan.note_changed_data(self.sampler.state.epoch + 1)] if self._other_data else []
+        changed = [f"changed since the checkpoint: {self._changed}"] if self._changed else []
+        if self._other_data:
+            changed.append(run_plan.note_changed_data(self.sampler.state.epoch + 1))
         steps = range(self.step + 1, self.step + 1 + self._steps_left)
-        return changed + run_plan.note_choices(
-            self.config, self.strategy, self._float32_for, steps, self._peaks, self._flops
+        return (
+            changed
+            + self._notes
+            + run_plan.note_choices(self.config, self.strategy, self._float32_for, steps, self._peaks, self._flops)
         )

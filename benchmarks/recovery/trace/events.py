@@ -17,7 +17,9 @@ class Kind(StrEnum):
     """A kind of failure of a node."""
 
     KILL = "kill"
-    """All processes of a node end, as with `kubectl delete pod --force`; a replacement starts at once."""
+    """All processes of a node are killed, as with `kubectl delete pod --force`. A replacement
+    starts at once.
+    """
     CRASH = "crash"
     """A worker is killed (SIGKILL), and its node is healthy."""
     SILENT = "silent"

@@ -28,8 +28,8 @@ class Setting:
     """Time of a step in seconds, without the system's overhead."""
     save_seconds: float
     patience: float
-    """Seconds without a step until everything is restarted, as a person or an operator would do
-    it.
+    """Seconds without a step after which everything is restarted, as a person or an operator would
+    do.
     """
 
     @property

@@ -48,7 +48,7 @@ Json = dict[str, Any]
 
 
 class System(Protocol):
-    """A training under a system, and the failures of its nodes."""
+    """A training run under a system, and the failures of its nodes."""
 
     restarts: int
     """Number of times that everything had to be restarted."""
@@ -231,7 +231,9 @@ class Job(Group):
         self.start()
 
     def close(self) -> None:
-        """End the run with two signals; after the second one, it does not wait for a checkpoint."""
+        """Stop the run with two signals. After the second one, the run does not wait for a
+        checkpoint.
+        """
         for _ in range(2):
             if (process := self.nodes.get("run")) is not None and process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -263,7 +265,7 @@ SYSTEMS: dict[str, Callable[[Path, tuple[str, ...], int], Any]] = {
     "torchft-tuned": TunedTorchFT,
     "stock": StockTorchrun,
 }
-"""Systems by name on the command line."""
+"""Systems by their name on the command line."""
 
 
 def kill_worker(folder: Path, node: str) -> bool:

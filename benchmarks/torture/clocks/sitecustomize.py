@@ -1,6 +1,6 @@
 """Sets the clocks of tortured jobs' pods behind the machine's clock, by the value in a file.
 
-It also plants the points of `copy_kills`. Python imports this module at its start, because it is on
+It also plants the points of `copy_kills`. Python imports this module at startup, because it is on
 the pods' PYTHONPATH. It changes only Python's clock, and never sets it ahead, because the launcher
 compares it with file times, which come from the machine's clock.
 """

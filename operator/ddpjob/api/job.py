@@ -15,7 +15,7 @@ from ddpjob.api.merging import QUEUE, with_class
 GROUP, VERSION, KIND, PLURAL = "ddpjob.io", "v1alpha1", "DDPJob", "ddpjobs"
 API_VERSION = f"{GROUP}/{VERSION}"
 QUEUE_LABEL, PRIORITY_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
-"""Labels through which Kueue learns a job's LocalQueue and WorkloadPriorityClass."""
+"""Labels that tell Kueue a job's LocalQueue and WorkloadPriorityClass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class DDPJob:
     queue_priority: str = ""
     """The WorkloadPriorityClass from the job's label."""
     written: Json = field(default_factory=dict, compare=False, repr=False)
-    """`spec` as written in the object, for a job that names a class."""
+    """`spec` as written in the object; empty unless the job names a class."""
     oversized: str = ""
     """Path of the oversized part of the spec. If it is set, large fields are not read, and no pods
     are made from the other fields."""
@@ -45,8 +45,8 @@ class DDPJob:
     def read(cls, body: Mapping[str, Any]) -> DDPJob:
         """Read a whole object with metadata, spec and status.
 
-        Raises KeyError or ValueError for a malformed object. `spec` is the effective spec: it has
-        the values of the class in the status, and is cut to that class's limits.
+        Raises KeyError or ValueError for a malformed object. `spec` is the effective spec, with the
+        values of the class in the status and within its limits.
         """
         meta, spec = body["metadata"], body["spec"]
         too_large = oversized(spec)
@@ -74,13 +74,15 @@ class DDPJob:
     def granted(self, status: JobStatus) -> DDPJob:
         """Return the job at the size that its queue has granted.
 
-        This may be less than the spec asks for. The job keeps its current number of nodes and
-        spares until the queue grants quota for more.
+        This may be less than the spec asks for. An elastic job then has fewer spares, or none, and
+        trains with the rest. A different job keeps its current number of nodes and spares until the
+        queue grants quota for more.
         """
         if status.queue is None or status.queue.pods >= self.spec.pods:
             return self
-        least = self.spec.elastic.min_nodes if self.spec.elastic else 1
-        nodes = min(self.spec.nodes, status.queue.pods, max(least, status.rendezvous.nodes or self.spec.nodes))
+        nodes = min(self.spec.nodes, status.queue.pods)
+        if self.spec.elastic is None:
+            nodes = min(nodes, status.rendezvous.nodes or nodes)
         return replace(self, spec=replace(self.spec, nodes=nodes, spares=max(0, status.queue.pods - nodes)))
 
     @property
@@ -95,8 +97,9 @@ class DDPJob:
     def checkpoint_folder(self) -> str:
         """The job's folder in its checkpoint volume; empty for the root.
 
-        In a volume that other jobs may also use, the folder has the job's name. Jobs that began
-        under an operator that mounted the root are an exception. docs/decisions/0027 explains why.
+        In a volume that other jobs may also use, the folder has the job's name. Jobs that started
+        under an older operator, which mounted the root, are an exception. docs/decisions/0027
+        explains why.
         """
         volume = self.spec.storage.checkpoints
         if volume is None:
@@ -134,7 +137,7 @@ def taken_class(spec: Mapping[str, Any], status: JobStatus) -> JobClass | None:
 
 
 def classed(spec: Mapping[str, Any], given: JobClass) -> Json:
-    """Return a spec as written plus the values of a class."""
+    """Add the values of a class to a spec as written, and return the result."""
     return with_class(spec, given.spec, given.fixed)
 
 

@@ -38,7 +38,7 @@ class Offer:
     """The class that a job would get if it started now."""
 
     job_class: JobClass | None = None
-    """None: no class of this name may be used in the job's namespace."""
+    """The class; None if the job's namespace may not use a class with this name."""
     known: tuple[str, ...] = ()
     """Names of the classes that the job may use."""
     problems: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class JobClasses:
     def offer(self, job: DDPJob) -> Offer:
         """Return the class that the job would get.
 
-        The offer is empty unless the job is about to begin.
+        The offer is empty unless the job is about to start or resume.
         """
         if not begins(job):
             return Offer()
@@ -89,7 +89,7 @@ def lacks_class(job: DDPJob) -> bool:
 
 
 def begins(job: DDPJob) -> bool:
-    """Whether the job has a class but no pods that were made with an earlier version of it."""
+    """Whether the job has a class, but no pods that were made with an earlier version of it."""
     fresh = not job.status.slots or job.status.holds(ConditionType.SUSPENDED) or lacks_class(job)
     return bool(job.spec.class_name) and fresh and not (job.spec.run_policy.suspend or job.status.terminal)
 
@@ -120,11 +120,11 @@ def _exceeded(job: DDPJob, given: JobClass) -> Iterator[str]:
     limits, spec = given.limits, JobSpec.read(classed(job.written, given))
     of_class = f"class {given.name} allows at most"
     if limits.max_nodes is not None and spec.pods > limits.max_nodes:
-        spares, remedy = (" with the spares", "lower nodes or spares") if spec.spares else ("", "lower nodes")
-        yield f"spec.nodes: {spec.pods}{spares}, and {of_class} {limits.max_nodes}; {remedy}"
+        spares, remedy = (" including spares", "lower nodes or spares") if spec.spares else ("", "lower nodes")
+        yield f"spec.nodes: {spec.pods}{spares}, but {of_class} {limits.max_nodes}; {remedy}"
     gpus = _gpus_of_pod(spec)
     if limits.max_gpus_per_node is not None and gpus > limits.max_gpus_per_node:
-        yield f"spec.gpusPerNode: {gpus}, and {of_class} {limits.max_gpus_per_node}; lower gpusPerNode"
+        yield f"spec.gpusPerNode: {gpus}, but {of_class} {limits.max_gpus_per_node}; lower gpusPerNode"
     if limits.images:
         images = {"spec.image": spec.image}
         images |= {
@@ -189,7 +189,7 @@ def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
 
     spec = classed(job.written, given)
     if not spec.get("image"):
-        yield f"spec.image: required, but neither the job nor class {given.name} names one; write it"
+        yield f"spec.image: required, but neither the job nor class {given.name} sets it; add it"
         return
     whole = with_defaults({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": job.name}, "spec": spec})
     if job.status.slots:
@@ -204,7 +204,7 @@ def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
 def _read(name: str, given: Any) -> JobClass:
     """Read one class. Raises ValueError."""
     if not _NAME.fullmatch(name) or len(name) > 63:
-        raise ValueError(f"{name!r} cannot be a class's name; use at most 63 lower-case letters, digits and -")
+        raise ValueError(f"{name!r} is not a valid class name; use at most 63 lower-case letters, digits and -")
     if not isinstance(given, Mapping):
         raise ValueError(f"{name}: must be a mapping with {', '.join(_KEYS)}")
     for key in given:
@@ -212,7 +212,7 @@ def _read(name: str, given: Any) -> JobClass:
             raise ValueError(f"{name}.{key}: unknown; the fields are {', '.join(_KEYS)}")
     if len(json.dumps(given)) > LARGEST_CLASS:
         raise ValueError(
-            f"{name}: larger than {LARGEST_CLASS} bytes, and the status of every job of the class contains it"
+            f"{name}: must be at most {LARGEST_CLASS} bytes, because the status of every job of the class contains it"
         )
     for key in ("namespaces", "fixed"):
         _texts(given.get(key, []), f"{name}.{key}")
@@ -221,7 +221,7 @@ def _read(name: str, given: Any) -> JobClass:
             raise ValueError(f"{name}.fixed: {path} is not a field of a class; the fields are {', '.join(_SETTABLE)}")
     queue = given.get(QUEUE, "")
     if not isinstance(queue, str) or (queue and not (_QUEUE_NAME.fullmatch(queue) and len(queue) <= 63)):
-        raise ValueError(f"{name}.{QUEUE}: {queue!r} is not a valid name of a LocalQueue")
+        raise ValueError(f"{name}.{QUEUE}: {queue!r} is not a valid LocalQueue name")
     spec, limits = _spec(name, given.get("spec", {})), _limits(name, given.get("limits", {}))
     content = json.dumps([spec, queue, given.get("fixed", []), given.get("limits", {})], sort_keys=True)
     mark = hashlib.sha256(content.encode()).hexdigest()[:10]

@@ -1,8 +1,9 @@
 """`spec` of a DDPJob as frozen dataclasses, which pydantic reads.
 
-The CRD file is the only source of names, defaults and ranges. A field with a default there has no
-default here, because `JobSpec.read` fills in the CRD's defaults first. A spec can therefore also be
-read under the CRD of a different release. A default here is the value of a field that is absent.
+The CRD file is the only source of names, defaults and ranges. A field with a default in the CRD has
+no default in its dataclass, because `JobSpec.read` fills in the CRD's defaults first. A spec can
+therefore also be read under the CRD of a different release. A default in a dataclass applies to a
+field that is absent and has no default in the CRD.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class WhenDeleted(StrEnum):
 
 
 class SlowRanks(StrEnum):
-    """What is done about a clearly slow rank."""
+    """The reaction to a clearly slow rank."""
 
     MOVE = "Move"
     REPORT = "Report"
@@ -80,7 +81,7 @@ class RuleAction(StrEnum):
 
 
 class CleanPodPolicy(StrEnum):
-    """Which pods are deleted when the job ends."""
+    """Which pods are deleted when the job has finished."""
 
     RUNNING = "Running"
     ALL = "All"
@@ -96,8 +97,8 @@ class NotifyEvent(StrEnum):
 
 
 CONFIG = ConfigDict(alias_generator=to_camel, defer_build=True)
-"""Configuration of the dataclass that sets it and of the dataclasses nested in that one. Validators
-are built on the first read."""
+"""pydantic's configuration of a dataclass and of the dataclasses nested in it. Validators are built
+on the first read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,13 +256,13 @@ class Rendezvous:
 
     @property
     def master_port(self) -> int:
-        """MASTER_PORT for a `command`: its processes in pod 0 may listen on this port."""
+        """MASTER_PORT for a `command`, whose processes in pod 0 may listen on this port."""
         return self.port + 2 if self.port < 65534 else self.port - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
-    """Bounds of `nodes`."""
+    """Bounds for `nodes`."""
 
     min_nodes: int
     max_nodes: int | None = None
@@ -303,7 +304,7 @@ class Recovery:
     """auto, none, or the number of steps between two copies."""
     hangs: Hangs
     hang_after_seconds: int | None = None
-    """None: only a proven hang is ended."""
+    """None means that only a proven hang restarts the group."""
     slow_ranks: SlowRanks
 
     @property
@@ -329,11 +330,11 @@ class Scheduling:
     one_pod_per_node: bool
     topology_key: str
     same_topology: str | None = None
-    """Label whose value must be the same on the Kubernetes nodes of all node pods; None: no such
-    constraint."""
+    """Label whose value must be the same on the Kubernetes nodes of all node pods; None if their
+    values may differ."""
     disruption_budget: bool
     gang: bool | None = None
-    """None: use a gang if the cluster supports gangs."""
+    """None means that a gang is used if the cluster supports gangs."""
 
     @property
     def by_volcano(self) -> bool:
@@ -379,10 +380,10 @@ class JobSpec:
 
     __pydantic_config__ = CONFIG
     managed_by: str | None = None
-    """The controller that runs the job; None: this operator."""
+    """The controller that runs the job; None means this operator."""
     class_name: str = ""
     image: str = ""
-    """Empty: the image comes from a class that the job has not taken yet."""
+    """Empty if the image comes from a class that the job has not taken yet."""
     image_pull_policy: str | None = None
     image_pull_secrets: tuple[Annotated[str, BeforeValidator(_name_of)], ...] = ()
     script: str | None = None

@@ -59,7 +59,7 @@ class ConditionType(StrEnum):
     NODES_HEALTHY = "NodesHealthy"
     """Set only while a pod stays on a Kubernetes node that a health agent reports as unhealthy."""
     RANKS_KEEP_PACE = "RanksKeepPace"
-    """Set only while a clearly slow rank stays in its place."""
+    """Set only while a clearly slow rank is not moved."""
     CHECKPOINTS_COPIED = "CheckpointsCopied"
     """Set only if checkpoints do not reach the bucket, although they should."""
     SNAPSHOTS_HELD = "SnapshotsHeld"
@@ -170,7 +170,7 @@ class Slot:
     """The job's round when the pod was created. The pod was not part of any earlier round."""
     reason: Annotated[str, _OMIT_EMPTY] = ""
     failures: Annotated[_Number, _OMIT_EMPTY] = 0
-    """How many consecutive pods of the slot ended for `reason` soon after their start."""
+    """How many consecutive pods of the slot ended for `reason` soon after they had started."""
     not_before: _OptionalTime = None
     lost_since: _OptionalTime = None
 
@@ -181,17 +181,17 @@ class RendezvousStatus:
     attempt: Annotated[_Number, _OMIT_EMPTY] = 0
     """Number of coordinators of this generation before the current one."""
     failures: Annotated[_Number, _OMIT_EMPTY] = 0
-    """How many consecutive coordinators ended soon after their start."""
+    """How many consecutive coordinators ended soon after they had started."""
     not_before: _OptionalTime = None
     state: SlotState = SlotState.PLANNED
     endpoint: str = ""
     nodes: _Number = 0
-    """The number of nodes for which the slots were last laid out."""
+    """The number of nodes for which the slots were last planned."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GangStatus:
-    """The gang of a generation, as it was decided when the generation began."""
+    """The gang of a generation, as decided when the generation began."""
 
     nodes: _Number = 0
     """Slots 0 to nodes - 1 are in the gang."""
@@ -218,6 +218,19 @@ class PodChanges:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuotaShare:
+    """Additional quota of an elastic job, granted after its first quota."""
+
+    workload: str
+    """Name of the Workload that holds this quota."""
+    uid: str
+    """UID of the Workload."""
+    pods: _Number = 0
+    """Number of the slots' pods that this quota covers."""
+    node: PodChanges = field(default_factory=PodChanges)
+
+
+@dataclass(frozen=True, kw_only=True)
 class QueueStatus:
     """The quota that Kueue has granted to the job."""
 
@@ -227,14 +240,31 @@ class QueueStatus:
     """UID of the Workload."""
     cluster_queue: Annotated[str, _OMIT_EMPTY] = ""
     pods: _Number = 0
-    """Number of the slots' pods that the quota covers, not counting the coordinator's own pod."""
+    """Number of the slots' pods that the quota covers, with `more`, but without the coordinator's
+    own pod."""
     node: PodChanges = field(default_factory=PodChanges)
     coordinator: PodChanges = field(default_factory=PodChanges)
+    more: Annotated[tuple[QuotaShare, ...], _OMIT_EMPTY] = ()
+    """Additional quota. The last slots use it, in this order."""
+
+    @property
+    def uids(self) -> frozenset[str]:
+        """UIDs of all Workloads that hold the quota."""
+        return frozenset({self.uid, *(share.uid for share in self.more)})
+
+    def changes_of(self, index: int) -> PodChanges:
+        """Return the fields that the queue adds to the pod of a slot."""
+        first = self.pods
+        for share in reversed(self.more):
+            first -= share.pods
+            if index >= first:
+                return share.node
+        return self.node
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassLimits:
-    """Limits for every job of a class; None or empty: no limit."""
+    """Limits for every job of a class. None or empty means no limit."""
 
     max_nodes: Annotated[_Number | None, _OMIT_NONE] = None
     """Maximum number of nodes and spares together."""
@@ -275,7 +305,7 @@ class Restart:
     repeated_steps: Annotated[_Number | None, _OMIT_NONE] = None
     """Number of complete steps that were repeated; None if unknown."""
     repeated_seconds: Annotated[float | None, _OMIT_NONE] = None
-    """Seconds spent on repeating these steps; None until all have been repeated."""
+    """Seconds spent on the repeated steps; None until all of them have been repeated."""
     continued_from: Annotated[str, _OMIT_EMPTY] = ""
     """The source from which training continued: memory, storage, scratch, or unknown if the script
     has not reported it; empty until the first step.
@@ -283,7 +313,7 @@ class Restart:
     round: Annotated[_Number, _OMIT_EMPTY] = 0
     """The round that began with this restart."""
     consequence: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether another failure in the same round caused it."""
+    """Whether another failure in the same round caused this one."""
     everywhere: Annotated[bool, _OMIT_EMPTY] = False
     """Whether ranks of other pods (or other ranks of the only pod) failed with the same error in
     that round."""
@@ -307,9 +337,9 @@ class Restarts:
     seen_round: Annotated[_Number, _below("seen", "round")] = 0
     """The round of the last incident."""
     repeated_steps: Annotated[_Number, _OMIT_EMPTY] = 0
-    """Number of complete steps that were repeated since the job began, as far as known."""
+    """Number of complete steps that are known to have been repeated since the job started."""
     repeated_seconds: Annotated[float, _OMIT_EMPTY] = 0.0
-    """Seconds spent on repeating these steps."""
+    """Seconds that are known to have been spent on repeated steps since the job started."""
     unknown_repeats: Annotated[_Number, _OMIT_EMPTY] = 0
     """Number of restarts with an unknown number of repeated steps."""
     seen_start: Annotated[str, _below("seen", "start")] = ""
@@ -364,12 +394,12 @@ class JobStatus:
     round: _Number = 0
     rendezvous: RendezvousStatus = field(default_factory=RendezvousStatus)
     gang: Annotated[GangStatus | None, _OMIT_EMPTY] = None
-    """None: the generation's pods are scheduled one by one."""
+    """None if the generation's pods are scheduled one by one."""
     queue: Annotated[QueueStatus | None, _OMIT_EMPTY] = None
-    """None: the job has no quota, because it is not in a queue or is still waiting in one."""
+    """None if the job has no quota, because it is not in a queue or is still waiting in one."""
     job_class: Annotated[JobClass | None, _OMIT_EMPTY] = None
-    """The class as it was when the job started or was last resumed; None: no class has been
-    taken."""
+    """The class as it was when the job started or last resumed; None if the job has not taken a
+    class."""
     active: Annotated[_Number, _below("nodes", "active")] = 0
     """Number of pods that exist and have not ended, spares excluded."""
     ready: Annotated[_Number, _below("nodes", "ready")] = 0
@@ -378,20 +408,21 @@ class JobStatus:
     """Number of pods that are ready to take over at once."""
     slots: tuple[Slot, ...] = ()
     rank_order: Annotated[tuple[_Number, ...], _OMIT_EMPTY] = ()
-    """Indices of the last group's nodes in the order of their ranks; empty: ranks follow the
-    indices."""
+    """Indices of the last group's nodes, in rank order. Empty if ranks follow the indices."""
     highest_attempt: _Number = 0
     """The highest attempt of any slot so far."""
     avoided_nodes: Annotated[tuple[AvoidedNode, ...], _OMIT_EMPTY] = ()
     restarts: Restarts = field(default_factory=Restarts)
     notifications: Annotated[tuple[Notification, ...], _OMIT_EMPTY] = ()
     gpu_seconds: Annotated[_Seconds, _OMIT_EMPTY] = 0
-    """GPU seconds of all pods since the job began, up to `gpu_use.since`; see core/status."""
+    """GPU seconds of all pods from the job's start to `gpu_use.since`; see core/status."""
     gpu_use: Annotated[GpuUse | None, _OMIT_EMPTY] = None
-    """None: the job's pods hold no GPUs."""
+    """None if the job's pods hold no GPUs."""
     progress: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
+    former_keys: Annotated[tuple[str, ...], _OMIT_EMPTY] = ()
+    """Marks of the operator keys that a later key has replaced; see `slots.is_superseded`."""
     own_folder: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether the job began under an operator that gives each job a checkpoint folder."""
+    """Whether the job started under an operator that gives each job its own checkpoint folder."""
     trained: Annotated[bool, _OMIT_EMPTY] = False
     """Whether the job has taken a step, or has run long enough that it must be assumed to have done
     so.
@@ -427,7 +458,7 @@ class JobStatus:
     def _wanted(self, spec: JobSpec) -> int:
         """Return the number of nodes wanted.
 
-        Once the job has ended, changes to its spec are ignored.
+        Changes to the spec of a finished job are ignored.
         """
         return self.rendezvous.nodes if self.terminal and self.rendezvous.nodes else spec.nodes
 
@@ -439,7 +470,7 @@ class JobStatus:
     def ended_without_recovery(self, restart: Restart) -> bool:
         """Whether a suspension cut this restart short.
 
-        The restart was never completed, because the suspension ended the job's pods.
+        The restart was never completed, because the suspension removed the job's pods.
         """
         return restart.seconds is None and (self.start_time is None or restart.time < self.start_time)
 
@@ -450,11 +481,12 @@ class JobStatus:
 
     @classmethod
     def read(cls, status: Mapping[str, Any]) -> JobStatus:
-        """Read a `status`, possibly from a different release: unknown fields are ignored.
+        """Read a `status`.
 
-        An empty status belongs to a new job. Raises an error if `status` is not a JSON object.
-        Fields that cannot be read and objects that lack a required field are ignored, because the
-        CRD admits some of them and a file with a job's record may hold anything.
+        Unknown fields are ignored, because a different release may have written it. An empty status
+        belongs to a new job. Raises an error if `status` is not a JSON object. Fields that cannot
+        be read and objects that lack a required field are ignored, because the CRD admits some of
+        them and a file with a job's record may hold anything.
         """
         return _validated({**status, "slots": _expanded(status.get("slots") or ())})
 

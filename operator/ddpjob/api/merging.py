@@ -24,8 +24,8 @@ job has not set is absent or empty, whatever the API server has added. env is fi
 name."""
 _MERGED = ("podTemplate", "resources")
 QUEUE = "queue"
-"""Name of the job's queue among the fields that a class may set and fix. The queue is not below
-spec, but in a label."""
+"""Name of the job's queue among the fields that a class may set and fix. The job itself has its
+queue in a label, not in spec."""
 
 _LIST_KEYS = {
     **dict.fromkeys(("containers", "initContainers", "volumes", "env", "imagePullSecrets", "resourceClaims"), "name"),

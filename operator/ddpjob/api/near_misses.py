@@ -1,4 +1,4 @@
-"""Suggests what a refused field or value was meant to be: other operators' words, units, shapes."""
+"""Suggests what a rejected field or value was meant to be: another API's name, a unit, a shape."""
 
 from __future__ import annotations
 
@@ -167,8 +167,8 @@ _PATTERNS = {
     r"^/": "an absolute path, such as /data",
     r"^/[^:]*$": "an absolute path without ':', such as /data",
     _LABEL: "a name of lower-case letters, digits and '-'",
-    r"^[-._a-zA-Z][-._a-zA-Z0-9]*$": "a variable's name of letters, digits, '-', '_' and '.', with no digit first",
-    r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$": "a Python module's name, such as my_package.train",
+    r"^[-._a-zA-Z][-._a-zA-Z0-9]*$": "a variable name of letters, digits, '-', '_' and '.' without a leading digit",
+    r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$": "a Python module name, such as my_package.train",
 }
 
 
@@ -181,9 +181,9 @@ def refused_by(pattern: str, value: str) -> str:
     if ")?/[A-Za-z0-9]" in pattern:
         gpu = value.lower() in ("gpu", "gpus", "nvidia", "cuda")
         known = "; did you mean nvidia.com/gpu?" if gpu else ""
-        return f"is not the name of a resource with its domain, such as nvidia.com/gpu{known}"
+        return f"is not a resource name with its domain, such as nvidia.com/gpu{known}"
     if pattern.startswith("^s3://"):
-        return "is not a bucket with a folder, such as s3://bucket/folder; a bucket's name has 3 to 63 characters"
+        return "is not a bucket with a folder, such as s3://bucket/folder; bucket names have 3 to 63 characters"
     if pattern == _LABEL:
         name = re.sub(r"[^a-z0-9]+", "-", value.lower()).strip("-")
         return f"is not {_PATTERNS[_LABEL]}" + (f"; did you mean {name}?" if name else "")

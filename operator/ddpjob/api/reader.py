@@ -94,7 +94,7 @@ class Manifest:
     source: str
     document: Document
     others: tuple[str, ...] = ()
-    """Kinds and names of the text's objects that are not DDPJobs."""
+    """Kinds and names of the objects in the text that are not DDPJobs."""
 
     @property
     def name(self) -> str:
@@ -115,8 +115,8 @@ class Manifest:
 def read_manifests(source: Path | str, label: str = "the manifest") -> list[Manifest]:
     """Return the DDPJobs in a file (Path) or in YAML text (str), unchecked.
 
-    A List counts as its items. Objects of other kinds are ignored. Raises ManifestError if there is
-    no DDPJob, or if two have the same name.
+    A List is read as its items. Objects of other kinds are ignored. Raises ManifestError if the
+    text lacks a DDPJob, or if two have the same name.
     """
     label, text = (str(source), _read_file(source)) if isinstance(source, Path) else (label, source)
     found, names = _jobs(label, _documents(label, text)), set[tuple[str, str]]()
@@ -133,7 +133,7 @@ def read_manifests(source: Path | str, label: str = "the manifest") -> list[Mani
 def _read_file(path: Path) -> str:
     try:
         if path.is_dir():
-            raise _error(path, "is a folder; name a file")
+            raise _error(path, "is a folder; specify a file")
         if path.is_file() and path.stat().st_size > MAX_BYTES:
             raise _error(path, f"is larger than {MAX_BYTES // 1024**2} MiB, the API server's limit")
         return path.read_text(encoding="utf-8-sig")

@@ -11,7 +11,7 @@ def main() -> int:
         from ddpjob.cli.main import main as command
 
         return command()
-    except KeyboardInterrupt:  # while it is imported
+    except KeyboardInterrupt:  # Ctrl-C during the import.
         return 130
     except ModuleNotFoundError as error:
         # This may happen late, because some packages are imported only when they are used.

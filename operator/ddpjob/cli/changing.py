@@ -112,7 +112,7 @@ def restart(backend: Backend, job: str, timeout: int) -> None:
 
 
 @command_of_job
-@click.option("--fresh", is_flag=True, help="Start from scratch; the old checkpoints stay.")
+@click.option("--fresh", is_flag=True, help="Start from scratch; the old checkpoints are kept.")
 @with_backend
 def rerun(backend: Backend, job: str, fresh: bool) -> None:
     """Start an ended job again, with the same manifest.

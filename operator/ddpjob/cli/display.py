@@ -45,7 +45,7 @@ def summary(job: DDPJob, status: JobStatus) -> str:
 
 
 def _figures(status: JobStatus) -> list[str]:
-    """Return progress, loss, time left, speed and accuracy, as far as they are known."""
+    """Return progress, loss, time left, speed and accuracy, if they are known."""
     shown = (("", "display"), ("loss ", "lossDisplay"), ("eta ", "eta"), ("", "speedDisplay"))
     words = [f"{label}{status.progress[name]}" for label, name in shown if name in status.progress]
     words += [f"accuracy {accuracy:.2%}" for accuracy in [reported_accuracy(status)] if accuracy is not None]
@@ -69,8 +69,9 @@ def recoveries(status: JobStatus) -> list[str]:
     """Return a line for each restart after which the group ran again.
 
     The line shows what broke the group, how long the group took to run again, and the repeated
-    work. It appears once that work is known, or can no longer become known. A job that has not
-    reported a step has no such lines, because its group may run again only to fail again.
+    work. The line appears once the repeated work is known, or once it is certain that it will never
+    be known. A job that has not reported a step has no such lines, because its group may run again
+    only to fail again.
     """
     if not status.progress:
         return []
@@ -114,7 +115,7 @@ class NewLines:
     def _new_trace(self, happened: TimedEvent) -> list[str]:
         """Return the traceback of an event, unless it has already been shown.
 
-        The same error may recur, and may finally end the job.
+        The same error may recur and finally fail the job.
         """
         trace = happened.event.message.splitlines()[1:]
         # The last lines hold the location and the error.

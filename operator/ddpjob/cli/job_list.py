@@ -3,9 +3,9 @@
 Problem: with 60 old jobs, the running job was below the edge of the screen, and long names pushed
 columns out of it.
 
-Rule: jobs with pods come first, then waiting jobs, the newest first in each group. Ended jobs are
-folded into one line that counts them; `e` unfolds them. The list never has more lines or columns
-than the terminal:
+Rule: jobs with pods come first, then waiting jobs, the newest first in each group. Finished jobs
+are folded into one line that counts them; `e` unfolds them. The list never has more lines or
+columns than the terminal:
 
 1. The wide columns are dropped until the rest fits (GPUHOURS, ATRISK, DURATION, REASON).
 2. Then names are cut in their middle, to no fewer than 16 characters.
@@ -34,17 +34,17 @@ from ddpjob.client.backends.backend import ENDED, Backend, Mistake, NoSuchJob, O
 from ddpjob.client.texts.job_text import gpu_hours, header, phase, row
 
 _DROPPED = ("GPUHOURS", "ATRISK", "DURATION", "REASON", "", "SPEED", "LOSS", "AGE", "RESTARTS", "NODES", "PROGRESS")
-"""Columns in the order in which they are dropped; "" cuts the names."""
+"""Columns in the order in which they are dropped; "" stands for cutting the names."""
 _WAITING = ("Queued", "Pending", "Suspended")
 _NAME, _GAP = 16, 2
 _FIXED = 4
-"""Number of lines around the jobs: the counts, the titles, the folded jobs, the keys."""
+"""Number of lines that do not show a job: the counts, the titles, the folded jobs and the keys."""
 _HELP = "up/down move   Enter open   / find   e ended jobs   q quit"
 _FILTER_CHARACTERS = 40
 
 
 class JobList:
-    """What the list shows and where its cursor is."""
+    """The content of the list and the position of its cursor."""
 
     def __init__(self) -> None:
         self.selected = self.filter = ""
@@ -54,7 +54,7 @@ class JobList:
         self._page = 10
 
     def press(self, key: str) -> str:
-        """Apply a key. Return `quit` or `open` if the key means that, otherwise an empty string."""
+        """Apply a key. Return `quit` or `open` if the key requests it, otherwise an empty text."""
         if self.finding:
             self._type(key)
         elif key in ("q", "escape"):
@@ -113,8 +113,10 @@ class JobList:
 
 
 def in_order(bodies: Sequence[Json]) -> list[Json]:
-    """Sort the jobs: waiting jobs come after those with pods, and ended jobs last. Within each
-    group, the newest job comes first.
+    """Sort the jobs.
+
+    Waiting jobs come after those with pods, and finished jobs come last. Within each group, the
+    newest job comes first.
     """
     newest = sorted(bodies, key=lambda body: str(body["metadata"].get("creationTimestamp")), reverse=True)
     return sorted(newest, key=lambda body: (phase(body) in ENDED, phase(body) in _WAITING))
@@ -143,7 +145,7 @@ def fit(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     for dropped in (None, *_DROPPED):
         cut = cut or dropped == ""
         columns = [cells for cells in columns if cells[0] != dropped]
-        if cut:  # A dropped column gives its room back to the names.
+        if cut:  # A dropped column leaves room for the names.
             most = max(_NAME, width - sum(_wide(cells) + _GAP for cells in columns[1:]))
             columns[0] = [_cut(name, most) for name in names]
         if sum(map(_wide, columns)) + _GAP * (len(columns) - 1) <= width:
@@ -234,7 +236,7 @@ def show_list(backend: Backend, console: Console, open_job: OpenJob, seconds: fl
                     else:
                         frame = draw_job()
                     patience.answered()
-                except NoSuchJob:  # It was deleted while its screen was open.
+                except NoSuchJob:  # The job was deleted while its screen was open.
                     draw_job = None
                 except Mistake as mistake:
                     patience.tolerate(mistake)

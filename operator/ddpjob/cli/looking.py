@@ -15,7 +15,7 @@ from ddpjob.cli.output import STATE_COLOURS, PathTemplate, document, format_rows
 from ddpjob.cli.places import EXIT_MISTAKE, EXIT_NEGATIVE, Place, in_place, with_backend
 from ddpjob.cli.root import bare, command_of_job, complete_job, print_line, print_note, print_painted, root
 from ddpjob.cli.waiting import wait_for
-from ddpjob.client.backends.backend import Backend, LogOptions, Mistake, NoSuchJob
+from ddpjob.client.backends.backend import Backend, EndedLogs, LogOptions, Mistake, NoSuchJob
 from ddpjob.client.texts import job_text
 from ddpjob.client.texts.metric_series import AXES
 
@@ -42,7 +42,7 @@ class _Output(click.Choice[str]):
 @click.argument("job", required=False, shell_complete=complete_job, callback=bare)
 @click.option("-o", "--output", type=_Output(), default="table")
 @click.option("-w", "--watch", is_flag=True, help="Print a line for each change, until Ctrl-C.")
-@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="List jobs of all namespaces of the cluster.")
+@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="List jobs in all namespaces of the cluster.")
 @in_place
 def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, everywhere: bool) -> None:
     """List jobs, the newest last, or print one job.
@@ -53,7 +53,7 @@ def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, 
              ddpjob get first -o jsonpath='{.status.phase}'
     """
     if everywhere and job is not None:
-        raise click.UsageError("-A lists jobs; name the job's namespace with -n")
+        raise click.UsageError("-A lists jobs; specify the job's namespace with -n")
     backend = place.backend(everywhere=everywhere)
     backend.whole = output in ("json", "yaml") or isinstance(output, PathTemplate)
     bodies = [backend.job(job)] if job is not None else backend.jobs()
@@ -123,7 +123,7 @@ def top(backend: Backend, job: str | None, once: bool, interval: float) -> None:
 
 
 @root.command()
-@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Show jobs of all namespaces of the cluster.")
+@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Show jobs in all namespaces of the cluster.")
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
 @click.option(
     "--port",
@@ -138,7 +138,7 @@ def dashboard(place: Place, everywhere: bool, host: str, port: int, folder: Path
     """Serve a dashboard for the browser until Ctrl-C.
 
     It shows all jobs live, each with its restarts, curves, pods, events and logs. It is read-only
-    and uses your rights. The printed address contains a token of this session, and anyone who has
+    and uses your rights. The printed address contains a token for this session, and anyone who has
     it can see what you can see. From another machine, use `ssh -L 8300:127.0.0.1:8300`, because the
     connection itself is not encrypted.
 
@@ -165,7 +165,7 @@ def dashboard(place: Place, everywhere: bool, host: str, port: int, folder: Path
 @click.option("--by", type=click.Choice(AXES), help="Horizontal axis. Default for several jobs: step.")
 @with_backend
 def plot(backend: Backend, jobs: tuple[str, ...], output: Path | None, by: str | None) -> None:
-    """Draw the curves of a job across its restarts, or of several jobs over each other.
+    """Draw the curves of a job across its restarts, or of several jobs in one chart.
 
     The numbers come from run/metrics.jsonl in the checkpoint folder, which the built-in trainer and
     ddpjob_report.report with a `step` write. On this machine they can be drawn at any time, and on
@@ -331,13 +331,15 @@ def logs(
     if follow and previous:
         raise click.UsageError("--previous: a container that has ended writes nothing more; remove --follow")
     backend, options = place.backend(), LogOptions(follow=follow, tail=tail, since=length, previous=previous)
-    body, pod, gone = _job_or_pod(backend, job)
+    body, pod, kept = _job_or_pod(backend, job)
     name = body["metadata"]["name"]
     if ended:
         return _list_ended(backend, name)
     if pod and index:
         raise click.UsageError(f"{job} is a pod; --index chooses pods of a job: ddpjob logs {name} --index ...")
-    follower = LogFollower(backend, body, options, Chosen(pod, index, rank, coordinator, gone))
+    if kept is not None and rank:
+        raise click.UsageError(f"--rank: pod {pod} is gone, and its kept log does not show its ranks; remove --rank")
+    follower = LogFollower(backend, body, options, Chosen(pod, index, rank, coordinator, kept))
     printed = prefix if prefix is not None else not pod
     for line in follower.lines():
         ranks, by = line.ranks, line.rank
@@ -355,22 +357,29 @@ def logs(
 
 
 def _list_ended(backend: Backend, job: str) -> int:
-    """Print the names of ended pods and what is left of them, oldest attempts first."""
+    """Print the names of terminated pods and what remains of each, oldest attempts first."""
     pods = backend.pods(job)
-    left = [pod for pod in pods if pod.ended]
-    left += backend.kept_logs(job).pods({pod.name for pod in pods})
+    left, fault = [pod for pod in pods if pod.ended], ""
+    try:
+        left += backend.kept_logs(job).pods({pod.name for pod in pods})
+    except Mistake as mistake:
+        if not left:
+            raise
+        fault = str(mistake)
     for pod in left:
         print_line(f"{pod.name}  {pod.state}  {pod.message}".rstrip())
+    if fault:
+        print_note(fault)
     if not left:
-        remedy = "set spec.storage.checkpoints, and spec.runPolicy.logsKept above 0"
-        print_note(f"{job}: no log of an ended pod is kept; to keep them, {remedy}")
+        needs = "a writable spec.storage.checkpoints, spec.runPolicy.logsKept above 0, and no spec.command"
+        print_note(f"{job}: no log of an ended pod is kept; to keep logs, the job needs {needs}")
     return 0 if left else EXIT_NEGATIVE
 
 
-def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str, bool]:
-    """Return (job, pod, whether the pod is gone); the pod is empty if the name is a job's."""
+def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str, EndedLogs | None]:
+    """Return (job, pod, kept logs if the pod is gone); the pod is empty if the name is a job's."""
     try:
-        return backend.job(name), "", False
+        return backend.job(name), "", None
     except NoSuchJob as missing:
         why = missing
     try:
@@ -384,11 +393,12 @@ def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str, bool]:
         if name.startswith(f"{job}-"):
             pods = [pod.name for pod in backend.pods(job)]
             if name in pods:
-                return body, name, False
+                return body, name, None
             why = NoSuchJob(f"no pod {name} of job {job}; its pods: {', '.join(pods[:10]) or 'none yet'}")
             try:
-                if any(pod.name == name for pod in backend.kept_logs(job).pods()):
-                    return body, name, True
+                kept = backend.kept_logs(job)
+                if any(pod.name == name for pod in kept.pods()):
+                    return body, name, kept
             except Mistake as mistake:
                 why = NoSuchJob(f"{why}. {mistake}")
     raise why

@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         return int(code or 0)
     except Mistake as mistake:
-        for line in str(mistake).split("\n"):  # It may quote any amount of text.
+        for line in str(mistake).split("\n"):  # The message may quote any amount of text.
             print_note(shown(line, MAX_MESSAGE))
         return exit_code(mistake)
     except click.exceptions.Exit as ended:

@@ -80,13 +80,13 @@ def document(body: Json, kind: str) -> str:
 def _escaped(character: str) -> str:
     """Return a character of JSON text, escaped if it could control a terminal.
 
-    JSON itself requires this only of control characters below 32.
+    JSON itself requires this only for control characters below 32.
     """
     return character if character.isprintable() else json.dumps(character)[1:-1]
 
 
 def documents(bodies: Sequence[Json], kind: str) -> str:
-    """Return several objects as documents of YAML, or as a List in JSON.
+    """Return several objects as YAML documents or as a JSON List.
 
     JSON has no separate documents. A single object is returned as it is.
     """
@@ -101,7 +101,7 @@ _PART = re.compile(r"""\{((?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^{}"'])*)\}|([
 
 
 class PathTemplate:
-    """A template of `-o jsonpath=TEMPLATE`, as in kubectl.
+    """A template for `-o jsonpath=TEMPLATE`, as in kubectl.
 
     It consists of text and, in braces, paths, quoted text, range and end. Raises ValueError with
     the reason if the template cannot be read.
@@ -119,7 +119,7 @@ class PathTemplate:
         """Parse a template.
 
         Return the texts to print, and a pair (path, steps) for each path. The steps are applied to
-        each value of the path; None prints the value.
+        each value of the path; None means that the value itself is printed.
         """
         steps: list[str | tuple[Any, Any]] = []
         for part in parts:

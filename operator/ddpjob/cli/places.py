@@ -65,7 +65,7 @@ _OPTIONS = (
     click.option("-n", "--namespace", metavar="NAMESPACE", help="Namespace on the cluster; default: the context's."),
     click.option("--context", metavar="CONTEXT", help="Context of the kubeconfig."),
     click.option("--kubeconfig", metavar="FILE", help="Default: $KUBECONFIG, else ~/.kube/config."),
-    click.option("--local/--cluster", "local", default=None, help="Use jobs of this machine, or of the cluster."),
+    click.option("--local/--cluster", "local", default=None, help="Use jobs on this machine or on the cluster."),
 )
 
 
@@ -100,5 +100,5 @@ def with_backend(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def exit_code(mistake: Mistake) -> int:
-    """Return the exit code of a command that ended with a mistake."""
+    """Return the exit code of a command that raised a Mistake."""
     return EXIT_UNREACHABLE if isinstance(mistake, Unreachable) else EXIT_MISTAKE

@@ -75,7 +75,7 @@ Example: ddpjob run examples/digits.yaml"""
 @click.option("--image", default="pytorch/pytorch", show_default=True, help="Any image with Python and PyTorch.")
 @click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="Pods that train.")
 @click.option(
-    "--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs of each node; 0 trains on the CPU."
+    "--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs per node; 0 trains on the CPU."
 )
 @click.option("--check", is_flag=True, help="Only read SCRIPT, and write nothing.")
 def init(script: Path, name: str, image: str, nodes: int, gpus: int, check: bool) -> int:
@@ -138,7 +138,7 @@ def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], serv
     from ddpjob.client.manifests.manifest_sources import BadInput, checked, manifests
 
     if not sources and not more:
-        raise click.UsageError("name a FILE, a FOLDER, or - for standard input")
+        raise click.UsageError("specify a FILE, a FOLDER, or - for standard input")
     bad = False
     cluster = place.cluster() if server else None
     for manifest in manifests([*sources, *more]):
@@ -224,21 +224,25 @@ def schema() -> None:
 @click.option("--image", default="", help="Any image with Python and PyTorch.")
 @click.option("--name", default="", help="Name of the job. Default: the script's name and four random characters.")
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Pods that train.")
-@click.option("--gpus", type=click.IntRange(0), help="GPUs of each node; 0 trains on the CPU.")
-@click.option("--procs", type=click.IntRange(1), help="Processes of each node; default: one per GPU.")
+@click.option("--gpus", type=click.IntRange(0), help="GPUs per node; 0 trains on the CPU.")
+@click.option("--procs", type=click.IntRange(1), help="Processes per node; default: one per GPU.")
 @click.option("--spares", type=click.IntRange(0), default=0, help="Pods on standby.")
-@click.option("--min-nodes", type=click.IntRange(1), help="Continue with this many nodes while others are missing.")
+@click.option(
+    "--min-nodes", type=click.IntRange(1), help="Continue with at least this many nodes while others are missing."
+)
 @click.option("--max-nodes", type=click.IntRange(1), help="The largest number of nodes that scaling may set.")
 @click.option("--mode", type=click.Choice(["Standard", "Fast"]), help="How a group recovers.")
-@click.option("--env", "-e", multiple=True, metavar="NAME=VALUE", help="Variable of the workers; may be repeated.")
+@click.option(
+    "--env", "-e", multiple=True, metavar="NAME=VALUE", help="Environment variable of the workers; may be repeated."
+)
 @click.option("--cpu", default="", help="CPUs that each node requests, such as 8.")
-@click.option("--memory", default="", help="Memory of each node, as request and limit, such as 64Gi.")
+@click.option("--memory", default="", help="Memory per node, as request and limit, such as 64Gi.")
 @click.option("--checkpoints", default="", metavar="claim:NAME|s3://URL|/FOLDER", help="Where checkpoints are kept.")
 @click.option("--entry", default="", metavar="SCRIPT", help="The script to start in FOLDER.")
 @click.option(
     "--code", default="", metavar="s3://URL", help="Where a large FOLDER is uploaded. Default: the checkpoints' bucket."
 )
-@click.option("--git", default="", metavar="URL[@REF]", help="The repository that has the SCRIPT or MODULE.")
+@click.option("--git", default="", metavar="URL[@REF]", help="The repository that contains the SCRIPT or MODULE.")
 @click.option(
     "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Set any field of spec; the value is YAML."
 )
@@ -253,10 +257,10 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
     A manifest describes its jobs completely, so options that describe a job are not allowed with
     it. Objects of other kinds are listed, but not created.
 
-    A script or folder of this machine is sent with the job in a ConfigMap. A folder of more than 1
+    A script or folder on this machine is sent with the job in a ConfigMap. A folder of more than 1
     MiB is uploaded to the checkpoints' bucket (or --code), once for each content. Hidden files,
     caches, outputs (runs, wandb, mlruns), files that look like secrets, and files that
-    .ddpjobignore or .gitignore names are not sent. An absolute path that does not exist here is a
+    .ddpjobignore or .gitignore lists are not sent. An absolute path that does not exist here is a
     file in the image, and any other name is a module. With --local, the job runs on this machine,
     in the background.
 
@@ -310,7 +314,7 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
 
 
 def _describe_earlier(backend: ProcessBackend, name: str, *, fresh: bool) -> str:
-    """Describe how the submission treats an ended job of this name, or checkpoints under it."""
+    """Describe what happens to a finished job of this name, or to checkpoints under this name."""
     from ddpjob.client.rerun_jobs import where_it_begins
 
     try:
@@ -489,7 +493,7 @@ def _convertible(source: str) -> tuple[list[Any], list[Any]]:
             f"starts torchrun: `ddpjob convert --image IMAGE -- torchrun ...`"
         )
     if kinds:
-        print_note(f"# {source}: left out {', '.join(kinds)}, because only {', '.join(CONVERTIBLE)} can be converted")
+        print_note(f"# {source}: skipped {', '.join(kinds)}, because only {', '.join(CONVERTIBLE)} can be converted")
     return found, runtimes
 
 

@@ -60,7 +60,7 @@ _MEANT = {
 
 
 class _Commands(click.Group):
-    """Lists commands in the order of their groups, and suggests one for an unknown command."""
+    """Lists commands by group, and suggests one for an unknown command."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         grouped = [name for names in GROUPS.values() for name in names if name in self.commands]
@@ -124,8 +124,8 @@ class _Commands(click.Group):
 class SystemFault(Exception):
     """A file or the output cannot be read or written.
 
-    Without this exception, click would exit with 1 if the reader of the output has gone, but 1
-    means a failed job.
+    Without this exception, click would exit with 1 if the reader of the output is gone, but 1 means
+    a failed job.
     """
 
     def __init__(self, error: OSError) -> None:

@@ -58,7 +58,7 @@ def ready(file: str, name: str | None, options: Options) -> Ready:
 def run_command(file: str, name: str | None, data: Path | None, workdir: Path | None, *, fresh: bool) -> int:
     """Run the job; return the exit code.
 
-    0: Complete, 1: Failed, 2: bad input, 128+N: ended by signal N.
+    0: Complete, 1: Failed, 2: bad input, 128+N: terminated by signal N.
     """
     with ExitStack() as holding:
         try:

@@ -35,7 +35,7 @@ _PANELS = (("loss", "loss"), ("test loss", "loss"), ("test accuracy", "accuracy"
 
 
 def means(values: Sequence[float], width: int) -> list[float]:
-    """Return at most `width` numbers, each the mean of its part of `values`."""
+    """Return at most `width` numbers, each the mean of one part of `values`."""
     width = min(width, len(values))
     parts = [values[len(values) * part // width : len(values) * (part + 1) // width] for part in range(width)]
     return [sum(part) / len(part) for part in parts]
@@ -58,7 +58,7 @@ def chart(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def points(series: MetricSeries) -> tuple[list[float], list[float], int]:
-    """Return losses and test accuracies in the order of steps, and the number of restarts."""
+    """Return the losses and the test accuracies in step order, and the number of restarts."""
     losses, accuracies = series.steps.get("loss", {}), series.evaluations.get("accuracy", {})
     return (
         [losses[step] for step in sorted(losses)],
@@ -115,8 +115,8 @@ def _loss_chart(losses: Sequence[float]) -> Iterator[str]:
 def overlay(texts: Sequence[tuple[str, str]], by: str) -> Iterator[str]:
     """Yield lines that show curves of several jobs, in panels over one axis.
 
-    `texts` are pairs of a job's name and its metrics. Raises Mistake if a job has no steps, or no
-    such axis.
+    `texts` are pairs of a job's name and its metrics. Raises Mistake if a job has no steps or does
+    not have this axis.
     """
     runs = [(job, read_metrics(text)) for job, text in texts]
     positions = []
@@ -182,7 +182,7 @@ def _panel(title: str, runs: Sequence[Points], right: float) -> Iterator[str]:
 
 
 def _columns(points: Points, right: float) -> dict[int, float]:
-    """Return the mean of the points in each column of the panel that has any."""
+    """Return the mean of each column of the panel, except for columns without points."""
     found: dict[int, list[float]] = {}
     for position, value in points:
         at = round(position / right * (WIDTH - 1)) if right > 0 else 0

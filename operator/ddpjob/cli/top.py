@@ -45,7 +45,7 @@ _PIPED_WIDTH = 200
 
 
 class StepCurve:
-    """Reported values of one number, one per step."""
+    """Values of one reported number, one per step."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -139,12 +139,12 @@ def _text(line: str) -> Text:
 
 
 def _prose(line: str) -> Text:
-    """Return a line that is wrapped, because its end says what to do."""
+    """Return a line as text that wraps, because the end of the line says what to do."""
     return Text(printable(line))
 
 
 def show(backend: Backend, job: str | None, *, once: bool, seconds: float) -> None:
-    """Show the job until it has ended.
+    """Show the job until it has finished.
 
     Without a job, show the list of all jobs until `q` or Ctrl-C. With `once`, or without a
     terminal, print the screen once.

@@ -130,11 +130,11 @@ class Job:
 
         try:
             now = self._asked().get(self).body
-        except Mistake:  # It was deleted, or its cluster cannot be reached.
+        except Mistake:  # The job was deleted, or its cluster cannot be reached.
             return job_html(self.body, [])
         try:
             return job_html(now, self.metrics())
-        except Mistake:  # It has no metrics yet.
+        except Mistake:  # The job has no metrics yet.
             return job_html(now, [])
 
     @property
@@ -222,7 +222,7 @@ class Client:
         """Create a job that runs a function, a script, a folder with a script, or a module.
 
         `program`: the program to run. A function is sent as source code, so it must import and
-        define everything that it uses. A script or folder of this machine is also sent to a
+        define everything that it uses. A script or folder on this machine is also sent to a
         cluster; a folder of more than 1 MiB is uploaded to a bucket. A job of this machine runs it
         in place. Any other absolute path is a file in the image, and any other text is a module's
         name.
@@ -293,7 +293,7 @@ class Client:
         return Job.read(self._backend.job(_name(job)), self)
 
     def watch(self, job: str | Job, *, timeout: float | None = None) -> Iterator[Job]:
-        """Yield the job now and after each change to its status, until it has ended.
+        """Yield the job now and after each change to its status, until it has finished.
 
         Stop after `timeout` seconds. Raises NoSuchJob if the job does not exist, and JobFailed if
         it is deleted.
@@ -314,16 +314,18 @@ class Client:
         timeout: float | None = None,
         progress: bool | None = None,
     ) -> Job:
-        """Wait until the job is in the phase `goal`, and return it.
+        """Wait until the job is in the phase `goal`, and return the job.
 
-        If `progress` is true, one line shows state, step, loss and speed meanwhile; by default,
-        only in a notebook. Raises JobFailed if the job ends in a different phase or is deleted,
-        TimeoutError after `timeout` seconds, and ValueError for an unknown `goal`.
+        If `progress` is true, one line shows state, step, loss and speed while waiting. By default,
+        the line is shown only in a notebook. Raises JobFailed if the job ends in a different phase
+        or is deleted, TimeoutError after `timeout` seconds, and ValueError for an unknown `goal`.
         """
         if goal not in ("Complete", "Running", "Suspended"):
             raise ValueError(f"goal {goal!r}: write 'Complete', 'Running' or 'Suspended'")
         line = ProgressLine(_in_notebook() if progress is None else progress)
-        for seen in itertools.chain(self.watch(job, timeout=timeout), map(self.get, (job,))):  # a last look
+        for seen in itertools.chain(
+            self.watch(job, timeout=timeout), map(self.get, (job,))
+        ):  # Read the job again at the end.
             line.show(seen)
             if seen.phase == goal:
                 return seen
@@ -346,9 +348,9 @@ class Client:
 
         `rank` selects the pod that has this global rank, without lines known to come from other
         ranks. `index` selects the pods of this slot. `tail` limits the output to the last lines of
-        each existing pod. With `follow`, the logs continue until the job has ended, and include all
-        lines of pods that replace others. Raises Mistake if nothing can be read, for example
-        because no pod has this `rank` or `index`. Warns about each pod that could not be read.
+        each existing pod. With `follow`, the logs continue until the job has finished, and include
+        all lines of replacement pods. Raises Mistake if nothing can be read, for example because no
+        pod has this `rank` or `index`. Warns about each pod that could not be read.
         """
         from ddpjob.client.logs.log_follower import Chosen, LogFollower
 
@@ -393,7 +395,9 @@ class Client:
         curve = MetricCurve(metric, [(row["step"], row[metric]) for row in rows if metric in row], series.starts[1:])
         if len(curve.points) < 2:
             known = sorted({column for row in rows for column in row} - {"step"})
-            raise Mistake(f"{name} has no {metric} of two steps yet; its metrics are {', '.join(known) or 'empty'}")
+            raise Mistake(
+                f"{name} has fewer than two values of {metric} so far; its metrics are {', '.join(known) or 'empty'}"
+            )
         if output is not None:
             Path(output).write_text(curve._repr_svg_(), encoding="utf-8")
         return curve
@@ -406,9 +410,9 @@ class Client:
         return {pod.name: text for pod, text in stacks(self._backend, running)}
 
     def rerun(self, job: str | Job, *, fresh: bool = False) -> Job:
-        """Start an ended job again from its last checkpoint.
+        """Rerun a finished job from its last checkpoint.
 
-        With `fresh`, it starts from scratch, and the old checkpoints are kept.
+        With `fresh`, start from scratch and keep the old checkpoints.
         """
         from ddpjob.client.rerun_jobs import rerun
 
@@ -439,7 +443,10 @@ class Client:
         _read_manifest(manifest)
 
     def restart(self, job: str | Job, *, timeout: float = 600) -> None:
-        """Replace all pods of a job: suspend it, wait until they have ended, and resume it."""
+        """Replace all pods of a job.
+
+        This suspends the job, waits until its pods have stopped, and resumes it.
+        """
         restart(self._backend, _name(job), timeout)
 
     def scale(self, job: str | Job, nodes: int) -> None:
@@ -447,7 +454,7 @@ class Client:
         change(self._backend, _name(job), {"nodes": nodes})
 
     def suspend(self, job: str | Job) -> None:
-        """Suspend the job. Its pods save a checkpoint and end; the job stays."""
+        """Suspend the job. Its pods save a checkpoint and stop; the job itself stays."""
         change(self._backend, _name(job), {"runPolicy": {"suspend": True}})
 
     def resume(self, job: str | Job) -> None:
@@ -471,7 +478,10 @@ def _in_notebook() -> bool:
 
 
 class ProgressLine:
-    """A line of output that is overwritten at each change. Prints nothing unless it is wanted."""
+    """A line of output that is overwritten at each change.
+
+    If `wanted` is false, nothing is printed.
+    """
 
     def __init__(self, wanted: bool) -> None:
         self._wanted, self._width, self._last = wanted, 0, ""
@@ -506,7 +516,7 @@ def _name(job: str | Job) -> str:
 def _read(follower: LogFollower, stop: threading.Event, *, named: bool) -> Iterator[tuple[str, str]]:
     """Yield (pod, line), and raise Mistake if nothing could be read.
 
-    If a rank was `named` and has no lines, that is also a Mistake, because it may not exist.
+    If a rank was `named` but has no lines, raise Mistake too, because the rank may not exist.
     """
     try:
         for line in follower.lines():

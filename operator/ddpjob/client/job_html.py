@@ -50,7 +50,7 @@ class MetricCurve:
 
     @property
     def label(self) -> str:
-        """The numbers at both ends, in words."""
+        """The first and the last number of the curve, in words."""
         (first, begin), (last, end) = self.points[0], self.points[-1]
         scale = ", on a logarithmic scale" if self._is_logarithmic else ""
         return f"{self._name} from {begin:.4g} to {end:.4g}, steps {first:g} to {last:g}{scale}"
@@ -59,7 +59,7 @@ class MetricCurve:
     def _is_logarithmic(self) -> bool:
         """Whether the scale is logarithmic.
 
-        It is if a linear scale would show only the beginning of the curve.
+        A logarithmic scale is used if a linear one would show only the beginning of the curve.
         """
         numbers = [number for _, number in self.points]
         return min(numbers) > 0 and max(numbers) > _LOG_FROM * min(numbers)

@@ -1,9 +1,9 @@
-"""Starts an ended job again, under the same name and with the same spec.
+"""Reruns a finished job under the same name and with the same spec.
 
-On this machine its last manifest runs again in the background. A cluster cannot start an ended job,
-so the job is deleted and created again. Checkpoints on volumes and in buckets are kept, and the new
-job resumes from them. The job's ConfigMaps with code are read first, because they are deleted with
-it.
+On this machine, the job's last manifest runs again in the background. A cluster cannot restart a
+finished job, so the job is deleted and created again. Checkpoints on volumes and in buckets are
+kept, and the new job resumes from them. The job's ConfigMaps with code are read first, because they
+are deleted with the job.
 
 On a cluster, `fresh` does not delete any checkpoint. The new job uses a different folder, which
 cannot have been used before because its name contains a part of the old job's UID.
@@ -12,7 +12,7 @@ cannot have been used before because its name contains a part of the old job's U
     {claimName: c}, nfs or hostPath          c: first          subPath: first-after-1c2d3e4f
     {claimName: c, subPath: first-after-…}                     subPath: first-after-5a6b7c8d
     {url: s3://b/f}                          s3://b/f          url: s3://b/f/after-1c2d3e4f
-    none: the folder ends with its pod                         none
+    none: the folder is lost with its pod                      none
 
 `fresh` is refused if the folder is not set in the job's own spec, but by its class or podTemplate.
 """
@@ -39,7 +39,10 @@ _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def rerun(backend: Backend, name: str, *, fresh: bool) -> str:
-    """Start the job again and return what was done. Raises Mistake if it has not ended."""
+    """Rerun the job and return a text about what was done.
+
+    Raises Mistake if the job has not finished.
+    """
     body = backend.job(name)
     state = phase(body)
     if state not in ENDED:
@@ -61,7 +64,7 @@ def rerun(backend: Backend, name: str, *, fresh: bool) -> str:
 
 
 def _in_a_new_folder(manifest: Json, uid: str) -> tuple[Json, str]:
-    """Return the manifest with an unused checkpoint folder, and where the job begins.
+    """Return the manifest with an unused checkpoint folder, and a text about where the job starts.
 
     Raises Mistake if the folder cannot be changed in the job's own spec.
     """
@@ -75,7 +78,7 @@ def _in_a_new_folder(manifest: Json, uid: str) -> tuple[Json, str]:
                 "--fresh: the checkpoint folder is set by the job's class or podTemplate, and not by "
                 "storage.checkpoints; submit the job under a different name"
             )
-        return manifest, "it starts from scratch, because its checkpoints ended with its pods"
+        return manifest, "it starts from scratch, because its checkpoints were lost with its pods"
     if checkpoints.get("readOnly"):
         raise Mistake("--fresh: storage.checkpoints.readOnly is set, so the job writes no checkpoints; leave it out")
     if url := checkpoints.get("url"):
@@ -86,7 +89,7 @@ def _in_a_new_folder(manifest: Json, uid: str) -> tuple[Json, str]:
     new = {**manifest, "spec": {**spec, "storage": {**storage, "checkpoints": {**checkpoints, field: value}}}}
     if faults := validate(new):
         raise Mistake("\n".join(f"--fresh: {fault}" for fault in faults))
-    return new, f"it starts from scratch: storage.checkpoints.{field} is now {value}, and the old checkpoints stay"
+    return new, f"it starts from scratch: storage.checkpoints.{field} is now {value}, and the old checkpoints are kept"
 
 
 def _mounts(spec: Json) -> list[str]:

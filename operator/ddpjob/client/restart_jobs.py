@@ -1,6 +1,6 @@
 """Changes jobs, and replaces all pods of a job.
 
-To replace them, `restart` suspends the job, waits until they have ended, and resumes it.
+To replace the pods, `restart` suspends the job, waits until its pods have stopped, and resumes it.
 
 The caller waits, because a job has no field that means "restart". If the wait is interrupted, the
 job stays suspended, and the error contains the command that resumes it.
@@ -19,7 +19,7 @@ from ddpjob.client.texts.job_text import phase
 def change(backend: Backend, name: str, spec: Json) -> None:
     """Merge `spec` into the spec of a job.
 
-    Raises Mistake if the job has ended, because the change would have no effect.
+    Raises Mistake if the job has finished, because the change would have no effect.
     """
     state = phase(backend.job(name))
     if state in FINISHED:
@@ -34,7 +34,7 @@ class _Ended(Mistake):
 def restart(backend: Backend, job: str, timeout: float) -> None:
     """Replace the job's pods.
 
-    Raises Mistake, for example if the pods do not end within `timeout` seconds.
+    Raises Mistake, for example if the pods do not stop within `timeout` seconds.
     """
     backend.pods(job)  # Fail early if the user may not list pods.
     change(backend, job, {"runPolicy": {"suspend": True}})
@@ -56,7 +56,7 @@ def _left(job: str) -> str:
 
 
 def _wait_until_suspended(backend: Backend, job: str, timeout: float) -> None:
-    """Wait until the job is suspended and its pods have ended. Raises Mistake."""
+    """Wait until the job is suspended and its pods have stopped. Raises Mistake."""
     end, patience = time.monotonic() + timeout, OutagePatience()
     while True:
         try:

@@ -1,20 +1,21 @@
 """Caches the objects of all jobs from watches, so that a reconcile need not ask the API server.
 
-Asking the API server for everything took some 240 requests per job and minute. Instead, one
+Asking the API server for everything took about 240 requests per job and minute. Instead, one
 `Informer` per kind (and watched namespace) keeps what decisions need. No requests are made while
 nothing changes.
 
 - Views are kept, not objects. A pod is a `PodView`; only the metadata of services, ConfigMaps,
-  policies and budgets is read; and an ended job's spec loses the parts that pods are made from.
+  policies and budgets is read; and a finished job's spec loses the parts that pods are made from.
   This bounds the operator's memory, because users choose how large their objects are.
 - An object belongs to the job whose uid is in its labels or owner references. Names do not count,
   because a job that was deleted and recreated under its name does not own objects of its
   predecessor.
-- A change wakes the job that it concerns. It is urgent if a user has changed the job, if a pod has
-  ended, is about to end or is gone, or if Kueue has changed a Workload. The operator's own writes
-  do not wake jobs (`_writing`), since otherwise each status write would cause the next reconcile.
-- A deleted pod's last state is kept for DEPARTED_FOR, because it may show a later reconcile why
-  the pod ended.
+- A change wakes the job that it concerns. The wake-up is urgent if a user has changed the job, if a
+  pod has ended, is about to end or is gone, or if Kueue has changed a Workload. The operator's own
+  writes do not wake jobs (`_writing`), since otherwise each status write would cause the next
+  reconcile.
+- A deleted pod's last state is kept for DEPARTED_FOR, because a later reconcile may need it to find
+  out why the pod ended.
 
 Example: a node is drained, and its pod is deleted before the job is reconciled.
 
@@ -65,8 +66,8 @@ Wake = Callable[[JobKey, bool], None]
 """Called with a job, and whether to reconcile it urgently."""
 
 DEPARTED_FOR = 30.0
-"""How long a deleted pod's last state is kept, in seconds. It may show a late operator why the pod
-ended."""
+"""How long a deleted pod's last state is kept, in seconds. A late reconcile may need it to find out
+why the pod ended."""
 MOST_REFERENCES = 2000
 """Maximum number of owners read from an object. Objects shared by many jobs have up to a
 thousand."""
@@ -241,7 +242,10 @@ class Caches:
         return [job for job in self._jobs_of(namespace).views() if job.namespace == namespace]
 
     def others_wait(self, job: DDPJob) -> bool:
-        """Whether another job waits for room; False unless this job's own Scheduled is false."""
+        """Whether another job waits for room.
+
+        The result is False unless this job's own Scheduled condition is false.
+        """
         own = job.status.condition(ConditionType.SCHEDULED)
         if own is None or own.status:
             return False
@@ -274,7 +278,10 @@ class Caches:
         return found if found is not None and job.uid in found.job_uids else None
 
     def known(self, kind: str, namespace: str, name: str) -> Owned | None:
-        """Return an object of a kind of which only the metadata is read; None if unknown."""
+        """Return the cached metadata of an object; None if the object is not cached.
+
+        This is for kinds that are cached as metadata only.
+        """
         found: Owned | None = self._of(kind, namespace).get(namespace, name)
         return found
 
@@ -423,9 +430,9 @@ class Caches:
 
 
 def _kept(job: DDPJob) -> DDPJob:
-    """Return a job, without the fields that pods are made from if the job has ended.
+    """Return a job, without the fields that pods are made from if the job has finished.
 
-    An ended job does not make pods.
+    A finished job does not create pods.
     """
     if not job.status.terminal:
         return job
@@ -452,7 +459,7 @@ def _read_labelled(read: Callable[[Json], _View], body: Json) -> OwnedView[_View
     namespace, labels = body["metadata"]["namespace"], body["metadata"].get("labels") or {}
     lacking = [name for name in (LABEL_JOB, LABEL_UID) if name not in labels]
     if lacking:
-        raise ValueError(f"somebody has removed its label {lacking[0]}, so it belongs to no job")
+        raise ValueError(f"its label {lacking[0]} was removed, so it no longer belongs to a job")
     return OwnedView(JobKey(namespace, labels[LABEL_JOB]), labels[LABEL_UID], read(body))
 
 
@@ -479,5 +486,5 @@ def _read_owned(body: Json) -> Owned:
 
 
 def _end(pod: PodView) -> tuple[object, ...]:
-    """Return the parts of a pod that show its end. A change to them is urgent."""
+    """Return the parts of a pod that show whether it has ended. A change to them is urgent."""
     return pod.ended, pod.deleted_at, pod.disruption

@@ -31,7 +31,7 @@ object, None."""
 CLIENT_TIMEOUT = WATCH_SECONDS + 30
 CONNECT_TIMEOUT = 10.0
 RETRY = 2.0
-"""Delay in seconds before kopf is restarted after it has ended."""
+"""Delay in seconds before kopf is restarted after it has exited."""
 
 
 class Patience:
@@ -122,7 +122,7 @@ async def follow_jobs(settings: Settings, seen: Seen) -> None:
             try:
                 asyncio.run(once())
             except Exception as error:
-                log.warning("kopf's watch of the DDPJobs ended, and starts again in %s s: %r", RETRY, error)
+                log.warning("kopf's watch of the DDPJobs ended, and restarts in %s s: %r", RETRY, error)
             ended.wait(RETRY)
 
     threading.Thread(target=thread, name="kopf", daemon=True).start()

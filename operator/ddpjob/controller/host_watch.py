@@ -25,8 +25,8 @@ _FORBIDDEN_RETRY = 600.0
 class HostWatch(Informer[HostView]):
     """Keeps a `HostView` of every Kubernetes node.
 
-    It calls `on_hosts(hosts, changed)` when some of the views change. Heartbeats do not change a
-    view. `hosts` is None if nodes are not known yet or may not be read.
+    It calls `on_hosts(hosts, changed)` when at least one view has changed. Heartbeats do not change
+    a view. `hosts` is None if nodes are not known yet or may not be read.
     """
 
     def __init__(self, rest: Rest, on_hosts: Changed, signals: HealthSignals | None = None) -> None:

@@ -1,22 +1,22 @@
 """Caches the DDPJobs, which kopf watches, for reconciles to read.
 
-kopf shows that a job has changed and its new version (`handlers.py`); the job itself is then read
-here. User data therefore never passes through kopf. The operator's own writes are not read again,
-because the response to a write already holds that version.
+kopf reports that a job has changed, and its new version (`handlers.py`). The job itself is then
+read here. User data therefore never passes through kopf. The operator's own writes are not read
+again, because the response to a write already holds that version.
 
 Three things that kopf does not do are done here:
 
 - It never shows deletions during an interruption of its watch, but lists the jobs again and shows
   the existing ones. Whenever kopf lists, and once a minute, the names of all jobs are listed
   here. A job that is not on this list is gone.
-- It does not report the end of its first list. The cache is complete once all jobs in the first
-  list of names have been read because kopf has shown them.
+- It does not report the end of its first list. The cache is complete once kopf has shown all jobs
+  in the first list of names and each of them has been read.
 - After a restore from a backup it keeps watching from a version that the API server's store no
-  longer has. The list of names shows that. `restored` is then set and kopf is restarted.
+  longer has. The list of names reveals this. `restored` is then set, and kopf is restarted.
 
 Example: with 300 jobs, kopf's first list shows 300 versions, all of them new. Because more than FEW
 are due, the jobs are read in pages. A user then changes one: kopf shows its version, one GET reads
-it, and a reconcile begins. When the operator writes the job's status, kopf shows a version that is
+it, and a reconcile starts. When the operator writes the job's status, kopf shows a version that is
 already known, so nothing follows.
 
 See docs/decisions/0020.

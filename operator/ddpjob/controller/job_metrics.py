@@ -1,9 +1,9 @@
 """Prometheus metrics of jobs, from the statuses that the operator writes and reads anyway.
 
-Events are counted when a job's status in the cache changes: once for each status that the API
-server has stored, whether its response or a watch showed it. Events are not counted if they
-happened before this replica read the job or while no replica acted. Counters start at 0 with the
-process, as Prometheus expects.
+Events are counted when a job's status in the cache changes, once for each status that the API
+server has stored. The cache may get the status from a response or from a watch. Events are not
+counted if they happened before this replica read the job or while no replica acted. Counters start
+at 0 with the process, as Prometheus expects.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _count_start(old: JobStatus, new: JobStatus) -> None:
     start = new.start_time
     if start is None:
         return
-    # The duration of a start that broke is in `ddpjob_recovery_seconds` instead.
+    # If a start broke, its duration is in `ddpjob_recovery_seconds` instead.
     first = not any(restart.time >= start for restart in new.restarts.recent)
     for kind, histogram in ((ConditionType.SCHEDULED, TO_PODS), (ConditionType.RUNNING, TO_RUNNING)):
         condition = new.condition(kind)
@@ -326,13 +326,13 @@ _TEXTS = {
     "ddpjob_job_gpu_seconds":
         "GPU seconds of a job since it began (status.gpuSeconds), written at least every ten minutes",
     "ddpjob_job_gpus": "GPUs that a job's pods hold, spares included; no sample without GPUs",
-    "ddpjob_job_repeated_steps": "Complete steps that were taken again after restarts of a job, as far as known",
+    "ddpjob_job_repeated_steps": "Complete steps that were repeated after restarts of a job, as far as known",
     "ddpjob_job_repeated_seconds": "Time in which a job repeated steps after restarts, as far as known",
     "ddpjob_job_unknown_repeats": "Restarts of a job with an unknown number of repeated steps",
     "ddpjob_job_snapshots_refused":
-        "1 while the states of the training do not fit into the pods' memory (condition SnapshotsHeld), else 0",
+        "1 while the training states do not fit into the pods' memory (condition SnapshotsHeld), else 0",
     "ddpjob_job_slow_rank":
-        "1 while a clearly slow rank stays in its place (condition RanksKeepPace), else 0",
+        "1 while a clearly slow rank is not moved (condition RanksKeepPace), else 0",
     "ddpjob_train_checkpoint_timestamp_seconds": "Unix time at which the newest checkpoint was on disk, as reported",
     "ddpjob_train_copy_timestamp_seconds":
         "Unix time at which the newest checkpoint in the bucket was saved, as reported",
@@ -375,7 +375,7 @@ class JobSeries(Collector):
         self._terms: list[JobAccounts] = []
 
     def begin(self, accounts: JobAccounts) -> None:
-        """Start to export the jobs of a term."""
+        """Start exporting the jobs of a term."""
         with self._lock:
             self._terms.append(accounts)
 

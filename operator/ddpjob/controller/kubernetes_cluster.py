@@ -78,16 +78,17 @@ REPORT_RETRY = 1.0
 """Delay in seconds before a job with a pending report is reconciled again. The arrival of the
 report wakes the job earlier."""
 CREATIONS = 16
-"""Maximum number of objects created at the same time for all jobs. As many slow creations are
-allowed in addition (`Turns`), so that a burst does not monopolize the API server."""
+"""Maximum number of objects created at the same time for all jobs. The same number of slow
+creations is allowed in addition (`Turns`). The limit keeps a burst from monopolizing the API
+server."""
 LONGEST_PAUSE = 60.0
 """Maximum delay in seconds between attempts at a refused request."""
 _DELETION, _LABEL, _CHANGE = "deletion", "label", "change"
 FOUND_FOR = 30.0
-"""How long, in seconds, a created or found object is assumed to exist although no watch shows
-it."""
+"""How long an object that was created or found is assumed to exist although no watch shows it, in
+seconds."""
 LOOK_AGAIN = 5.0
-"""How long, in seconds, the state read for an apparently lost Kubernetes node is trusted."""
+"""How long a reading of an apparently lost Kubernetes node is trusted, in seconds."""
 _MOST_CHECKED = 5000
 """Maximum number of ConfigMaps recorded as checked. Each namespace with jobs has one or two, but
 users may delete them at any time, and new ones are then created."""
@@ -122,7 +123,7 @@ class _Pause:
 class _Shared:
     """The queue for becoming an owner of a ConfigMap: whose turn it is, and which jobs wait.
 
-    For each waiting job, its owner reference is kept by uid.
+    The owner references of waiting jobs are kept by the jobs' uids.
     """
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -137,6 +138,7 @@ class KubernetesCluster:
     """Implements `ddpjob.engine.ports.Cluster` for every job.
 
     `creating` limits the creation of objects. `instance` identifies this replica in events.
+    `is_sole` returns whether no other operator acts in a namespace.
     """
 
     def __init__(
@@ -150,10 +152,11 @@ class KubernetesCluster:
         classes: JobClasses,
         creating: Turns,
         instance: str,
+        is_sole: Callable[[str], bool] = lambda namespace: False,
     ) -> None:
         self.rest, self.caches, self.coordinators, self.platform = rest, caches, coordinators, platform
         self.report_watch, self.notifier, self.classes = report_watch, notifier, classes
-        self.creating, self.instance = creating, instance
+        self.creating, self.instance, self.is_sole = creating, instance, is_sole
         self._unsure: set[JobKey] = set()
         """Jobs whose status may have been written by someone else, or by a request that got no
         response. They are read again."""
@@ -238,7 +241,7 @@ class KubernetesCluster:
     async def _look_at_lost(self, hosts: Iterable[str]) -> None:
         """Read these Kubernetes nodes if they seem lost.
 
-        Otherwise their pods would be replaced even if only the watch is late.
+        Otherwise the pods on a node would be replaced even if only the watch is late.
         """
         known = self.caches.hosts.hosts
         if known is not None:
@@ -262,11 +265,12 @@ class KubernetesCluster:
         return self.caches.hosts.get("", host)
 
     def _known_world(self, job: DDPJob, pods: tuple[PodView, ...]) -> World:
-        """Return the world as it is known without requests, which is enough for an ended job."""
+        """Return the world as it is known without requests, which is enough for a finished job."""
         return World(
             pods=pods,
             deletion_refused=self._deletion_refused(job, pods),
             key_mark=self.platform.key_mark,
+            is_sole_operator=self.is_sole(job.namespace),
             hosts=self.caches.hosts.hosts,
             gangs=self.caches.gangs(job),
             workloads=self.caches.workloads(job),
@@ -334,7 +338,9 @@ class KubernetesCluster:
         if grant is None or workload.evicted:
             return workload
         if known is not None and known.uid == workload.uid:
-            return replace(workload, grant=known)
+            return replace(workload, grant=replace(grant, node=known.node, coordinator=known.coordinator))
+        if known is not None and workload.uid in known.uids:
+            return workload  # `status.queue.more` keeps the fields of its share.
         changes = [grant.node, grant.coordinator]
         for position, names in enumerate(workload.flavors):
             for name in names:
@@ -386,8 +392,8 @@ class KubernetesCluster:
         body = make_object(API_VERSION, KIND, meta, status=status)
         key, stored = JobKey(job.namespace, job.name), JobStatus.read(status)
         # The write succeeds only if the rest of the object still equals that of `job`. The response
-        # need not include the rest, which may be up to 1.5 MB. The exception is a different class
-        # in the status, which changes the meaning of the spec.
+        # need not include the rest, which may be up to 1.5 MB. It is read only if the class in the
+        # status has changed, because that changes the meaning of the spec.
         same_spec = stored.job_class == job.status.job_class
         accept = METADATA if same_spec else JSON
         self._unsure.add(key)
@@ -686,7 +692,7 @@ class KubernetesCluster:
         if answer is not None and meta.get("deletionTimestamp") and meta.get("deletionGracePeriodSeconds"):
             self.caches.take("Pod", answer)
         elif (answer is None or meta.get("uid") == uid) and known is not None and known.uid == uid:
-            # Either the pod never ran on a host, or its host does not have to confirm its end.
+            # Either the pod never ran on a host, or its host need not confirm that it has ended.
             self.caches.forget("Pod", job.namespace, name)
 
     def _waits(self, job: DDPJob, uid: str, what: str) -> bool:
@@ -713,7 +719,7 @@ class KubernetesCluster:
     async def _is_lost(self, pod: PodView) -> bool:
         """Whether a pod may be removed without waiting for its host.
 
-        A host that is Ready confirms the pod's end itself.
+        A Ready host confirms that the pod has ended.
         """
         if not pod.host or self.caches.hosts.hosts is None:
             return True

@@ -69,8 +69,8 @@ class Leader:
     ) -> None:
         self.settings, self.shard, self.schema = settings, shard, schema
         creating = Turns(CREATIONS)
-        # Each namespace has its share of the workers; see `_rank` for the order. Jobs that need
-        # pods come before jobs whose status only reports them.
+        # Each namespace has its share of the workers; see `_rank` for the order. Jobs that lack
+        # pods come before jobs whose pods only have to be reported in the status.
         self.queue = DelayQueue[JobKey](group=lambda key: key.namespace, rank=self._rank, crowded=creating.wanted)
         self._reconciled = set[JobKey]()
         self.accounts = JobAccounts()
@@ -85,15 +85,16 @@ class Leader:
         )
         self.report_watch, self.notifier = ReportWatch(self.queue.add), Notifier(settings.receivers, self.queue.add)
         helpers = coordinators, platform, self.report_watch, self.notifier
-        self.cluster = KubernetesCluster(rest, self.caches, *helpers, settings.classes, creating, settings.identity)
         release = f"{settings.lease_namespace}/{settings.lease_name}"
         self.claims = NamespaceClaims(rest, release) if settings.lease_namespace else None
+        acting = settings.classes, creating, settings.identity, self._is_sole
+        self.cluster = KubernetesCluster(rest, self.caches, *helpers, *acting)
 
     def _is_in_shard(self, namespace: str) -> bool:
         return shard_of(namespace, self.settings.shards) == self.shard
 
     def _rank(self, key: JobKey) -> int:
-        """Return a job's rank. Ended jobs come last.
+        """Return a job's rank. Finished jobs come last.
 
         At the start of a term, jobs that lack something come before jobs that seem well.
         """
@@ -153,6 +154,10 @@ class Leader:
         except Unavailable as error:
             log.warning("namespace %s: the API server is unavailable: %s", key.namespace, error)
             return False
+
+    def _is_sole(self, namespace: str) -> bool:
+        """Whether no other operator acts in the namespace, because this one holds its Lease."""
+        return self.claims is not None and self.claims.is_sole(namespace)
 
     async def _follow_by_kopf(self) -> None:
         """Run kopf until cancelled.
@@ -232,7 +237,7 @@ class Operator:
     async def act_when_elected(self) -> None:
         """Act while this replica holds a Lease, or always if there are no Leases.
 
-        This ends only with an error. A replica that is newer than the CRD leaves the Leases to
+        Only an error ends this method. A replica that is newer than the CRD leaves the Leases to
         replicas of the previous release, because it would otherwise replace them.
         """
         looking = asyncio.create_task(self.schema.run())

@@ -1,7 +1,8 @@
 """Claims namespaces, so that only the first of two operators acts on the jobs of a namespace.
 
 Otherwise each operator would mistake the other's key for a change to its own key, and would restart
-every job forever. Helm prevents most such installations, but not all of them.
+jobs for it. Helm prevents most such installations, but not all of them. Two operators that may not
+hold Leases restart each job once (`slots.is_superseded`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class _Namespace:
 
     def __init__(self, claim: _Claim) -> None:
         self.claim, self.lock = claim, asyncio.Lock()
-        self.mine, self.due, self.renewed = False, 0.0, float("-inf")
+        self.mine, self.due, self.renewed, self.refused = False, 0.0, float("-inf"), False
 
 
 class NamespaceClaims:
@@ -63,24 +64,32 @@ class NamespaceClaims:
                 await self._ask(name, known)
         return known.mine
 
+    def is_sole(self, name: str) -> bool:
+        """Whether this release holds the namespace's Lease, so that no other operator acts
+        there.
+        """
+        known = self._namespaces.get(name)
+        return known is not None and known.mine and not known.refused
+
     async def _ask(self, name: str, known: _Namespace) -> None:
         now = time.monotonic()
+        refused = False
         try:
             held = await known.claim.hold()
         except ApiError as error:
             # The operator may not hold Leases in the namespace, or the namespace is being deleted.
             log.info("namespace %s is not claimed: %s", name, error)
-            held = True
+            held = refused = True
         except Unavailable:
             if not known.mine or now - known.renewed >= CLAIM_SECONDS:
                 raise
             return
         if not held and (known.mine or not known.due):
             log.error(
-                "namespace %s: another operator acts on its jobs (Lease %s/%s), so this one does not. Assign"
-                " the namespace to one operator with watchNamespaces. The claim of a stopped operator ends %s s"
-                " after its last renewal",
+                "namespace %s: another operator is managing its jobs (Lease %s/%s), so this one does not. Assign the "
+                "namespace to one operator with watchNamespaces. The claim of a stopped operator expires %s s after "
+                "its last renewal",
                 *(name, name, CLAIM_NAME, CLAIM_SECONDS),
             )
-        known.mine, known.due = held, now + (RENEW_SECONDS if held else RETRY_SECONDS)
+        known.mine, known.refused, known.due = held, refused, now + (RENEW_SECONDS if held else RETRY_SECONDS)
         known.renewed = now if held else known.renewed

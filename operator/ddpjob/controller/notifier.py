@@ -92,7 +92,7 @@ class Receivers:
 
 @dataclass
 class _Sending:
-    """A notification that is being sent, or whose outcome no status contains yet."""
+    """A notification that is being sent, or whose outcome is not in the job's status yet."""
 
     receiver: str
     body: Json
@@ -128,7 +128,7 @@ class Notifier:
             await self._session.close()
 
     def send(self, key: JobKey, id: str, receiver: str, body: Json) -> None:
-        """Start to send a notification.
+        """Start sending a notification.
 
         A known id is ignored, unless the job now uses a different receiver.
         """

@@ -10,6 +10,7 @@ from ddpjob_runtime.protocol import clip_kept
 from ddpjob.api.job_status import PodChanges, QueueStatus, parse_time
 from ddpjob.core.world import (
     ANNOTATION_TEMPLATE,
+    ANNOTATION_WORKLOAD,
     COORDINATOR_CONTAINER,
     LABEL_ATTEMPT,
     LABEL_GENERATION,
@@ -26,7 +27,14 @@ from ddpjob.core.world import (
     Role,
     WorkloadView,
 )
-from ddpjob.objects.workload import COORDINATOR_SET, LABEL_SHAPE, NODE_SET
+from ddpjob.objects.workload import (
+    COORDINATOR_SET,
+    LABEL_ADDITIONAL,
+    LABEL_SHAPE,
+    NODE_SET,
+    TOPOLOGIES,
+    UNCONSTRAINED,
+)
 
 _LONGEST_TEXT = 1000
 _LONGEST_ENDING = 4096
@@ -177,29 +185,36 @@ def read_workload(body: Mapping[str, Any]) -> WorkloadView:
     priority = spec.get("priorityClassRef") or {}
     admission = status.get("admission") or {}
     assigned = {a.get("name"): a for a in admission.get("podSetAssignments") or ()}
+    sets = {one.get("name"): one for one in spec.get("podSets") or ()}
     nodes, coordinator = assigned.get(NODE_SET), assigned.get(COORDINATOR_SET, {})
-    grant = None
+    grant, message = None, _said(conditions, held, status)
     if "Admitted" in held and nodes is not None:
-        grant = QueueStatus(
-            workload=meta["name"],
-            uid=meta["uid"],
-            cluster_queue=str(admission.get("clusterQueue", "")),
-            pods=int(nodes.get("count") or 0),
-            node=_checks_changes(status, NODE_SET),
-            coordinator=_checks_changes(status, COORDINATOR_SET),
-        )
+        asked = sets.get(NODE_SET, {}).get("count", 1)
+        pods = nodes.get("count", asked)  # Kueue may omit a count that is the requested one.
+        if isinstance(pods, int) and 1 <= pods <= asked:
+            grant = QueueStatus(
+                workload=meta["name"],
+                uid=meta["uid"],
+                cluster_queue=str(admission.get("clusterQueue", "")),
+                pods=pods,
+                node=_with_topology(_checks_changes(status, NODE_SET), meta["name"], nodes, sets),
+                coordinator=_with_topology(_checks_changes(status, COORDINATOR_SET), meta["name"], coordinator, sets),
+            )
+        else:
+            message = f"its Workload is admitted for count={clip_kept(str(pods), 40)}: must be from 1 to {asked}"
     return WorkloadView(
         name=meta["name"],
         uid=meta["uid"],
         asks=(str(spec.get("queueName", "")), str(priority.get("name", ""))),
         shape=str((meta.get("labels") or {}).get(LABEL_SHAPE, "")),
+        additional=LABEL_ADDITIONAL in (meta.get("labels") or {}),
         reserved="QuotaReserved" in held,
         admitted=grant is not None,
         evicted=str(conditions["Evicted"].get("reason", "")) if "Evicted" in held else "",
         finished=str(conditions["Finished"].get("reason", "")) if "Finished" in held else "",
         ready="PodsReady" in held,
         leaving="deletionTimestamp" in meta,
-        message=_said(conditions, held, status),
+        message=message,
         grant=grant,
         flavors=(_flavors(nodes or {}), _flavors(coordinator)),
     )
@@ -228,6 +243,24 @@ def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
             if check.get("state") == "Ready" and update.get("name") == pod_set:
                 changes = added(changes, update, update.get("nodeSelector"))
     return changes
+
+
+def _with_topology(
+    changes: PodChanges, workload: str, assignment: Mapping[str, Any], sets: Mapping[Any, Any]
+) -> PodChanges:
+    """Return the changes, with the label and annotations that show Kueue a pod's pod set.
+
+    If Kueue has assigned topology domains to the pod set, it then writes each pod's domain into its
+    node selector.
+    """
+    if not assignment.get("topologyAssignment"):
+        return changes
+    name = str(assignment["name"])
+    asked = sets.get(name, {}).get("topologyRequest") or {}
+    marks = {ANNOTATION_WORKLOAD: workload}
+    if not asked.keys() & {*TOPOLOGIES, "unconstrained"}:
+        marks[UNCONSTRAINED] = "true"  # All flavors of the queue have a topology.
+    return added(changes, {"labels": {"kueue.x-k8s.io/podset": name}, "annotations": marks}, None)
 
 
 def added(changes: PodChanges, more: Mapping[str, Any], selector: Mapping[str, str] | None) -> PodChanges:

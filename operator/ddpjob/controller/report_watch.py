@@ -43,8 +43,8 @@ progress. PROGRESS_SECONDS applies to up to JOBS jobs and grows in proportion be
 Coordinators themselves enforce the upper limit."""
 JOBS = 50
 PAUSE, SLOW_PAUSE = 0.1, 1.0
-"""Delay in seconds between requests to one coordinator: for the first BURST requests, and for later
-ones."""
+"""Delays in seconds between requests to one coordinator: during the first BURST requests, and
+later."""
 BURST = 10
 WAKE_SECONDS = 1.0
 """Minimum delay in seconds between wake-ups of one job. The first news after a quiet second wakes
@@ -70,7 +70,7 @@ class FollowedCoordinator:
     task: asyncio.Task[None] | None = None
     report: Report | None = None
     failing_since: float | None = None
-    """Since when the coordinator has not responded; None if it responded to the last request."""
+    """When the coordinator stopped responding; None if it responded to the last request."""
     answered: float = field(default=float("-inf"))
     news: Any = None
     failures: int = 0
@@ -123,7 +123,7 @@ class ReportWatch:
     def report(self, key: JobKey) -> Report | None:
         """Return the job's last report.
 
-        The result is None while its coordinator does not respond or has not been asked.
+        The result is None while the job's coordinator does not respond or has not been asked.
         """
         followed = self._followed.get(key)
         return followed.report if followed is not None else None
@@ -171,9 +171,10 @@ class ReportWatch:
     def _share(self, followed: FollowedCoordinator, size: int) -> float:
         """Return how long to wait so that all reports stay below READ_BYTES per second.
 
-        The wait is long enough to read the last report of every coordinator or, if that is shorter,
-        as many reports of this `size` as there are coordinators. A large report thus waits only if
-        many reports are large, and a small report never waits for large ones.
+        At that rate, it takes a certain time to read the last report of every coordinator, and a
+        certain time to read equally many reports of this `size`. The wait is the shorter of the
+        two. A large report thus waits only if many reports are large, and a small report never
+        waits for large ones.
         """
         self._bytes += size - followed.size
         followed.size = size

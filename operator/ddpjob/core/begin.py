@@ -1,9 +1,9 @@
-"""Decides a job's generation and slots when it begins, resumes, changes or gives up its nodes.
+"""Decides a job's generation and slots when it starts, resumes, changes or gives up its nodes.
 
 A generation is one coordinator with its pods (`plan.slots`). The question here is whether the
 current generation still fits the job, and if not, how much of it must be replaced.
 
-- A new job begins generation 0.
+- A new job starts with generation 0.
 - If pods would now be built differently, a new generation replaces all of them. This happens after
   a change to the operator's key or to the spec that pods are built from. It also happens if a
   missing pod cannot get the same runtime as its peers. The restart is planned, so it does not
@@ -11,6 +11,7 @@ current generation still fits the job, and if not, how much of it must be replac
 - A different spec.nodes or spec.spares resizes the generation in place. Additional nodes join
   through a later restart by the coordinator. Fewer nodes restart the group now. A new generation is
   needed only for a `command`, or if missing pods could not join their peers.
+- A key that another operator has replaced does not return by itself (`slots.is_superseded`).
 - Nothing changes while podTemplate has faults, or if the group has already finished its work.
 - A gang that holds nodes but cannot train gives them up (`yield_room`).
 
@@ -39,8 +40,18 @@ from ddpjob.core.follow.recording import record
 from ddpjob.core.only_copy import explain_kept
 from ddpjob.core.plan.gang import explain_yield, is_outdated, with_placed
 from ddpjob.core.plan.job_class import CLASS_MISSING, CLASS_REFUSED
-from ddpjob.core.plan.slots import begin_generation, can_replace, fits, keep_training, resize, with_slots
+from ddpjob.core.plan.slots import (
+    begin_generation,
+    can_replace,
+    fits,
+    is_superseded,
+    keep_training,
+    key_of,
+    resize,
+    with_slots,
+)
 from ddpjob.core.status.conditions import GROUP_RESTARTS, QUEUED, with_condition
+from ddpjob.core.status.messages import count
 from ddpjob.core.view import View
 
 
@@ -78,6 +89,17 @@ def begin(view: View) -> Begun:
     return Begun(view.with_status(with_placed(view)), events)
 
 
+def explain_superseded(view: View) -> str:
+    """Explain why this operator leaves the job to a different one; empty if it does not."""
+    if not is_superseded(view):
+        return ""
+    return (
+        "a different operator has replaced the token of the job's pods, so this operator leaves the job alone."
+        " Let only one operator act in the namespace, or let both hold Leases there."
+        f" To give the job back to this operator, stop the other one and run `ddpjob restart {view.job.name}`"
+    )
+
+
 def _lay_out(view: View) -> tuple[JobStatus, list[Event]]:
     """Return the status with slots that fit the spec, and the events that report a change."""
     job, status = view.job, view.status
@@ -109,12 +131,11 @@ def _lay_out(view: View) -> tuple[JobStatus, list[Event]]:
 
 def _change(view: View) -> tuple[Cause, str]:
     """Return why a job that has not been suspended needs different pods."""
-    template, _, rest = view.status.template_hash.partition("-")
-    if template != view.job.spec.template_hash:
-        return Cause.SPEC_CHANGED, "the part of the spec that pods are made from has changed"
-    if rest.partition("-")[0] != view.world.key_mark:
+    if view.status.template_hash.partition("-")[0] != view.job.spec.template_hash:
+        return Cause.SPEC_CHANGED, "spec fields that pods are built from have changed"
+    if key_of(view.status) != view.world.key_mark:
         return Cause.KEY_CHANGED, "the operator's key has changed, and with it the token that the job's pods share"
-    return Cause.RUNTIME_CHANGED, "the upgraded operator cannot work with the runtime in the job's present pods"
+    return Cause.RUNTIME_CHANGED, "the upgraded operator cannot work with the runtime in the job's current pods"
 
 
 def _resize(view: View) -> tuple[JobStatus, list[Event]]:
@@ -154,13 +175,20 @@ def _restarted(view: View, cause: Cause, message: str) -> View:
 
 
 def _new_size(view: View) -> str:
-    spec, before = view.job.spec, view.status.rendezvous.nodes
+    spec, before, queue = view.job.spec, view.status.rendezvous.nodes, view.status.queue
+    if queue is not None and spec.elastic is not None:
+        old, now = _size(before, len(view.status.slots) - before), _size(spec.nodes, spec.spares)
+        return f"the size changed from {old} to {now}; the queue has granted {count(queue.pods, 'pod')}"
     if spec.nodes == before:
         return f"spec.spares changed from {len(view.status.slots) - before} to {spec.spares}"
     asked = view.job.written.get("nodes", spec.nodes)
     if asked > spec.nodes:
-        return f"spec.nodes changed from {before} to {asked}, of which class {spec.class_name} allows {spec.nodes}"
+        return f"spec.nodes changed from {before} to {asked}, but class {spec.class_name} allows only {spec.nodes}"
     return f"spec.nodes changed from {before} to {spec.nodes}"
+
+
+def _size(nodes: int, spares: int) -> str:
+    return count(nodes, "node") + (f" and {count(spares, 'spare')}" if spares > 0 else "")
 
 
 def yield_room(view: View) -> Begun:

@@ -5,8 +5,8 @@ returns one `Decision`, which `engine.apply` performs. An operator may die at an
 job's status is remembered between calls. There is neither I/O nor a clock here, so a test can play
 years of any job's history in seconds.
 
-1. `GATES`: an ended, faulty, suspended or waiting job stops here.
-2. `begin`: plan slots for a job that begins, resumes or has changed.
+1. `GATES`: a finished, faulty, suspended or waiting job stops here.
+2. `begin`: plan slots for a job that is starting, is resuming or has changed.
 3. `follow`: find pods that have ended, their causes, and the next attempts.
 4. The job ends if its deadline has passed, an object is invalid, or the group failed or finished.
 5. `plan_actions` and `describe`: which pods to create and delete, and the conditions.
@@ -31,8 +31,9 @@ from datetime import datetime, timedelta
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import ConditionType, JobStatus
 from ddpjob.core import gates
-from ddpjob.core.begin import Begun, begin, yield_room
+from ddpjob.core.begin import Begun, begin, explain_superseded, yield_room
 from ddpjob.core.decision import BLOCKED_POLL, POLL, Decision, Event, Failure
+from ddpjob.core.failures.classify import Cause
 from ddpjob.core.failures.liveness import lost_since
 from ddpjob.core.failures.node_health import find_next_judgement
 from ddpjob.core.failures.slow_ranks import find_next_move
@@ -60,6 +61,9 @@ GATES: tuple[Callable[[View], View | Decision], ...] = (
 """The gates that a job passes before it may run, in this order. The first gate that returns a
 decision ends the reconcile; otherwise the next gate gets its view."""
 
+_SUPERSEDED_POLL = 60.0
+"""Seconds between reconciles of a job that a different operator has taken over."""
+
 
 def decide(job: DDPJob, world: World, now: datetime) -> Decision:
     """Return the status that a job should have, and the actions to take.
@@ -68,18 +72,21 @@ def decide(job: DDPJob, world: World, now: datetime) -> Decision:
     `now` is timezone-aware UTC.
 
     The function is pure: the same arguments always give the same decision. The decision may be
-    performed twice, because creations are named by index and attempt, and deletions carry a uid. If
-    an operator dies partway through, the next reconcile decides from a new observation.
+    performed twice, because created objects are named by index and attempt, and deletions carry a
+    uid. If an operator dies partway through, the next reconcile decides from a new observation.
 
-    A job that is being deleted, or that belongs to another controller, is left alone. For any other
-    job, the GATES come first and then `_run`. Notifications for the job's receiver and its GPU
-    seconds are added to either decision.
+    A job that is being deleted, or that belongs to another controller or operator, is left alone.
+    For any other job, the GATES come first and then `_run`. Notifications for the job's receiver
+    and its GPU seconds are added to either decision.
     """
     if job.deleting or job.spec.managed_elsewhere:
         return Decision(job.status)
     selector = f"{LABEL_UID}={job.uid},{LABEL_ROLE}={Role.NODE}"
     status = replace(job.status, observed_generation=job.generation, selector=selector)
-    decision = with_notifications(job, world, now, _decide(View(job, status, world, now)))
+    view = View(job, status, world, now)
+    if why := explain_superseded(view):
+        return Decision(job.status, (), (Event(True, Cause.KEY_CHANGED, why, once=True),), _SUPERSEDED_POLL)
+    decision = with_notifications(job, world, now, _decide(view))
     return count_gpu_seconds(job, world, now, decision)
 
 
@@ -120,7 +127,7 @@ def _run(view: View) -> Decision:
 
 
 def _end_from_outside(begun: Begun, followed: Followed) -> Decision | None:
-    """Return the end of a job that has reached its deadline or has an invalid object."""
+    """Return the decision to fail a job that is past its deadline or has an invalid object."""
     view = begun.view
     if _is_too_late(view) and not is_done(followed.ends):
         return fail(view, _deadline_exceeded(view.job))
@@ -133,19 +140,19 @@ def _end_from_outside(begun: Begun, followed: Followed) -> Decision | None:
 
 
 def _end_of_group(followed: Followed, events: list[Event]) -> Decision | None:
-    """Return the end of a job whose group has failed for good or has finished its work."""
+    """Return the final decision on a job whose group has failed for good or finished its work."""
     view = followed.view
     if followed.failure is not None:
         return fail(view, followed.failure, events)
     if followed.complete or (is_done(followed.ends) and _is_too_late(view)):
-        # A short training may begin and end between two reconciles. Judge its preflight here.
+        # A short training may start and finish between two reconciles. Judge its preflight here.
         return complete(view.with_status(judge_preflight(view, (), formed=True)), events)
     return None
 
 
 def _restart_events(followed: Followed) -> list[Event]:
     failure = followed.failure
-    # The failure has its own event, so its restart does not get a second one.
+    # The failure has its own event, so the restart does not get a second event.
     restarts = tuple(r for r in followed.restarts if failure is None or r.reason != failure.reason)
     return restart_events(followed.view, restarts, followed.idle, failed=failure is not None)
 
@@ -174,13 +181,13 @@ def _is_too_late(view: View) -> bool:
 def _deadline_exceeded(job: DDPJob) -> Failure:
     """Return the failure of a job at its deadline.
 
-    The message includes the last unmet condition, so that a job that never began shows why.
+    The message includes the last unmet condition, so that a job that never started shows why.
     """
     message = f"not finished within runPolicy.activeDeadlineSeconds = {job.spec.run_policy.active_deadline_seconds}"
     known = (job.status.condition(kind) for kind in (ConditionType.SCHEDULED, ConditionType.RUNNING))
     missing = next((c for c in known if c is not None and not c.status), None)
     if missing is not None:
-        message += f"; at the deadline: {missing.reason}: {missing.message}"
+        message += f"; at the deadline, {missing.reason}: {missing.message}"
     return Failure("DeadlineExceeded", message)
 
 

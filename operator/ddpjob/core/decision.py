@@ -51,12 +51,19 @@ class CreateGang:
 
 @dataclass(frozen=True)
 class CreateWorkload:
-    """Creates the Workload that asks Kueue for the quota of all the job's pods."""
+    """Creates a Workload that asks Kueue for quota."""
 
     name: str
+    pods: int
+    """Number of the slots' pods."""
+    least: int = 0
+    """The smallest number of pods that Kueue may admit instead; 0 means all of them."""
     replaces: str = ""
     """Name of the Workload that holds the job's quota. This Workload, which has a different number
     of pods, replaces it when it is admitted."""
+    after: int = 0
+    """Number of pods for which the job already has quota. If it is not 0, this Workload asks for
+    additional pods, without the coordinator's."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ class DeletePod:
 
 @dataclass(frozen=True)
 class DeleteGang:
-    """Deletes the PodGroup of an earlier generation or an ended job. Its uid is a precondition."""
+    """Deletes the PodGroup of an old generation or of a finished job. Its uid is a precondition."""
 
     name: str
     uid: str

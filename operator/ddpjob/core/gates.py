@@ -6,7 +6,7 @@ run now. `decide.GATES` has the order, in which each gate relies on the previous
 1. A job that has ended is only wound down. Its spec no longer matters.
 2. A new job with a faulty podTemplate fails. A job that has already run keeps its pods.
 3. A suspended job loses its pods.
-4. A job that begins or resumes takes its class, which may change everything below.
+4. A job that starts or resumes takes its class, which may change everything below.
 5. A job in a queue gets pods only while it holds quota, and only as many as were granted.
 
 Example of a new job that names a class and a queue:
@@ -65,7 +65,7 @@ def pass_unless_suspended(view: View) -> View | Decision:
 
 
 def pass_with_class(view: View) -> View | Decision:
-    """Apply its class to a job that begins, and show in the status which class applies."""
+    """Apply a starting job's class, and show in the status which class applies."""
     fault, taken = find_class_fault(view), take_class(view)
     if fault is not None:
         return _without_class(view, *fault)
@@ -108,7 +108,7 @@ def _without_quota(view: View) -> Decision:
     events, had = list[Event](), view.job.status.queue
     if had is not None:
         held = next((w for w in view.world.workloads if w.uid == had.uid), None)
-        lost = next((w for w in view.world.workloads if w.evicted and w.grant is not None), None)
+        lost = next((w for w in view.world.workloads if w.evicted and w.grant is not None and not w.additional), None)
         # Use the queue that granted the quota, because the label may now name a different one.
         queue = next((w.asks[0] for w in (held, lost) if w is not None and w.asks[0]), view.job.queue)
         if lost is None and held is not None and held.admitted and not (held.finished or held.leaving):

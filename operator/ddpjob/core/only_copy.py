@@ -88,6 +88,6 @@ def explain_kept(view: View) -> str:
     if not holders or not holders <= going:
         return ""
     return (
-        f"although spec.nodes or spec.spares is lower now, pod {min(holders)} stays until another pod trains, because "
-        f"only it holds {STATE}"
+        f"pod {min(holders)} is kept until another pod trains, because only it holds {STATE}; spec.nodes or "
+        "spec.spares is lower now"
     )

@@ -73,14 +73,21 @@ def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool,
         lacking = sorted({p.host for p, place in zip(placed, places, strict=True) if place[level] == f"/{p.host}"})
         if lacking:
             some = f"{lacking[0]} and {len(lacking) - 1} more" if len(lacking) > 1 else lacking[0]
-            found = f"Kubernetes nodes of the job without a value of {label}: {some}"
-            return False, "LabelsMissing", f"{found}; each counts as a place of its own; label it, or correct rankOrder"
+            found = f"Kubernetes nodes of the job without label {label}: {some}"
+            return (
+                False,
+                "LabelsMissing",
+                f"{found}; each forms a group of its own; add the label, or correct rankOrder",
+            )
     ranked = {pod.name: None for pod in placed}
     if list(ranked) != [name for name in order_pods(view) if name in ranked]:
-        why = "the group formed before the places of its nodes were known, or they or rankOrder have changed since"
+        why = (
+            "the group formed before the labels of its Kubernetes nodes were known, or the labels or rankOrder have "
+            "changed since"
+        )
         return False, "NextRound", f"{why}; the new order applies from the next round"
     values = [f"{len({place[: level + 1] for place in places})} x {label}" for level, label in enumerate(labels)]
-    return True, "InOrder", f"nodes of one place have neighbouring ranks ({', '.join(values)})"
+    return True, "InOrder", f"Kubernetes nodes with the same labels have neighbouring ranks ({', '.join(values)})"
 
 
 def place_of(name: str, host: HostView | None, labels: Sequence[str]) -> Place:

@@ -1,12 +1,13 @@
 """Decides how a job loses its pods when it is suspended or waits for a class or quota.
 
-Scripts must be able to save, nothing may be left running, and a resume must find a new plan.
+Scripts must be able to save, nothing may be left running, and the job must find a new plan when it
+resumes.
 
 1. If the group has already finished its work, the job is complete and is not suspended.
-2. The slots are planned again as a new generation, so a resume only has to create the pods.
+2. The slots are planned again as a new generation, so that resuming only has to create the pods.
 3. Nodes are deleted with their grace period. The coordinator is deleted last, because nodes need it
-   until they have ended. It does not wait for a pod that should have ended long ago.
-4. An unreachable host cannot confirm the end of its pods, so they are deleted without waiting.
+   until they have ended. Its deletion does not wait for a pod that should have ended long ago.
+4. An unreachable host cannot confirm that its pods have ended, so they are deleted without waiting.
 5. After the last pod, the PodGroup is deleted, and so are the quota requests unless the job waits
    in a queue.
 
@@ -61,9 +62,10 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
     created = view.coordinator is not None or any(pod is not None for pod in view.pods)
     if created or any(state is not SlotState.PLANNED for state in states):
         # A pod may exist that the status does not show yet, and its name cannot be used again. The
-        # old template hash and runtime are kept, so that `begin` compares the spec when the job
-        # resumes.
-        status = replace(begin_generation(view), template_hash=status.template_hash, runtime=status.runtime)
+        # old template hash, keys and runtime are kept, so that `begin` compares the spec when the
+        # job resumes.
+        planned = replace(begin_generation(view), template_hash=status.template_hash, runtime=status.runtime)
+        status = replace(planned, former_keys=status.former_keys)
     leaving = [p for p in view.world.pods if is_left(p, view.world)]
     if events is None:
         already = status.condition(ConditionType.SUSPENDED)
@@ -72,7 +74,7 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
         said = "pods are deleted, checkpoints are kept" if had_pods else "no pods are created"
         events = [Event(False, reason, f"runPolicy.suspend is true: {said}")] if fresh else []
     message = (
-        f"{count(len(leaving), 'pod')} still there: {deletion_refused(view.world)}"
+        f"{count(len(leaving), 'pod')} not deleted yet: {deletion_refused(view.world)}"
         if leaving and view.world.deletion_refused
         else f"{count(len(leaving), 'pod')} still terminating{_overdue(leaving, now)}"
         if leaving
@@ -124,7 +126,7 @@ def _send_away(view: View, leaving: list[PodView]) -> list[Action]:
 
 
 def is_left(pod: PodView, world: World) -> bool:
-    """Whether the pod still has to end.
+    """Whether the pod still has to terminate.
 
     A sidecar may still be running after the pod's program has ended. On a dead host, it is ignored.
     """
@@ -137,4 +139,4 @@ def _overdue(leaving: list[PodView], now: datetime) -> str:
     if pod is None:
         return ""
     host = f", or its Kubernetes node {pod.host} is unreachable" if pod.host else ""
-    return f"; pod {pod.name} should have ended by {format_time(pod.deleted_at)}: a finalizer holds it{host}"
+    return f"; pod {pod.name} should have ended by {format_time(pod.deleted_at)}, but a finalizer holds it{host}"

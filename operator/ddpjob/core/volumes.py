@@ -6,10 +6,10 @@ no pod is created until every claim exists, suits the number of nodes, and holds
 - A claim that only one Kubernetes node can mount cannot serve several nodes.
 - A claim from `claimTemplate` is used only if this job made it, or an earlier job with the same
   name made it from an equal template. If it is lost with its checkpoints, no new pod is created.
-- A checkpoint folder belongs to the first job that begins with it, until that job has ended or is
-  deleted. A suspended job keeps its folder. Another job with the same folder of the same
-  volume waits (`FolderTaken`), because it would continue and overwrite the first job's training.
-  Jobs share a folder only if all of them set `exclusive: false`.
+- A checkpoint folder belongs to the first job that starts with it, until that job has ended or is
+  deleted. A suspended job keeps its folder. Another job with the same folder of the same volume
+  waits (`FolderTaken`), because it would continue and overwrite the first job's training. Jobs
+  share a folder only if all of them set `exclusive: false`.
 
 Example with three jobs that name the claim `checkpoints`:
 
@@ -62,17 +62,17 @@ def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
             claim = replace(claim, exists=True, access_modes=tuple(template.spec["accessModes"]))
         if not claim.exists:
             message = (
-                f"storage names the claim {claim.name}, which does not exist in namespace {job.namespace}: "
-                "create it, and the job then starts by itself"
+                f"storage names the claim {claim.name}, which does not exist in namespace {job.namespace}; create it, "
+                "and the job then starts automatically"
             )
             return Unusable("ClaimNotFound", message)
         if not can_serve_all(claim.access_modes, job.spec.pods, one_per_node=job.spec.scheduling.one_pod_per_node):
             modes = ", ".join(claim.access_modes)
-            remedy = "use a claim with ReadWriteMany (or ReadOnlyMany for data), or spec.nodes 1"
+            remedy = "use a claim with ReadWriteMany (or ReadOnlyMany for data), or set spec.nodes to 1"
             if claim.name == job.made_claim:
                 remedy = f"create the job again with {FIELD}.spec.accessModes [ReadWriteMany], or with spec.nodes 1"
             message = (
-                f"claim {claim.name} ({modes}) can be mounted by one Kubernetes node only, but {_sizes(job)}: {remedy}"
+                f"claim {claim.name} ({modes}) can be mounted by only one Kubernetes node, but {_sizes(job)}; {remedy}"
             )
             return Unusable("VolumeSingleNode", message)
     return None
@@ -81,8 +81,8 @@ def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
 def find_folder_user(job: DDPJob, others: Iterable[DDPJob]) -> str:
     """Return the name and phase of another job that uses this job's folder; empty if it is free.
 
-    A job that already has its folder keeps it, so only jobs that begin or wait are judged. If two
-    jobs begin at once, the older one gets the folder.
+    A job that already has its folder keeps it, so only starting or waiting jobs are judged. If two
+    jobs start at once, the older one gets the folder.
     """
     key = _folder(job)
     if not key or _has_its_folder(job):
@@ -185,9 +185,9 @@ def _goes_with_job(job: DDPJob, claim: ClaimView) -> Unusable | None:
         return None
     patch = json.dumps({"metadata": {"ownerReferences": [{"$patch": "delete", "uid": job.uid}]}}, separators=(",", ":"))
     message = (
-        f"the claim {claim.name} was made with whenDeleted Delete and would be removed with the job, although {FIELD} "
-        f"no longer says so; to keep it, run kubectl patch pvc {claim.name} --namespace {job.namespace} "
-        f"--patch '{patch}'; the job then continues by itself"
+        f"the claim {claim.name} was created with whenDeleted: Delete and would be removed with the job, although "
+        f"{FIELD} no longer sets that; to keep it, run kubectl patch pvc {claim.name} --namespace {job.namespace} "
+        f"--patch '{patch}'; the job then continues automatically"
     )
     return Unusable("ClaimTaken", message)
 
@@ -199,19 +199,19 @@ def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
     template. Names are unique in a namespace, so the earlier job is gone. This job's own template
     may have changed too, because it can be removed and added again.
     """
-    what = f"the claim {claim.name}, which {FIELD} makes,"
+    what = f"the claim {claim.name} of {FIELD}"
     if any(uid != job.uid for uid in claim.owners):
         why = "exists and will be deleted with its owner, such as an earlier job"
-        return Unusable("ClaimTaken", f"{what} {why}: {_WAIT}")
+        return Unusable("ClaimTaken", f"{what} {why}; {_WAIT}")
     if claim.deleting:
-        return Unusable("ClaimTaken", f"{what} is being removed; a new one is made afterwards")
+        return Unusable("ClaimTaken", f"{what} is being removed; a new one is created afterwards")
     if claim.made_for != job.name:
-        return Unusable("ClaimTaken", f"{what} exists and was not made by a job of this name: {_USE}")
+        return Unusable("ClaimTaken", f"{what} exists, but was not created by a job with this name; {_USE}")
     if claim.template != world.claim_template:
-        why = "was kept from an earlier job of this name and made from a different claimTemplate"
+        why = "was kept from an earlier job with this name, and was created from a different claimTemplate"
         if claim.made_by == job.uid:
-            why = "was made by this job from a different claimTemplate"
-        return Unusable("ClaimTaken", f"{what} {why}: {_USE}")
+            why = "was created by this job from a different claimTemplate"
+        return Unusable("ClaimTaken", f"{what} {why}; {_USE}")
     return None
 
 
@@ -223,15 +223,15 @@ def _lost(job: DDPJob, claim: ClaimView) -> Unusable | None:
     if not (job.status.trained and job.status.claim_made):
         return None
     message = (
-        f"the claim {claim.name}, which {FIELD} has made, no longer exists, and its checkpoints are lost; to train "
-        f"from the beginning, delete the job and create it again; to continue from a copy, suspend it and name the "
-        f"copy's claim with claimName and subPath: . instead of claimTemplate"
+        f"the claim {claim.name} of {FIELD} no longer exists, and its checkpoints are lost; to train from the "
+        "beginning, delete the job and create it again; to continue from a copy, suspend it and set claimName to the "
+        "copy's claim and subPath to ., instead of claimTemplate"
     )
     return Unusable("ClaimNotFound", message)
 
 
 _USE = (
-    "to use it as it is, name it with claimName and subPath: . instead of claimTemplate; otherwise remove it, or "
+    "to use it as it is, set claimName to it and subPath to ., instead of claimTemplate; otherwise remove it, or "
     "choose a different name for the job"
 )
 _WAIT = "wait until it is removed, or choose a different name for the job"

@@ -43,6 +43,8 @@ LABEL_ISOLATED = "ddpjob.io/isolated"
 LABEL_BUDGET = "ddpjob.io/disruption-budget"
 ANNOTATION_GROUP = "scheduling.k8s.io/group-name"
 """Annotation on a pod that names its PodGroup for Volcano."""
+ANNOTATION_WORKLOAD = "kueue.x-k8s.io/workload"
+"""Annotation on a pod that names the Kueue Workload whose topology it follows."""
 ANNOTATION_TEMPLATE = "ddpjob.io/claim-template"
 """Annotation on a claim that a job has made. The value is a hash of the claimTemplate."""
 
@@ -256,10 +258,10 @@ def remembered(
 ) -> dict[str, HostView]:
     """Return the hosts that were `found`, with the operator's memory of them from `before`.
 
-    The operator remembers since when each host has been ready, not ready or unhealthy, and which
-    hosts were deleted. A host that was never seen counts as unknown, not as deleted, because it may
-    be newer than the list. If a host is already unhealthy when it is first seen, the beginning of
-    the fault is unknown.
+    The operator remembers when each host became ready, not ready or unhealthy, and which hosts were
+    deleted. A host that was never seen counts as unknown, not as deleted, because it may be newer
+    than the list. If a host is already unhealthy when it is first seen, the beginning of the fault
+    is unknown.
     """
     hosts = {}
     for name, host in (before or {}).items():
@@ -365,6 +367,8 @@ class WorkloadView:
     """Names of the LocalQueue and of the WorkloadPriorityClass or PriorityClass."""
     shape: str = ""
     """The hash of what each pod needs (see `core.plan.queue`)."""
+    additional: bool = False
+    """Whether it requests only additional pods for an elastic job that already has quota."""
     reserved: bool = False
     admitted: bool = False
     """Whether quota is reserved and every admission check has passed."""
@@ -402,6 +406,9 @@ class World:
     key_mark: str = ""
     """Short hash of the key from which the jobs' tokens are derived. Pods reject each other if
     their tokens come from different keys."""
+    is_sole_operator: bool = False
+    """Whether this operator holds the Lease of the job's namespace, so that no other one acts
+    there."""
     has_token: bool = False
     """Whether the Secret with the token has been created. The operator cannot read it, so it may
     have been deleted since."""
@@ -491,7 +498,7 @@ class World:
 
     @cached_property
     def deaf_since(self) -> datetime | None:
-        """Since when most members have been silent although their hosts are up.
+        """The time since which most members have been silent, although their hosts are up.
 
         The coordinator itself is then partitioned. None if it hears from most of its members.
         """

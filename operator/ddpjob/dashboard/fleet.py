@@ -69,7 +69,7 @@ class FleetRow:
     pods_useful: int = 0
     """Number of pods that take new steps, as far as is known."""
     repeated_seconds: float = 0.0
-    """Time in seconds that the job spent on repeated steps, as far as known."""
+    """Time in seconds that the job is known to have spent on repeated steps."""
     unknown_repeats: int = 0
     """Number of restarts with an unknown number of repeated steps."""
     gpus_training: int = 0
@@ -209,15 +209,15 @@ class Goodput:
 class Fleet:
     """Follows jobs.
 
-    Use it as a context manager, which reads all jobs once (raises Mistake) and then follows them
-    until it exits. Each of `backends` lists its own jobs, such as those of one namespace, and is
-    followed in its own thread.
+    Use it as a context manager. It reads all jobs once when it is entered (raises Mistake), and
+    then follows them until it exits. Each of `backends` lists its own jobs, such as those of one
+    namespace, and is followed in its own thread.
     """
 
     def __init__(self, *backends: Backend, clock: Callable[[], float] = time.monotonic) -> None:
         self.backends = backends
         self.version = 0
-        """Increases with each change that a row shows."""
+        """A number that increases with each change to a row."""
         self._rows: dict[Key, FleetRow] = {}
         self._sources: dict[Key, Backend] = {}
         self._versions: dict[Key, int] = {}
@@ -349,7 +349,7 @@ class Fleet:
             self._sources[row.key] = backend
             before = self._rows.get(row.key)
             if before is not None and before.created != row.created:
-                # It is a different job with the same name.
+                # This is a different job with the same name.
                 self._samples.pop(row.key, None)
             if before != row:
                 if before is None or (before.pods, before.pods_useful) != (row.pods, row.pods_useful):

@@ -77,7 +77,7 @@ class FleetView:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def close(self) -> None:
-        """End the view's streams and threads."""
+        """Stop the view's streams and threads."""
         self.closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -103,7 +103,7 @@ class Gate(Protocol):
         """Return the gate's own paths, which are served without `admit`."""
 
     async def close(self) -> None:
-        """End all views."""
+        """Close all views."""
 
 
 class OneSession:
@@ -139,7 +139,7 @@ class OneSession:
         if given is None and self._is_token(request.cookies.get(cookie, "")):
             return self._view
         raise AccessRefused(
-            401, "Open the address that `ddpjob dashboard` printed", "It holds a token of this session."
+            401, "Open the address that `ddpjob dashboard` printed", "It contains a token for this session."
         )
 
     def _is_token(self, given: str) -> bool:

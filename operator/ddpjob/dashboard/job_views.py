@@ -102,7 +102,7 @@ class Listed:
     states: dict[str, int]
     """Number of jobs per state among those that match the search words."""
     active: int
-    """Number of these jobs that have not ended."""
+    """Number of jobs that match the search words and have not finished."""
     pods: int
     gpus: int
     gpus_training: int

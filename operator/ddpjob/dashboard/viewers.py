@@ -157,7 +157,7 @@ class Viewers:
         if header := request.headers.get("Authorization"):
             kind, _, token = header.partition(" ")
             if kind.lower() != "bearer" or not _TOKEN.fullmatch(token.strip()):
-                raise _ask_to_sign_in("The header Authorization must hold a bearer token.")
+                raise _ask_to_sign_in("The header Authorization must contain a bearer token.")
             return token.strip(), ""
         session = request.cookies.get(_cookie(request), "")
         found = self._sessions.get(session)
@@ -188,7 +188,7 @@ class Viewers:
             try:
                 user = await self._in_turn(lambda: self._judge(token, _user))
             except NotKnown as unknown:
-                raise _ask_to_sign_in(f"The API server does not know this token: {unknown}") from None
+                raise _ask_to_sign_in(f"The API server does not recognize this token: {unknown}") from None
             for old in _beyond_limits({name: one.user for name, one in self._sessions.items()}, user):
                 del self._sessions[old]
             while len(self._sessions) >= MOST_SESSIONS:
@@ -311,7 +311,7 @@ class Viewers:
     def _scope(self, api: BearerServer, user: str, chosen: tuple[str, ...]) -> tuple[str, ...]:
         """Return the namespaces to follow; empty means all.
 
-        Raises AccessRefused if no namespace may be read, and Mistakes.
+        Raises Mistake, or AccessRefused if no namespace may be read.
         """
         if not chosen and _may_list(api, ""):
             return ()
@@ -323,7 +323,7 @@ class Viewers:
         tried = f"{'in' if chosen else ', nor in'} {', '.join(candidates[:MOST_NAMESPACES])}" if candidates else ""
         raise AccessRefused(
             403, "No jobs that you may read",
-            f"{user or 'The token'} may not list DDPJobs {'' if chosen else 'of all namespaces'}{tried}. Name the "
+            f"{user or 'The token'} may not list DDPJobs {'' if chosen else 'in all namespaces'}{tried}. Enter the "
             "namespaces that you work in; the roles view, edit and admin of a namespace include its jobs.",
             form=True,
         )  # fmt: skip

@@ -74,7 +74,7 @@ LOG_STREAMS = 16
 _LOG_PODS = 16
 """Maximum number of pods in the log of a whole job."""
 _LOG_LINES = 500
-"""How many of each pod's last lines a log begins with."""
+"""Number of lines from the end of each pod's log that are shown first."""
 _LINE = 4000
 """Maximum number of characters in a log line; the rest is cut off."""
 _BATCH = 500
@@ -281,7 +281,7 @@ class Dashboard:
         )  # fmt: skip
 
     async def _gone(self, view: FleetView, key: Key, known: list[str]) -> tuple[list[str], str]:
-        """Return the pods that are gone but whose log is kept, and why they cannot be listed."""
+        """Return the pods that are gone but whose log is kept, and a note if there are none."""
         backend = _backend(view, key)
         try:
             kept = await view.shared.get(("kept", key), _CURVES_SECONDS, lambda: view.run(backend.kept_logs, key[1]))
@@ -330,7 +330,7 @@ class Dashboard:
         return {"key": key, "path": f"/jobs/{key[0]}/{key[1]}", "job": _job(read.body), "state": phase(read.body)}
 
     async def _read(self, view: FleetView, key: Key) -> Read:
-        _backend(view, key)  # Data about a deleted job is useless.
+        _backend(view, key)  # Raises NoSuchJob if the job was deleted in the meantime.
         # A page requested after a change was announced must show the change.
         read = ("job", key, view.fleet.job_version(key))
         return await view.shared.get(read, _FRESH_SECONDS, lambda: view.run(_read_now, view, key))
@@ -406,7 +406,7 @@ class Dashboard:
                 )
                 threading.Thread(
                     target=_copy_log,
-                    args=(backend, key[1], read.body, Chosen(pod, gone=gone), options, lines),
+                    args=(backend, read.body, pod, gone, options, lines),
                     name="log",
                     daemon=True,
                 ).start()
@@ -517,9 +517,9 @@ def _reads_gone(request: web.Request, view: FleetView) -> bool:
 
 
 def _copy_log(
-    backend: Backend, name: str, body: Json, chosen: Chosen, options: LogOptions, lines: queue.Queue[str | None]
+    backend: Backend, body: Json, pod: str, gone: bool, options: LogOptions, lines: queue.Queue[str | None]
 ) -> None:
-    """Put the lines and then None into the queue; end when `options.stop` is set."""
+    """Put the lines and then None into the queue; stop when `options.stop` is set."""
 
     def put(line: str | None) -> None:
         while not options.stopped:
@@ -527,15 +527,17 @@ def _copy_log(
                 lines.put(line, timeout=1.0)
                 return
 
+    name = body["metadata"]["name"]
     try:
-        follower = LogFollower(backend, body, options, chosen)
+        kept = backend.kept_logs(name) if gone else None
+        follower = LogFollower(backend, body, options, Chosen(pod, kept=kept))
         for line in follower.lines():
             mark = f" rank {line.rank}" if line.rank is not None else ""
             short = line.pod.name.removeprefix(f"{name}-")
             # Keep the part of a progress bar that a terminal would show.
             last = line.text.rstrip(b"\r").rpartition(b"\r")[2]
             text = plain(last[: 4 * _LINE].decode(errors="replace"))[:_LINE]
-            put(text if chosen.pod else f"[{short}{mark}] {text}")
+            put(text if pod else f"[{short}{mark}] {text}")
         for note in follower.notes:
             put(f"-- {plain(note)}")
     except Mistake as mistake:

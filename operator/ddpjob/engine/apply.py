@@ -138,7 +138,7 @@ async def _perform(cluster: Cluster, job: DDPJob, action: Change | NotifyCoordin
 async def _together(requests: Iterable[Callable[[], Awaitable[None]]]) -> None:
     """Run up to CONCURRENT requests at a time, starting them in order.
 
-    All requests end before the first error is raised.
+    All requests finish before the first error is raised.
     """
     gate = asyncio.Semaphore(CONCURRENT)
 
@@ -225,8 +225,8 @@ def _manifest(cluster: Cluster, job: DDPJob, status: JobStatus, action: Action) 
             return build_token(job, cluster.platform)
         case CreateGang():
             return build_gang(job, status)
-        case CreateWorkload(name, replaces):
-            return build_workload(job, cluster.platform, name, replaces)
+        case CreateWorkload():
+            return build_workload(job, cluster.platform, action)
         case CreateCoordinator():
             return build_coordinator(job, status, cluster.platform)
         case CreateNode(index, attempt):

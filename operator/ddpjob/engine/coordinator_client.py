@@ -114,7 +114,8 @@ class CoordinatorClient:
     async def notify(self, target: Target, verb: str, body: Json) -> None:
         """Send `POST /v1/VERB`.
 
-        If the message is lost, the next reconcile sends it again while its reason persists.
+        If the message is lost, the next reconcile sends it again, provided that the reason for it
+        still holds.
         """
         try:
             await self.link(target).request("POST", Command(verb).path, json.dumps(body).encode())
@@ -191,7 +192,7 @@ class CoordinatorLink:
             if answer.headers.get("Content-Encoding", "identity") != "identity":
                 raise ValueError(f"the response is encoded: {answer.headers['Content-Encoding'][:40]!r}")
             async with asyncio.timeout(SECONDS):
-                # The wait of a long poll is over when the response begins.
+                # A long poll has stopped waiting when its response begins.
                 content = await self._read(answer.content)
             return answer.status, answer.headers, content
 

@@ -105,8 +105,8 @@ def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
 def _adapted(spec: JobSpec, given: Path | None, code: Path | None, *, on_cpu: bool) -> JobSpec:
     """Return the spec in the form that this machine can run.
 
-    Class, gang, rank order and receiver are removed. So is the time to live, because folders are
-    kept, and logs are files there. --data is applied, and nccl is not used on the CPU. A script
+    Class, gang, rank order and receiver are removed. So is the time to live, because the folders,
+    which contain the logs, are kept. --data is applied, and nccl is not used on the CPU. A script
     below CODE_FOLDER is taken from `code`.
     """
     storage = spec.storage
@@ -175,7 +175,7 @@ def _gpu_warnings(spec: JobSpec, gpus: tuple[str, ...]) -> Iterator[str]:
     if not wanted:
         return
     if spec.gpu_resource != NVIDIA:
-        why = "is not assigned on this machine; every node sees what this shell sees"
+        why = "is not assigned on this machine; every node sees the devices that this shell sees"
         yield f"spec.gpuResource: {spec.gpu_resource} {why}"
     elif len(gpus) < wanted:
         yield (
@@ -258,7 +258,7 @@ def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Optio
             remedy = "is not on this machine; write its path on this machine, or a path relative to --workdir DIR"
         else:
             near = difflib.get_close_matches(spec.script, [path.name for path in working_dir.glob("*.py")], n=1)
-            meant = f"did you mean {near[0]}?" if near else "name its folder with --workdir DIR"
+            meant = f"did you mean {near[0]}?" if near else "specify its folder with --workdir DIR"
             remedy = f"is not in {working_dir.absolute()}; {meant}"
         yield f"spec.script: {spec.script} {remedy}"
 
@@ -375,7 +375,7 @@ def _ignored(spec: JobSpec) -> Iterator[str]:
     for kind in ("containers", "initContainers"):
         for position, container in enumerate(pod.get(kind) or ()):
             if container["name"] != TRAINER_CONTAINER:
-                why = "is not started, because this machine does not run images"
+                why = "is not started, because this machine does not run containers"
                 yield f"spec.podTemplate.spec.{kind}[{position}]: {container['name']} {why}"
     if pod.get("volumes"):
         yield "spec.podTemplate.spec.volumes: not mounted, because paths refer to this machine"

@@ -20,7 +20,7 @@ class CloneError(Exception):
 def clone(git: GitCode, folder: Path) -> None:
     """Clone the commit into the folder, unless it is already there. Raises CloneError, OSError."""
     if shutil.which("git") is None:
-        raise CloneError("spec.code.git: this machine has no git; install it, or name a folder with --workdir DIR")
+        raise CloneError("spec.code.git: git is not installed here; install it, or specify a folder with --workdir DIR")
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **variables(git, str(folder), "1 0")}
     done = subprocess.run(["sh", "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)

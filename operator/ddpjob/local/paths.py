@@ -22,7 +22,7 @@ _CURVES = Path("run", "metrics.jsonl")
 def memory_folder(uid: str) -> Path:
     """Return the folder for the newest states of a run's training.
 
-    It is in memory if the machine has such a file system. The watchdog deletes it.
+    The folder is in memory if the machine has an in-memory file system. The watchdog deletes it.
     """
     shared = Path("/dev/shm")
     return (shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())) / f"ddpjob-{uid}"
@@ -119,7 +119,7 @@ class JobFolder(_Folder):
 
 
 def holds_checkpoints(folder: Path, but: Collection[str] = ()) -> bool:
-    """Return whether a checkpoint folder has more than the record of rounds and `but`.
+    """Return whether a checkpoint folder has files other than the record of rounds and `but`.
 
     Raises OSError.
     """

@@ -219,5 +219,5 @@ def _termination_message(started: Started, *, failed: bool) -> str:
         with started.log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
             return "\n".join(log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
-    except OSError as error:  # The folder was removed, which does not end a job.
+    except OSError as error:  # The folder was deleted, which must not fail the job.
         return f"no log: {started.log}: {error.strerror}"

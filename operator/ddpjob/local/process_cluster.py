@@ -37,7 +37,7 @@ from ddpjob.objects.service import RUNTIME_FOLDER, runtime_name
 log = logging.getLogger("ddpjob.local")
 
 SPARE_SECONDS = 0.5
-"""How many seconds later a lost pod is replaced if the job has spares.
+"""Delay in seconds before a lost pod is replaced if the job has spares.
 
 A new pod occupies a processor for seconds, and would slow down the group that restarts with the
 spare.
@@ -94,7 +94,7 @@ class ProcessCluster:
         self.stalls: list[float] = []
         """Seconds from each break to the first step after it, as reported by the coordinators."""
         self.stopped_by = ""
-        """The signal that suspended the job; empty if its user suspended it or it is not
+        """The signal that suspended the job; empty if a user suspended the job, or if it is not
         suspended."""
         self.changed = asyncio.Event()
         self._objects: set[tuple[str, str]] = set()

@@ -75,7 +75,7 @@ def _environment(process: str) -> bytes:
 
 
 def end_all(marks: Mapping[str, str], seconds: float = 5.0) -> list[int]:
-    """Kill every process that carries `marks`.
+    """Kill every process that has `marks` in its environment.
 
     Return the ids of those that remain after `seconds`.
     """

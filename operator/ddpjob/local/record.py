@@ -1,6 +1,4 @@
-"""A job's record on disk: the process that runs it, its status, and requests from other
-terminals.
-"""
+"""A job's record on disk: its status, the process that runs it, and requests to that process."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def held(folder: JobFolder) -> Iterator[None]:
                 f"job {folder.name} is already running (process {pid}); `ddpjob stop {folder.name}` stops it"
             )
         os.ftruncate(descriptor, 0)
-        # Write at once, because another process that finds the lock held reports its holder.
+        # Write at once, because a process that finds the lock held reports who holds it.
         os.write(descriptor, str(os.getpid()).encode())
         try:
             if parent := _unlocked_runner(folder):
@@ -193,7 +191,7 @@ def _refusal(request: Path) -> Path:
 def requests(folder: JobFolder) -> list[tuple[Path, str, str]]:
     """Return (file, verb, subject) of every pending request, oldest first.
 
-    The runner removes the file after processing it.
+    The runner removes a request's file after processing it.
     """
     if not folder.requests.is_dir():
         return []
@@ -203,7 +201,8 @@ def requests(folder: JobFolder) -> list[tuple[Path, str, str]]:
             body = json.loads(path.read_text())
             found.append((path, str(body["verb"]), str(body["subject"])))
         except OSError:
-            # Its sender waited too long and withdrew it, or it belongs to another user.
+            # The sender waited too long and withdrew the request, or the file belongs to another
+            # user.
             continue
         except (ValueError, KeyError, TypeError):
             # This is not a request: a conflicting copy in a synchronized folder, or another tool's

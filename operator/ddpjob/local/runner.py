@@ -1,4 +1,4 @@
-"""Runs one job on this machine to its end: reconcile loop, signals, record and clean-up."""
+"""Runs one job on this machine until it has ended: reconcile loop, signals, record and clean-up."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def watched(uid: str) -> Iterator[None]:
 
 
 class Runner:
-    """One run of one job. `run()` returns after it has ended and its processes are gone."""
+    """One run of one job. `run()` returns once the job has ended and its processes are gone."""
 
     def __init__(
         self,
@@ -274,9 +274,9 @@ class Runner:
         """Update the display.
 
         Output errors must not interrupt training or keep a signal from it. If the reader of the
-        output has exited (`| head`), that counts as a signal, like Ctrl-C. Ctrl-C also ends `tee`,
-        which counts as one signal, not two. A closed terminal sends SIGHUP; without that signal, or
-        on a full disk, training continues without output.
+        output has exited (`| head`), that counts as a signal, like Ctrl-C. Ctrl-C also stops `tee`,
+        and the two together count as one signal. A closed terminal sends SIGHUP; without that
+        signal, or on a full disk, training continues without output.
         """
         try:
             update()

@@ -16,7 +16,7 @@ from ddpjob.objects.service import job_labels, make_object
 def template_mark(job: DDPJob) -> str:
     """Hash the template and its whenDeleted; empty without a template.
 
-    A kept claim is reused only by a job with an equal mark.
+    A kept claim is reused only by a job with an equal hash.
     """
     template = job.spec.storage.claim_template
     if template is None:

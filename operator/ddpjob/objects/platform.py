@@ -29,16 +29,16 @@ class Platform:
     """The file that torchrun in a `command` starts instead of Python for its workers: the runtime's
     worker.py."""
     data_path: str | None = None
-    """A folder to use instead of spec.storage.data's mount path; None: the mount path."""
+    """A folder that replaces the mount path of spec.storage.data; None keeps the path."""
     checkpoint_path: str | None = None
-    """A folder to use instead of spec.storage.checkpoints' mount path; None: the mount path."""
+    """A folder that replaces the mount path of spec.storage.checkpoints; None keeps the path."""
     code_path: str | None = None
-    """A folder to use for spec.code instead of CODE_FOLDER; None: CODE_FOLDER."""
+    """A folder that replaces CODE_FOLDER for spec.code; None keeps CODE_FOLDER."""
     git_image: str = "docker.io/alpine/git:2.49.1"
     """The image with the git that clones spec.code.git. It also contains sh."""
     operator_peer: Json | None = None
-    """The operator's pods as a NetworkPolicy peer; None: they are unknown, and no policy is
-    created."""
+    """The operator's pods as a NetworkPolicy peer. If None, they are unknown, and no policy
+    is created."""
     metrics_peers: tuple[Json, ...] = ()
     """More peers that may reach the coordinators' port to read metrics."""
     coordinator_listens_on: str = ""
@@ -46,7 +46,7 @@ class Platform:
     on all of its pod's addresses, as the kubelet and `kubectl port-forward` require. The store has
     no authentication, so it then listens only on POD_IP."""
     checkpoints_shared: bool | None = None
-    """Whether all nodes see the same checkpoints; None: this depends on the kind of volume."""
+    """Whether all nodes see the same checkpoints; None if this depends on the kind of volume."""
 
     def bucket_folder(self, job: DDPJob) -> str:
         """Return the job's own folder below storage.checkpoints.url.
@@ -78,13 +78,13 @@ class Platform:
 
     @property
     def key_mark(self) -> str:
-        """A mark that distinguishes operator keys without revealing anything about the keys."""
+        """A short hash that distinguishes operator keys without revealing anything about them."""
         return hmac.new(self.operator_key, b"mark", hashlib.sha256).hexdigest()[:6]
 
     @property
     def cluster(self) -> str:
-        """A mark that distinguishes this operator's jobs from other clusters' jobs of the same
-        name.
+        """A short hash that distinguishes this operator's jobs from jobs of the same name in other
+        clusters.
         """
         return self.key_mark
 

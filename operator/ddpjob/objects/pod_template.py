@@ -179,5 +179,5 @@ def _unknown_in_model(value: Any, type_name: str, path: str) -> Iterator[str]:
             yield from _unknown_fields(item, model.openapi_types[attributes[name]], f"{path}.{name}")
         else:
             near = difflib.get_close_matches(_cut(name), attributes, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(sorted(attributes)[:12])}, ..."
-            yield f"{path}.{_cut(name)}: there is no such field{hint}"
+            hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(sorted(attributes)[:12])}, ..."
+            yield f"{path}.{_cut(name)}: no such field{hint}"

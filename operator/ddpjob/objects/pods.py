@@ -15,6 +15,7 @@ from ddpjob.api.schema import default_of
 from ddpjob.api.submitted_code import CODE_FOLDER
 from ddpjob.core.world import (
     ANNOTATION_GROUP,
+    ANNOTATION_WORKLOAD,
     COORDINATOR_CONTAINER,
     LABEL_ATTEMPT,
     LABEL_BUDGET,
@@ -70,6 +71,8 @@ _POD_IP: Json = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "stat
 _NO_DEVICES: Json = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
 """Keeps NVIDIA's container runtime from adding devices, because CUDA images request all of them by
 default."""
+TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
+"""The scheduling gate that Kueue removes once it has chosen the pod's topology domain."""
 _COORDINATOR_LIMITS = {"cpu": "2", "memory": "2Gi"}
 """The coordinator's limits, unless it requests more."""
 
@@ -95,7 +98,7 @@ def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, a
     pod = _pod(job, status, name, spec, _slot_labels(job, status, role, index, attempt))
     pod = merge_into_node(pod, job.spec.pod_template)
     pod["spec"]["terminationGracePeriodSeconds"] = _grace(job)
-    return _queued(pod, status.queue.node if status.queue else None)
+    return _queued(pod, status.queue.changes_of(index) if status.queue else None)
 
 
 def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
@@ -129,9 +132,11 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
 
 
 def _queued(pod: Json, changes: PodChanges | None) -> Json:
-    """Return the pod with the changes from the queue's flavor.
+    """Return the pod with the changes from the queue's flavor and topology.
 
-    Without these changes, the pod would use machines that its quota does not cover.
+    Without these changes, the pod would use machines that its quota does not cover. If the queue
+    assigns topology domains, a gate delays the pod until Kueue has written its domain into its
+    node selector.
     """
     if changes is None:
         return pod
@@ -144,6 +149,8 @@ def _queued(pod: Json, changes: PodChanges | None) -> Json:
         meta["labels"] = {**changes.labels, **meta["labels"]}
     if changes.annotations:
         meta["annotations"] = {**meta.get("annotations", {}), **changes.annotations}
+    if ANNOTATION_WORKLOAD in changes.annotations:
+        spec["schedulingGates"] = [*spec.get("schedulingGates", ()), {"name": TOPOLOGY_GATE}]
     return {**pod, "metadata": meta, "spec": spec}
 
 
@@ -223,8 +230,8 @@ def _affinity(job: DDPJob, status: JobStatus) -> Json:
 
 def _elsewhere(status: JobStatus) -> Json:
     """Build the affinity that keeps pods off avoided Kubernetes nodes if possible."""
-    # A field selector takes one value, so each avoided node needs its own. All of them in a term
-    # must hold.
+    # A field selector takes only one value, so each avoided node needs a selector of its own. A
+    # term requires that all of its selectors match.
     fields = [
         {"key": "metadata.name", "operator": "NotIn", "values": [avoided.node]} for avoided in status.avoided_nodes
     ]
@@ -415,7 +422,7 @@ def _store_elsewhere(job: DDPJob) -> list[str]:
     """Return the setting that keeps torchrun from hosting the coordinator's store.
 
     A `command` gets it only if the coordinator shares a pod with a node. Otherwise torchrun detects
-    by itself that the coordinator's host is a different one, and `--standalone`, which uses a
+    on its own that the coordinator's host is a different one, and `--standalone`, which uses a
     different endpoint, must be able to host its own store.
     """
     shared = job.spec.rendezvous.placement is Placement.MASTER

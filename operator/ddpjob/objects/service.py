@@ -118,7 +118,7 @@ def holds_runtime(config_map: Json) -> bool:
 def runtime_name() -> str:
     """Return the name of the ConfigMap with this version's runtime.
 
-    A running job keeps its original runtime while that can be mounted.
+    A running job keeps its original runtime as long as it can be mounted.
     """
     return f"ddpjob-runtime-{_digest(_runtime_files())}"
 

@@ -187,9 +187,9 @@ def _is_of_a_training_machine(volume: Mapping[str, Any]) -> bool:
 
 
 def _coordinator_containers(spec: Mapping[str, Any]) -> list[Json]:
-    """Return a container with the trainer's settings that the coordinator's container needs too.
+    """Return a list of one container, with the trainer's settings that the coordinator needs too.
 
-    Both run the same image. The list is empty if there are no such settings.
+    Both containers run the same image. The list is empty if there are no such settings.
     """
     # Keep a volume without a name: the API server refuses it, and the job's condition shows the
     # path from the refusal.

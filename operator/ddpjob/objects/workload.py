@@ -1,4 +1,4 @@
-"""Builds and names the Workload that asks Kueue for the quota of all the job's pods."""
+"""Builds the Workload that asks Kueue for the quota of all the job's pods."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json, Placement
 from ddpjob.api.job_status import JobStatus, Slot, format_time
-from ddpjob.core.plan.queue import shape_of
+from ddpjob.core.decision import CreateWorkload
+from ddpjob.core.plan.queue import ONE_DOMAIN, shape_of
+from ddpjob.core.world import LABEL_INDEX
 from ddpjob.objects.platform import Platform
 from ddpjob.objects.pods import build_coordinator, build_node
 from ddpjob.objects.service import make_object, metadata
@@ -18,6 +20,12 @@ NODE_SET, COORDINATOR_SET = "node", "coordinator"
 """Names of the Workload's pod sets: the slots' pods, including spares, and the coordinator's own
 pod."""
 LABEL_SHAPE = "ddpjob.io/queue-shape"
+LABEL_ADDITIONAL = "ddpjob.io/queue-additional"
+"""Marks a Workload that asks only for additional pods of an elastic job."""
+TOPOLOGIES = {"required": ONE_DOMAIN, "preferred": "kueue.x-k8s.io/podset-preferred-topology"}
+"""Fields of a pod set's topologyRequest, and the annotations of podTemplate that set them."""
+UNCONSTRAINED = "kueue.x-k8s.io/podset-unconstrained-topology"
+_SLICE, _SLICE_SIZE = "kueue.x-k8s.io/podset-slice-required-topology", "kueue.x-k8s.io/podset-slice-size"
 PRIORITY_CLASSES = {"WorkloadPriorityClass": "kueue.x-k8s.io", "PriorityClass": "scheduling.k8s.io"}
 """Kinds of priority classes and their API groups."""
 
@@ -26,24 +34,44 @@ _POD_FIELDS = ("nodeSelector", "tolerations", "priorityClassName", "runtimeClass
 _CONTAINER_FIELDS = ("name", "image", "resources", "restartPolicy")
 
 
-def build_workload(job: DDPJob, platform: Platform, name: str, replaces: str) -> Json:
-    """Build the request for the pods of `spec.nodes + spec.spares` slots and the coordinator's own
-    pod.
+def build_workload(job: DDPJob, platform: Platform, asked: CreateWorkload) -> Json:
+    """Build the request for a number of slots' pods and, unless they are additional, the
+    coordinator's own pod.
 
-    `replaces` is the name of the Workload that holds the quota until this one is admitted; empty if
-    none does. Kueue takes the priority from `spec.priority`, which a Workload's creator must look
-    up in its priority class.
+    Kueue admits a Workload in part, or instead of the Workload that holds the quota, but rejects a
+    request for both. Kueue takes the priority from `spec.priority`, which a Workload's creator must
+    look up in its priority class.
     """
     plain = JobStatus(slots=(Slot(),))
-    sets = [_pod_set(NODE_SET, build_node(job, plain, platform, 0, 0), job.spec.pods)]
-    if job.spec.rendezvous.placement is Placement.DEDICATED:
-        sets.append(_pod_set(COORDINATOR_SET, build_coordinator(job, plain, platform), 1))
+    nodes = _pod_set(NODE_SET, build_node(job, plain, platform, 0, 0), asked.pods)
+    nodes["topologyRequest"] = _topology_request(job)
+    sets = [{**nodes, "minCount": asked.least} if asked.least else nodes]
     labels = {LABEL_SHAPE: shape_of(job), "kueue.x-k8s.io/job-uid": job.uid}
-    annotations = {"kueue.x-k8s.io/elastic-job": "true"}
-    if replaces:
-        annotations["kueue.x-k8s.io/workload-slice-replacement-for"] = f"{job.namespace}/{replaces}"
+    if asked.after:
+        labels[LABEL_ADDITIONAL] = "true"
+    elif job.spec.rendezvous.placement is Placement.DEDICATED:
+        sets.append(_pod_set(COORDINATOR_SET, build_coordinator(job, plain, platform), 1))
+    annotations = {} if asked.least else {"kueue.x-k8s.io/elastic-job": "true"}
+    if asked.replaces:
+        annotations["kueue.x-k8s.io/workload-slice-replacement-for"] = f"{job.namespace}/{asked.replaces}"
     spec: Json = {"queueName": job.queue, "podSets": sets, **_priority(job)}
-    return make_object(API_VERSION, KIND, {**metadata(job, name, labels), "annotations": annotations}, spec=spec)
+    return make_object(API_VERSION, KIND, {**metadata(job, asked.name, labels), "annotations": annotations}, spec=spec)
+
+
+def _topology_request(job: DDPJob) -> Json:
+    """Return what podTemplate's annotations ask of Kueue's topology-aware scheduling, which gives
+    neighbouring slots the same domain.
+    """
+    given: Json = (job.spec.pod_template.get("metadata") or {}).get("annotations") or {}
+    request: Json = {"podIndexLabel": LABEL_INDEX}
+    field = next((field for field, annotation in TOPOLOGIES.items() if annotation in given), "")
+    if field:
+        request[field] = given[TOPOLOGIES[field]]
+    elif UNCONSTRAINED in given:
+        request["unconstrained"] = given[UNCONSTRAINED] == "true"
+    if _SLICE in given and given.get(_SLICE_SIZE, "").isdecimal():
+        request |= {"podSetSliceRequiredTopology": given[_SLICE], "podSetSliceSize": int(given[_SLICE_SIZE])}
+    return request
 
 
 def _priority(job: DDPJob) -> Json:

@@ -8,8 +8,8 @@ Environment: DDPJOB_TOKEN, DDPJOB_GENERATION, DDPJOB_RANK_ORDER (1: the operator
 of the ranks), DDPJOB_NO_RESTARTS (1: recovery.maxRestarts is 0), POD_IP.
 
 With --store-port, a child process hosts the c10d store, and the coordinator exits when the store
-ends (exit code 1; 78 without a usable torch). The store listens on one address: --host or, if that
-is not set, POD_IP.
+ends (with code 1; 78 if torch is unusable). The store listens on one address: --host or, if that is
+not set, POD_IP.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ async def _host_store(server: Server, host: str, port: int) -> int:
         log(why)
         write_termination_log(IncidentKind.INIT_FAILURE, why)
         return code
-    log(f"the store ended with exit code {code}, and this coordinator with it")
+    log(f"the store ended with exit code {code}, so this coordinator ends")
     return 1
 
 
 async def _read(output: asyncio.StreamReader, said: bytearray, server: Server) -> None:
     """Read the output of the store's process to its end; `said` keeps the last KEPT_OUTPUT bytes.
 
-    The image may print too: when Python starts, when torch is imported, or later, in lines of any
-    length.
+    The image's own code may print too: when Python starts, when torch is imported, or later, in
+    lines of any length.
     """
     ready = False
     while piece := await output.read(KEPT_OUTPUT):
@@ -88,7 +88,8 @@ async def run(arguments: argparse.Namespace, settings: CoordinatorSettings, toke
     """Serve until asked to exit (exit code 0) or until the store ends (1; 78 without torch).
 
     SIGTERM ends the process at once with 143. After the group has finished, the code is 0 instead,
-    so that the pod is not shown as failed. Never returns. Raises OSError if it cannot listen.
+    so that the pod is not shown as failed. Never returns. Raises OSError if it cannot listen on the
+    port.
     """
     server = Server(settings, token, store_ready=arguments.store_port is None)
     rounds = server.coordinator.rounds
@@ -157,8 +158,8 @@ def main() -> None:
         parser.error("the environment variable DDPJOB_TOKEN is missing or empty: set it to the job's token")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))  # PID 1 has blocked it until now.
-    divert_loggers(log)  # Including asyncio's loggers.
-    raise_open_files()  # One for each pod's connection, and a few for strangers.
+    divert_loggers(log)  # This includes asyncio's loggers.
+    raise_open_files()  # Each pod's connection needs one, and strangers need a few.
     try:
         asyncio.run(run(arguments, settings, token))
     except OSError as error:

@@ -5,7 +5,7 @@ would fill the logs and use up its restarts before anybody can look. A job that 
 between failures, however, should not wait at all.
 
 - After the first failure in a row there is no wait. After the second, the group waits `initial`
-  seconds. Each later wait is twice as long as the one before, up to `maximum`.
+  seconds. Each later wait is twice as long as the previous one, up to `maximum`.
 - A row ends when the job makes a step beyond the furthest one so far, or when a round has run for
   HEALTHY_SECONDS. A step that only repeats work lost since the last checkpoint does not end a row.
 - Only failures of the job itself count. After a lost node the next round begins at once.
@@ -28,13 +28,14 @@ HEALTHY_SECONDS = 60.0
 """A round that has run for at least this long is not part of a crash loop."""
 VERDICT_SECONDS = 5.0
 """How long a job without restarts waits after its own failure. Only the operator knows whether the
-failure counts; if no operator is running, the job should continue."""
+failure counts. If no operator is running, the job should continue.
+"""
 
 
 class RoundBackoff:
     """Computes how long the next round waits after failures in a row.
 
-    With `no_restarts`, it waits for the operator's verdict after every failure.
+    With `no_restarts`, the job waits for the operator's verdict after every failure.
     """
 
     def __init__(self, initial: float, maximum: float, *, no_restarts: bool = False) -> None:
@@ -55,7 +56,7 @@ class RoundBackoff:
             self._furthest, self._advanced = position, True
 
     def fail(self, now: float, ran: float) -> float:
-        """Count a round that failed by itself after `ran` seconds, and return the next wait."""
+        """Count a round that failed after `ran` seconds, and return how long to wait."""
         healthy = self._advanced or ran >= HEALTHY_SECONDS
         self._failures = 1 if healthy else self._failures + 1
         self._advanced = False

@@ -57,10 +57,10 @@ _NO_STEP = frozenset({ACTIVITY, STRAGGLERS, ROUND, START, ENVIRONMENT, AT_RISK, 
 class Coordinator:
     """Decides for the whole group. It does not use sockets, and time is passed in.
 
-    `clock()` returns Unix seconds and never goes back; `later(seconds, function)` calls the
-    function after that time; `changed()` is called after every change to the report; `log(text)`
-    receives one line for each event; `acknowledges(member)` returns whether the kernel of the
-    member's host has acknowledged everything that was sent to it.
+    `clock()` returns Unix seconds and never goes back. `later(seconds, function)` calls the
+    function after that time. `changed()` is called after every change to the report, and
+    `log(text)` receives one line for each event. `acknowledges(member)` returns whether the kernel
+    of the member's host has acknowledged all data that was sent to it.
     """
 
     def __init__(
@@ -171,7 +171,9 @@ class Coordinator:
         self._advance()
 
     def gone(self, pod: str, why: str) -> None:
-        """Remove a pod that is gone according to the operator, before its connection ends."""
+        """Remove a pod that is gone according to the operator, although its connection has not
+        ended.
+        """
         self.members.dismiss(pod, why)
         self.members.forget_missing(pod)
         self._notes = {key: text for key, text in self._notes.items() if key[0] != pod}
@@ -186,7 +188,7 @@ class Coordinator:
     def send_away(self, pod: str, why: str) -> None:
         """Remove a deleted pod, and refuse it from now on, unless its workers may be saving.
 
-        A launcher that is starting or ready has nothing to save, and has not noticed the deletion.
+        A starting or ready launcher has nothing to save, and may not have noticed the deletion.
         """
         members = (member for member in self.members if member.pod == pod)
         if all(member.state in (MemberState.STARTING, MemberState.READY) for member in members):
@@ -197,8 +199,8 @@ class Coordinator:
     def ready(self, member: Member, after: int, host: str, port: int, check: int = 0, watch: int = 0) -> None:
         """Record that the member could begin a round.
 
-        `after` is the last round that it knows of, and `watch` is the port on which its neighbours
-        watch it.
+        `after` is the last round that the member knows of, and `watch` is the port on which its
+        neighbours watch it.
         """
         self.rounds.ready(member, after, host, port, check, watch)
         self._advance()
@@ -218,7 +220,7 @@ class Coordinator:
         self._advance()
 
     def leaving(self, member: Member, why: str) -> None:
-        """Record that the member was asked to end."""
+        """Record that the member was asked to leave."""
         self.rounds.leaving(member, why)
         self._advance()
 
@@ -233,7 +235,7 @@ class Coordinator:
     def stacks(self, member: Member, number: int, rank: int, text: str, idle: bool | None = True) -> None:
         """Add one rank's stacks in a hung group.
 
-        `idle` is whether the rank has not moved since the last look.
+        `idle` indicates whether the rank has stood still since the last look; None means unknown.
         """
         self.rounds.stacks(member, number, rank, text, idle)
 
@@ -272,7 +274,7 @@ class Coordinator:
     def set_patience(
         self, hang_after: float | None, initial: float, maximum: float, hangs: Hangs | None = None
     ) -> None:
-        """Set the time limit for hangs, whether a proved hang ends the round, and the back-off.
+        """Set the time limit for hangs, whether a proven hang ends the round, and the back-off.
 
         Raises:
             ValueError: the message names the field and states the rule.
@@ -308,13 +310,13 @@ class Coordinator:
         places = {pod: place for place, pod in enumerate(pods)}
         if len(places) < len(pods):
             twice = next(pod for place, pod in enumerate(pods) if places[pod] != place)
-            raise ValueError(f"pods: {twice!r:.80} is named twice")
+            raise ValueError(f"pods: {twice!r:.80} is listed twice")
         if self.rounds.reorder(RankOrder(bool(places), places)):
             self._bump()
             self._advance()
 
     def stop(self, ok: bool, why: str) -> None:
-        """End every member's workers. No round begins after that."""
+        """Make every member end its workers, and begin no more rounds."""
         if self.rounds.over:
             return
         self._stop = {"ok": ok, "why": why}
@@ -331,8 +333,8 @@ class Coordinator:
     def replaced(self, generation: int, attempt: int) -> None:
         """Leave the group to a later coordinator, which a member has found at the job's name.
 
-        This coordinator then exits, so that all members look up the name again. Until then, it
-        judges nothing. An earlier coordinator is ignored.
+        This coordinator then exits, so that all members look up the name again. Until then, it does
+        not judge any round. An earlier coordinator is ignored.
         """
         if (generation, attempt) <= (self.settings.generation, self.settings.attempt):
             return
@@ -395,11 +397,13 @@ class Coordinator:
 
 
 def _same_workers(old: Member, resumed: Resume | None) -> bool:
-    """Whether both sides agree on the round. If not, a line was lost with the old connection."""
+    """Whether both sides agree on the round. If they do not, a line was lost with the old
+    connection.
+    """
     if old.state == MemberState.LEAVING:
         return True  # The member is leaving in any case, and the round breaks once it is gone.
     if not old.has_workers:
         return resumed is None or not resumed.has_workers
-    # A member without workers repeats its failures and `ready`. That is not a loss, and others may
-    # still be saving.
+    # A member without workers repeats its failures and `ready`. That is not a loss, and other
+    # members may still be saving.
     return resumed is not None and resumed.round == old.round

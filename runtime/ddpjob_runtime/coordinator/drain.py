@@ -1,4 +1,4 @@
-"""Asks members to end their workers, and fences members that do not do so in time."""
+"""Asks members to end their workers, and fences late members."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ DRAIN_SECONDS = 30.0
 takes many seconds to disappear."""
 PLANNED_SLACK = 5.0
 """How much longer than its grace period a member may take in a planned restart, because it may be
-saving."""
+saving.
+"""
 
 
 class Drains:

@@ -1,6 +1,6 @@
-"""What is known so far about why a round broke, while reports are still arriving.
+"""The evidence so far about why a round broke, while reports are still arriving.
 
-The verdict is the first of these that exists:
+The verdict is the first of these that is available:
 
 1. the coordinator's own reason to end the round (a hang or a resize);
 2. a sure first cause;
@@ -45,7 +45,9 @@ class Evidence:
 
     @property
     def somebody_leaves(self) -> bool:
-        """Whether a member was asked to end. Other members may then be saving together with it."""
+        """Whether a member was asked to leave. The other members may then be saving together with
+        it.
+        """
         return any(loss.leaving for loss in self._losses)
 
     @property

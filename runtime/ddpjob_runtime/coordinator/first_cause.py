@@ -4,13 +4,14 @@ When one rank fails, its peers fail a moment later with connection errors. Every
 may be 1. The order in which reports arrive does not show the cause, because a consequence is often
 reported before the error that caused it.
 
-1. Each failure gets a suspicion (`_suspicion`), which is how likely it is a consequence. A worker's
-   own error has 0, an abort 1, a communication error 2, and any failure after the members were
-   asked to end their workers 3. The least suspicious failure counts, and among equals the earliest.
-2. If members were lost or have left, only workers' own errors compete with that, by time.
+1. Each failure gets a suspicion (`_suspicion`): 0 for a worker's own error, 1 for an abort, 2 for a
+   communication error, and 3 for any failure after the members were asked to end their workers. The
+   higher it is, the more likely the failure is a consequence. The least suspicious failure counts,
+   and among equals the earliest.
+2. If members were lost or have left, only workers' own errors compete with these losses, by time.
    Suspicious failures are then consequences. So are deaths by signal, because a pod's workers end
    with the pod.
-3. If only suspicious failures are known, and a worker has ended with 0 before the others, that end
+3. If only suspicious failures are known, and a worker has ended with 0 before the others, its end
    is the cause: its peers waited for it in a collective.
 
 Example. All times are in seconds on the coordinator's clock, to which the times in reports are
@@ -39,7 +40,9 @@ DEVICE_ERROR = re.compile(r"unhandled cuda error|\bCuda failure\b", re.I)
 """How NCCL reports a driver error about this rank's own device."""
 SIGABRT = 6
 ORDER_SECONDS = 0.05
-"""A failure at least this long after the coordinator's `restart` is a consequence of it."""
+"""A failure at least this long after the coordinator's `restart` is a consequence of that
+`restart`.
+"""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class WorkerFailure:
     """A worker process that has ended by itself. `time` is in seconds on the coordinator's clock.
 
     `oom` means that it was killed at the container's memory limit. `init` means that it could not
-    even begin, and a retry would not help.
+    even start, and that a retry would not help.
     """
 
     source: Source
@@ -71,7 +74,9 @@ class WorkerFailure:
 
     @property
     def stepped_aside(self) -> bool:
-        """Whether it saved and exited because another node leaves (maybe not reported yet)."""
+        """Whether the worker saved and exited because another node leaves, perhaps not reported
+        yet.
+        """
         return self.exit_code == protocol.EXIT_STEPPED_ASIDE
 
     @property
@@ -127,7 +132,7 @@ class Verdict:
 
 
 def _suspicion(failure: WorkerFailure, ended_at: float | None) -> int:
-    """Return how likely a failure is to be a consequence.
+    """Return the suspicion: the higher, the more likely the failure is a consequence.
 
     - 0: an error of its own.
     - 1: an abort, which communication libraries use when a peer is gone, or an NCCL error about
@@ -201,7 +206,7 @@ def _find_alike(
 ) -> set[tuple[str, int | None]]:
     """Return the (pod, rank) of each failure with the same error as the cause.
 
-    The result is empty if any worker has a different error of its own.
+    The set is empty if any worker has a different error of its own.
     """
     mark = error_mark(cause.message, cause.traceback)
     same = [f for f in failures if error_mark(f.message, f.traceback) == mark]

@@ -1,14 +1,16 @@
 """Decides when a round begins, with which members, and when it restarts with a different size.
 
-A round that begins with too few nodes wastes the others, but a round that waits wastes the nodes
-that are ready. The rules weigh these costs by what is known about the missing nodes:
+A round that begins with too few nodes wastes the nodes that come later, but a round that waits
+wastes the nodes that are ready. The rules weigh these costs by what is known about the missing
+nodes:
 
 - A round of `nodes` nodes begins at once; a round of fewer than `min_nodes` never begins.
 - In between, the first round waits FIRST_GRACE, because pods start at different times.
-- A later round begins at once if as many nodes are ready as the last one had. With fewer, it waits
-  SHRINK_GRACE, which is 10 s in Standard and 0 in Fast, where a restart is cheap.
-- A running round that could have more nodes is restarted. If the joiners complete it, this happens
-  FILL_SECONDS after it began, otherwise after GROW_SECONDS, because every restart costs steps.
+- A later round begins at once if as many nodes are ready as the last round had. With fewer, it
+  waits SHRINK_GRACE, which is 10 s in Standard and 0 in Fast, where a restart is cheap.
+- A running round that could have more nodes is restarted. If the joiners complete the group, the
+  round is restarted FILL_SECONDS after it began; otherwise after GROW_SECONDS, because every
+  restart costs steps.
 
 Example, nodes=8 and min_nodes=6:
 
@@ -37,9 +39,9 @@ FIRST_GRACE = 30.0
 SHRINK_GRACE = {Mode.STANDARD: 10.0, Mode.FAST: 0.0}
 """Seconds that a later round with fewer nodes than the last one waits for the other nodes."""
 FILL_SECONDS = 10.0
-"""How long a round runs before it is restarted for joiners that complete it."""
+"""How long a round runs before it is restarted for joiners that complete the group."""
 GROW_SECONDS = 60.0
-"""How long a round runs before it is restarted for joiners that do not complete it."""
+"""How long a round runs before it is restarted for joiners that do not complete the group."""
 ORDER_SECONDS = 10.0
 """How long a round waits for a new member's position in the order. The operator knows the position
 before the pod starts."""
@@ -47,7 +49,7 @@ before the pod starts."""
 
 @dataclass(frozen=True)
 class Size:
-    """How many nodes a round should have, and how many are enough (`min_nodes`)."""
+    """How many nodes a round should have, and how many it needs at least (`min_nodes`)."""
 
     nodes: int
     min_nodes: int
@@ -61,7 +63,7 @@ class RankOrder:
     """
 
     expected: bool = False
-    """Whether each member will get a position in the order."""
+    """Whether the operator will give each member a position."""
     places: dict[str, int] = field(default_factory=dict)
     """Each pod's position in the order. If empty, ranks follow the indices."""
 
@@ -71,7 +73,7 @@ class RankOrder:
         return sorted(chosen, key=lambda m: (m.index != 0, self.places.get(m.pod, last), m.index))
 
     def known_at(self, chosen: Iterable[Member]) -> float:
-        """Return the time until which to wait for these members' positions; 0 means do not wait."""
+        """Return until when to wait for these members' positions; 0 means not to wait."""
         if not self.expected:
             return 0.0
         return max((m.since + ORDER_SECONDS for m in chosen if m.pod not in self.places), default=0.0)
@@ -82,8 +84,7 @@ def begins_at(
 ) -> float | None:
     """Return when a round of the ready members may begin: 0 for now, None if there are too few.
 
-    `before` is the size of the last round. If as many members are ready again, the round does not
-    wait.
+    `before` is the size of the last round. If as many members are ready, the round does not wait.
     """
     if ready >= size.nodes:
         return 0.0

@@ -1,4 +1,4 @@
-"""Decides when a job that makes no step is looked at, reported and ended.
+"""Decides when to look at a job that makes no step, when to report it, and when to end its round.
 
 If one rank stops, all others wait for it in a collective, and nothing fails: the job holds its GPUs
 but does nothing. From outside, that looks like a long evaluation or a slow checkpoint. So time
@@ -7,12 +7,13 @@ alone only raises a suspicion, and the ranks' activity decides:
 - **Suspicion.** `UsualGaps` learns the gaps between reports for each activity: the start of a
   round, training, and whatever the script reports, such as evaluating. After FACTOR times their
   99th percentile, and at least LEAST_SECONDS, the coordinator looks at the ranks. Before LEAST_GAPS
-  gaps are known, the minimum is longer (UNKNOWN), and at a start much longer.
-- **Proof.** If two further looks, LOOK_EVERY seconds apart, show a standstill (`standstill`), the
-  round ends as a hang, unless recovery.hangs is Report. The first of them already makes the step
-  overdue in the report. If something moves, the next looks come later and later.
-- **hangAfterSeconds** ends the round after that time without a proof. If the script's steps are not
-  counted, silence proves nothing, so all ranks must have been idle for that time.
+  gaps are known, the minimum is longer (UNKNOWN), and at startup much longer.
+- **Proof.** If two more looks, LOOK_EVERY seconds apart, show a standstill (`standstill`), the
+  round ends as a hang, unless recovery.hangs is Report. From the first of these two on, the report
+  shows the step as overdue. If something moves, the pauses between looks grow.
+- **hangAfterSeconds** ends the round after that time even without a proof. If the script's steps
+  are not counted, silence proves nothing, so the ranks' stacks are compared, and all ranks must
+  have been idle for that time.
 - A group that moves but makes no step is reported as overdue after max(300 s, 20 times the longest
   gap), and is never ended without hangAfterSeconds.
 
@@ -21,8 +22,8 @@ the step is reported as overdue at 20 s, and the round ends at 25 s: "no step fo
 wait (...), the other ranks wait for it". An evaluation of 60 s gets four looks, each of which shows
 processor time or transferred bytes, so nothing is reported.
 
-A hang counts as a first cause, like any other: docs/decisions/0010. Why hangs end by themselves:
-docs/decisions/0024.
+A hang counts as a first cause, like any other: docs/decisions/0010. Why hangs are ended
+automatically: docs/decisions/0024.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ UNKNOWN = {START: 600.0, TRAINING: 60.0}
 UNKNOWN_ACTIVITY = 120.0
 """Minimum number of seconds without a report while an activity's pace is unknown."""
 LEAST_AT_START = 60.0
-"""Minimum number of seconds for a start, once an earlier round has made a step."""
+"""Minimum number of seconds for the start of a round, once an earlier round has made a step."""
 LOOK_EVERY, MOST_BETWEEN_LOOKS = 5.0, 30.0
 
 OVERDUE_SECONDS = 300.0
@@ -69,7 +70,7 @@ class UsualGaps:
             self._limits.pop(activity, None)
 
     def limit(self, activity: str) -> float:
-        """Return how long to wait without a report before looking at the ranks, in seconds."""
+        """Return how many seconds without a report to wait before looking at the ranks."""
         if activity not in self._limits:
             self._limits[activity] = self._compute(activity)
         return self._limits[activity]
@@ -99,7 +100,7 @@ class HangWatch:
         self.since: float | None = None
         """When the last step was made, or the round began to run; None while no round runs."""
         self.activity = TRAINING
-        """What the script reports doing between steps, such as evaluating."""
+        """The script's reported activity between steps, such as evaluating."""
         self._in_round = 0
         self._suspicion: Suspicion | None = None
 
@@ -139,7 +140,7 @@ class HangWatch:
         return self._reports > 0
 
     def look_again(self, now: float) -> None:
-        """Restart the time limit without counting a step, because the ranks may be at work."""
+        """Restart the time limit without counting a step, because the ranks may be working."""
         if self.since is not None:
             self.since = now
 
@@ -190,15 +191,17 @@ class Suspicion:
         self._pause = LOOK_EVERY
 
     def ask(self, now: float) -> bool:
-        """Begin a look.
+        """Begin a look, and return whether it may prove a hang.
 
-        Return whether it may prove a hang, in which case logs should keep its stacks.
+        If so, logs should keep its stacks.
         """
         self._asked = now
         return self.standstill.looks == 1
 
     def add(self, now: float, look: Look | None) -> None:
-        """Add a look; None if a member did not respond. Movement delays the next looks."""
+        """Add a look, or None if a member did not respond. If ranks have moved, the next looks are
+        delayed.
+        """
         if look is None:
             self.standstill = Standstill()
         moved = look is None or not self.standstill.add(now, look)
@@ -209,14 +212,14 @@ class Suspicion:
 class HangDump:
     """Collects the stacks of a round without steps.
 
-    It calls `done` when all stacks have arrived or time is up.
+    Calls `done` when all stacks have arrived or time is up.
     """
 
     def __init__(self, loop: Loop, done: Callable[[], None], stacks: Stacks | None = None) -> None:
         self._loop, self._done = loop, done
         self.stacks = Stacks({}, {}) if stacks is None else stacks
-        self._idle: dict[int, bool | None] = {}  # rank -> whether it has not moved; None: unknown
-        self._answered: set[int] = set()  # the members' indices
+        self._idle: dict[int, bool | None] = {}  # rank -> whether it has not moved; None if unknown
+        self._answered: set[int] = set()  # indices of members
 
     def request(self, number: int, members: list[Member]) -> None:
         """Ask the members of round `number` for the stacks of their ranks."""

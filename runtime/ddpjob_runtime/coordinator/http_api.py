@@ -169,7 +169,7 @@ def _shorten(report: Report) -> Report:
 
 
 def _drop_texts(report: Report) -> Report:
-    """Keep only names and numbers, because a text's characters may take six bytes each in JSON."""
+    """Keep only names and numbers, because each character of a text may take six bytes in JSON."""
     last = tuple(replace(i, message="", traceback="") for i in report.incidents[-protocol.DETAILED_INCIDENTS :])
     overdue = report.overdue and replace(report.overdue, where="", traceback="")
     figures = {name: value for name, value in report.progress.items() if name != "metrics"}
@@ -242,7 +242,7 @@ def _order(coordinator: Coordinator, content: Any) -> None:
 def _exit(coordinator: Coordinator, content: Any) -> None:
     to_some = isinstance(content, dict) and "before" in content
     _fields(content, {"why": str, "before": int} if to_some else {"why": str})
-    # The request may have reached the next coordinator, at the same address.
+    # The request may have been meant for an earlier coordinator at the same address.
     if not to_some or coordinator.settings.attempt < content["before"]:
         coordinator.exit(content["why"])
 
@@ -271,7 +271,7 @@ ROUTES = {
     Command.EXIT.path: ("POST", _exit),
 }
 GUARDED = {protocol.STATUS_PATH, *(command.path for command in Command)}
-"""Paths that change the job, or that show more of it than numbers."""
+"""Paths that change the job, or that reveal more than numbers about it."""
 
 
 async def _wait(server: Any, reader: asyncio.StreamReader, query: dict[str, list[str]]) -> None:
@@ -288,7 +288,7 @@ async def _wait(server: Any, reader: asyncio.StreamReader, query: dict[str, list
             await asyncio.wait({change, client}, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED)
             change.cancel()
             if client.done():
-                raise ConnectionResetError("the client went away")
+                raise ConnectionResetError("the client disconnected")
     finally:
         client.cancel()
 

@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Loop:
-    """What the decisions need from the event loop.
+    """The interface of the event loop that the decisions use.
 
-    `now()` returns Unix seconds that never go back; `later(seconds, function)` calls the function
-    after that time; `changed()` must be called after every change to the report; `log(text)` writes
+    `now()` returns Unix seconds that never go back. `later(seconds, function)` calls the function
+    after that time. `changed()` must be called after every change to the report. `log(text)` writes
     one line for each event.
     """
 

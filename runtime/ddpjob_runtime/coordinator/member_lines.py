@@ -12,7 +12,7 @@ from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import FromMember, whole_number
 
 LONGEST_AGE = 600.0
-"""Maximum number of seconds from a failure to its report; if it is longer, a clock was adjusted."""
+"""Maximum number of seconds from a failure to its report. If more, a clock was adjusted."""
 LONGEST_CHECK = 4 * 3600
 """Maximum time in seconds that a round may spend checking its links."""
 
@@ -116,7 +116,7 @@ def read_failure(member: Member, message: dict[str, Any]) -> WorkerFailure:
 
 
 def whole(message: dict[str, Any], name: str, most: int = protocol.MAX_NUMBER) -> int:
-    """Return a field that must be a whole number from 0 to `most`.
+    """Return a field whose value must be a whole number from 0 to `most`.
 
     Raises a ValueError that names the field.
     """

@@ -25,21 +25,21 @@ class Member:
         self._state = State(MemberState.STARTING, MEMBER_TRANSITIONS)
         self._tally: Counter[MemberState] = Counter()
         self.round: int | None = None
-        """The last round that it was sent into, in which `rank` is its group rank."""
+        """The last round that the member was sent into. `rank` is its group rank there."""
         self.rank: int | None = None
         self.host, self.port, self.ready_at = "", 0, 0.0
         self.watch = 0
-        """Port on which its neighbours watch it; 0 if they cannot."""
+        """Port on which its neighbours watch the member; 0 if they cannot."""
         self.check = 0
-        """How long its next round may check the links before workers start, in seconds; 0 means
-        that no check is requested."""
+        """Seconds that the member's next round may spend on checking the links; 0: no check is
+        requested.
+        """
         self.drain_by: float | None = None
-        """The deadline for ending its workers, if it was asked to end them."""
+        """The deadline for ending its workers, if the member was asked to end them."""
         self.drain_planned = False
         """Whether the workers may save before they end."""
         self.given_up = False
-        """Whether it was declared lost together with others although its connection is still open.
-        """
+        """Whether the member was declared lost although its connection is still open."""
 
     @property
     def state(self) -> MemberState:
@@ -47,16 +47,18 @@ class Member:
 
     @property
     def source(self) -> Source:
-        """The node at which its events happen."""
+        """The node at which the member's events happen."""
         return Source(self.pod, self.index)
 
     @property
     def has_workers(self) -> bool:
-        """Whether its round's workers may be alive and it has not announced its departure."""
+        """Whether workers of its round may be alive, and the member has not announced its
+        departure.
+        """
         return self.state in (MemberState.RUNNING, MemberState.FINISHED)
 
     def count_in(self, tally: Counter[MemberState]) -> None:
-        """Count its state in `tally` from now on, which also counts other members' states."""
+        """Count the member's state in `tally`, together with other members', from now on."""
         self._tally = tally
         self._tally[self.state] += 1
 
@@ -66,13 +68,13 @@ class Member:
         self._tally[self.state] += 1
 
     def hear(self, now: float) -> None:
-        """Record that it sent something at `now`."""
+        """Record that the member sent something at `now`."""
         self.heard = now
 
     def give_up(self) -> None:
-        """Mark it as lost although its connection is still open.
+        """Mark the member as lost although its connection is still open.
 
-        The next line from it ends that connection.
+        The member's next line ends that connection.
         """
         self.given_up = True
 
@@ -81,9 +83,9 @@ class Member:
         self.send, self.heard = send, now
 
     def become_ready(self, host: str, port: int, now: float, check: int = 0, watch: int = 0) -> None:
-        """Record that it can begin a round.
+        """Record that the member can begin a round.
 
-        `host` and `port` are the address of the store that it would host.
+        `host` and `port` are the address of the store that the member would host.
         """
         if self.state != MemberState.READY:
             self.ready_at = now
@@ -91,32 +93,35 @@ class Member:
         self.host, self.port, self.check, self.watch, self.drain_by = host, port, check, watch, None
 
     def enter(self, number: int, rank: int) -> None:
-        """Record that it is sent into a round."""
+        """Record that the member is sent into a round."""
         self._become(MemberState.RUNNING)
         self.round, self.rank, self.drain_by = number, rank, None
 
     def resume(self, number: int, rank: int, has_workers: bool) -> None:
-        """Record the round that it is in, or was in, when it returns to a new coordinator."""
+        """Record the round of a member that reconnects to a new coordinator."""
         self.round, self.rank = number, rank
         if has_workers:
             self._become(MemberState.RUNNING)
 
     def finish(self) -> None:
-        """Record that all its workers have ended with 0. A leaving member remains Leaving."""
+        """Record that all the member's workers ended with 0. A leaving member remains Leaving."""
         if self.state == MemberState.RUNNING:
             self._become(MemberState.FINISHED)
 
     def leave(self) -> None:
-        """Record that it was asked to end and will soon be gone."""
+        """Record that the member was asked to leave and will soon be gone."""
         self._become(MemberState.LEAVING)
         self.drain_by = None
 
     def lose(self) -> None:
-        """Record that it is no longer a member. A round may still name it."""
+        """Record that this is no longer a member. A round may still name it."""
         self._become(MemberState.LOST)
 
     def drain(self, until: float, planned: bool) -> bool:
-        """Set the deadline for ending its workers. Return False if an earlier deadline applies."""
+        """Set the deadline for ending the member's workers, and return True.
+
+        If an earlier deadline applies, return False instead.
+        """
         self.drain_planned = planned
         if self.drain_by is not None and self.drain_by <= until:
             return False
@@ -124,24 +129,25 @@ class Member:
         return True
 
     def dismiss(self, why: str) -> None:
-        """Fence it: it has to end, whatever it is doing."""
+        """Fence the member: it has to exit, whatever it is doing."""
         self.send(ToMember.STOP, {"ok": False, "why": why, "fenced": True})
 
 
 class Members:
     """The members (one per index), the missing members, and the pods that are never admitted again.
 
-    Every line from a member requires the number of ready members. It is updated whenever a state
-    changes, because with a thousand members, counting them for each line was half of the work
-    before a round began.
+    The number of ready members is needed for every line from a member. It is updated whenever a
+    state changes. With a thousand members, counting them for each line was half of the work before
+    a round began.
     """
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self.by_index: dict[int, Member] = {}
         self.missing: dict[int, LostMember] = {}
-        """Members lost without notice, by index, until a pod takes the index or the operator knows
-        the reason."""
+        """Members lost without notice, by index. They are listed until a pod takes the index or the
+        operator knows the reason.
+        """
         self._dismissed: dict[str, str] = {}
         self._tally: Counter[MemberState] = Counter()
 
@@ -149,7 +155,7 @@ class Members:
         return iter(list(self.by_index.values()))
 
     def holds(self, member: Member) -> bool:
-        """Whether this is still the member of its index."""
+        """Whether this is still the member with its index."""
         return self.by_index.get(member.index) is member
 
     @property
@@ -168,7 +174,7 @@ class Members:
         self._loop.changed()
 
     def heard_of(self, index: int) -> None:
-        """Record that a pod with this index exists, so that the index does not count as missing."""
+        """Record that a pod with this index exists, so the index no longer counts as missing."""
         self.missing.pop(index, None)
 
     def why_refused(self, pod: str, index: int, attempt: int) -> str | None:

@@ -58,7 +58,7 @@ FAMILIES = {
 }  # fmt: skip
 """Type and meaning of each metric family. The operator and trainer use the same names."""
 LABELS = {"ddpjob_members": "state", "ddpjob_incidents_total": "kind", "ddpjob_progress_metric": "name"}
-"""Each family's label in addition to namespace and job_name."""
+"""The label that a family has in addition to namespace and job_name."""
 SAVED = {
     CHECKPOINT_TIME: "ddpjob_train_checkpoint_timestamp_seconds",
     COPY_TIME: "ddpjob_train_copy_timestamp_seconds",

@@ -6,7 +6,7 @@ script. Both may run in one job, so their reports are merged:
 - Once the script reports a step, the counter's figures are ignored and its speed is dropped.
 - A figure keeps its value until it is reported again. Figures about ranks end with their round.
 - An activity, such as evaluating, applies until the next report. `shows_life` decides whether a
-  report restarts the time limit for hangs. A repeated step does not.
+  report restarts the time limit for hangs. A repeated step does not restart it.
 - Reports about copies in the bucket are sent in the background, so they do not show life.
 
 Example: the counter reports step 40, so the progress is 40. Then the script, which counts optimizer
@@ -46,7 +46,7 @@ NUMBERS = ("epoch", "epochs", "step", "steps", "loss", "samplesPerSecond", "eta"
 AUTOMATIC = "automatic"
 """Marks reports from the step counter, which are used until the script reports its own step."""
 ACTIVITY = "activity"
-"""What the script is doing between steps, such as evaluating. It applies until the next report."""
+"""The script's activity between steps, such as evaluating. It applies until the next report."""
 
 
 def check(body: Any) -> dict[str, Any]:
@@ -104,7 +104,8 @@ def _check_metrics(metrics: Any) -> None:
 def _may_be_number(value: Any) -> bool:
     """Return whether `value` is a number.
 
-    Infinite and undefined numbers count, because a diverging loss is not an error in the report.
+    Infinite and undefined numbers are allowed, because a diverging loss is not an error in the
+    report.
     """
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -136,7 +137,7 @@ class MergedProgress:
     def shows_life(self, report: dict[str, Any]) -> bool:
         """Whether a checked, unmerged report shows more than an already known step."""
         if report.get(AUTOMATIC):
-            return True  # the counter reports only after a step, or when it can no longer count steps
+            return True  # the counter reports only after a step, or if it can no longer count steps
         if is_of_copies(report):
             return False
         named = {name: report[name] for name in ("epoch", "step") if report.get(name) is not None}
@@ -145,7 +146,7 @@ class MergedProgress:
     def merge(self, report: dict[str, Any], now: float) -> bool:
         """Merge a checked report.
 
-        Return False if it is ignored because the script itself counts steps.
+        Return False if the report is ignored because the script itself counts steps.
         """
         if environment := read_environment(report.get(ENVIRONMENT)):
             self.values[ENVIRONMENT] = environment
@@ -173,7 +174,7 @@ class MergedProgress:
             elif name == STRAGGLERS:
                 self.values[name] = read_stragglers(value)
             elif name == START:
-                if "seconds" not in self.values.get(name, {}):  # With `seconds`, it is complete and does not change.
+                if "seconds" not in self.values.get(name, {}):  # A start with `seconds` is complete.
                     self.values[name] = read_start(value)
             elif name not in (AUTOMATIC, *FLAGS, RESUMED, ACTIVITY, ROUND, ENVIRONMENT):
                 self.values[name] = value if is_number(value) else None

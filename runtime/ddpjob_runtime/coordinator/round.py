@@ -7,10 +7,10 @@ group, so a break ends all workers, and the next round starts new ones. A break 
 parts, so that finding the cause does not delay the restart:
 
 - The workers are ended. Members get `restart`, and reply `ready` when their workers are gone. A
-  planned end (a resize, or a node that leaves) lets workers save first; it can become unplanned,
-  but not the reverse.
+  planned end (a resize, or a node that leaves) lets workers save first. A planned end can become
+  unplanned, but not the reverse.
 - The cause is judged, once. SETTLE_SECONDS after the break, the verdict is final if it is sure and
-  no member is silent. Otherwise the judgement waits until every worker has ended.
+  no member is silent. Otherwise the coordinator judges when every worker has ended.
 
 Example: one of four nodes has an error in its program.
 
@@ -20,7 +20,7 @@ Example: one of four nodes has an error in its program.
     0.90  the last `ready`: the next round may form (`round_sequence`)
 
 If a connection error comes first, `restart` waits SETTLE_SECONDS: the real cause may still arrive,
-and workers that are asked to end would fail with misleading errors.
+and workers that are asked to stop would fail with misleading errors.
 
 `states` has a table of the states and their transitions. Why the coordinator judges:
 docs/decisions/0010.
@@ -45,11 +45,11 @@ SETTLE_SECONDS = 0.5
 BUILD_SECONDS = 120.0
 """Time limit from `go` until every member has sent `joined`."""
 QUIET_SECONDS = 2.5 * HEARTBEAT_SECONDS
-"""A member that has been silent for this long may be dead."""
+"""If a member has been silent for this long, it may be dead."""
 
 
 class RoundOwner(Protocol):
-    """What a round needs from the sequence that it belongs to."""
+    """The interface of the sequence that a round belongs to."""
 
     @property
     def over(self) -> bool: ...
@@ -65,7 +65,7 @@ class RoundOwner(Protocol):
 class Round:
     """`world` members with group ranks from 0.
 
-    After a takeover, `members` contains only members that have returned.
+    After a takeover, `members` contains only members that have reconnected.
     """
 
     def __init__(self, number: int, world: int, members: Mapping[int, Member], owner: RoundOwner, loop: Loop) -> None:
@@ -80,7 +80,7 @@ class Round:
         self.broken_at: float | None = None
         self._ended_at: float | None = None  # when members were first asked to end workers
         self.ended_planned = False
-        """Whether its members were asked to end as planned, so that workers may save."""
+        """Whether members were asked for a planned end of their workers, which may then save."""
         self._dump: HangDump | None = None
         self._hangs = ""
         self._look: HangDump | None = None
@@ -95,12 +95,12 @@ class Round:
 
     @property
     def broken(self) -> bool:
-        """Whether it can no longer succeed."""
+        """Whether the round can no longer succeed."""
         return self.state in (RoundState.BROKEN, RoundState.JUDGED)
 
     @property
     def judged(self) -> bool:
-        """Whether nothing remains to be decided about it."""
+        """Whether nothing remains to be decided about the round."""
         return self.state in (RoundState.JUDGED, RoundState.SUCCEEDED, RoundState.SUPERSEDED)
 
     @property
@@ -110,15 +110,15 @@ class Round:
 
     @property
     def resizable_since(self) -> float | None:
-        """When it began to run.
+        """When the round began to run; None while its size must not change.
 
-        None while its size must not change because a member has finished or is leaving.
+        The size must not change once a member has finished or is leaving.
         """
         return None if self._finished or self._evidence.somebody_leaves else self._running_since
 
     @property
     def can_hang(self) -> bool:
-        """Whether all its members should be making steps."""
+        """Whether all members of the round should be making steps."""
         return not self.broken and not self._finished
 
     def holds(self, member: Member) -> bool:
@@ -134,7 +134,7 @@ class Round:
     def drains(self) -> bool:
         """Whether `draining` has any members.
 
-        The member found last time is checked first, because every line needs this.
+        The member that the last search found is checked first, because every line needs this.
         """
         known = self._drains
         if known is None or not self._has(known) or not self._may_have_workers(known):
@@ -143,7 +143,7 @@ class Round:
         return self._drains is not None
 
     def _has(self, member: Member) -> bool:
-        """Whether its rank in this round has not been taken by another member."""
+        """Whether the member still has its rank in this round. Another member may have taken it."""
         return member.rank is not None and self.members.get(member.rank) is member
 
     def _may_have_workers(self, member: Member) -> bool:
@@ -151,7 +151,9 @@ class Round:
 
     @property
     def absent(self) -> int:
-        """Number of ranks in `absent_ranks`. Computed separately, because every hello needs it."""
+        """Number of ranks in `absent_ranks`. It is computed separately, because every hello needs
+        it.
+        """
         return self.world - len(self._joined)
 
     def absent_ranks(self) -> list[int]:
@@ -192,7 +194,7 @@ class Round:
     def readmit(self, member: Member, rank: int, joined: bool) -> None:
         """Take a member back after a takeover.
 
-        `joined` is whether its workers were started under the earlier coordinator.
+        `joined` indicates whether its workers were started under the earlier coordinator.
         """
         assert 0 <= rank < self.world, f"rank {rank} of {self.world}"
         self.members[rank] = member
@@ -223,14 +225,14 @@ class Round:
             self._state.become(RoundState.SUCCEEDED)
 
     def supersede(self) -> None:
-        """Leave the round unjudged, because it had ended before this coordinator began."""
+        """Leave the round unjudged, because it had ended before this coordinator started."""
         if not self.judged:
             self._state.become(RoundState.SUPERSEDED)
 
     # ---- break
 
     def fail(self, member: Member, failure: WorkerFailure) -> None:
-        """Handle a worker that has ended by itself. Its member ends its other workers.
+        """Handle a worker that has ended by itself. The member then ends its other workers.
 
         Exit code 0 is not a failure, but it may be the cause of failures reported with it.
         """
@@ -241,7 +243,7 @@ class Round:
             return
         self._evidence.add_failure(failure)
         if member.state == MemberState.LEAVING:
-            return  # it was asked to leave; its peers may still be saving
+            return  # the member was asked to leave; its peers may still be saving
         if self.ended_planned and self._ended_at is not None and failure.time > self._ended_at + ORDER_SECONDS:
             return  # a script ends like this when asked to; its peers may still be saving
         self._break_up()
@@ -256,7 +258,7 @@ class Round:
             self._end_workers(f"a worker of {member.pod} failed: {failure.message[:200]}")
 
     def leave(self, member: Member, why: str) -> None:
-        """Record that the member was asked to end, as were its workers.
+        """Record that the member and its workers were asked to stop.
 
         The round breaks when it is gone.
         """
@@ -395,7 +397,7 @@ class Round:
         self._loop.later(SETTLE_SECONDS, self._judge_if_clear)
 
     def _end_workers(self, why: str, planned: bool = False) -> None:
-        """Ask all members to end their workers, unless an earlier request was as urgent."""
+        """Ask all members to end their workers, unless an earlier request is at least as urgent."""
         if self._owner.over or (self._ended_at is not None and (planned or not self.ended_planned)):
             return
         self._ended_at = self._loop.now() if self._ended_at is None else self._ended_at

@@ -6,11 +6,11 @@ sets an alarm for whatever will be due later.
 Two rounds must never run at the same time, because both would write checkpoints, and an old worker
 may still hold the GPU that a new worker needs. So a round forms only when no member of the last
 round can have workers. A member that does not end its workers in time is fenced: it is dismissed
-permanently, and the group continues without it. Without that limit, one frozen node would stop the
-job forever.
+permanently, and the group continues without it. Otherwise, one frozen node would stop the job
+forever.
 
-Round numbers only grow. A returning member can tell from the number whether its round is over.
-Coordinators of different attempts use different ranges of numbers.
+Round numbers only grow. A member that reconnects can tell from the number whether its round is
+over. Coordinators of different attempts use different ranges of numbers.
 
 Example, with three nodes, when node 2's machine loses power:
 
@@ -91,8 +91,9 @@ class Rounds:
         self.downtime = Downtime()
         self._recorded = 0  # number of the last incident that a member was asked to record
         self.held = False
-        """Whether an earlier coordinator's round may be running. Until that is known, no round
-        begins or is judged."""
+        """Whether an earlier coordinator's round may still be running. Until this is known, no
+        round begins or is judged.
+        """
         self._enough_since: float | None = None
         self._alarm = Alarm(loop, self.advance)
         self._drains = Drains(members, loop, self._fence_late)
@@ -152,9 +153,7 @@ class Rounds:
 
     def _begin(self, chosen: list[Member]) -> None:
         last = self.current
-        assert last is None or (last.judged and not last.drains), (
-            f"round {last.number} would run together with the next one"
-        )
+        assert last is None or (last.judged and not last.drains), f"round {last.number} would overlap the next one"
         self.last_number = max(self.last_number, self._least_number) + 1
         self.current = Round(self.last_number, len(chosen), dict(enumerate(chosen)), self, self._loop)
         self._enough_since = None
@@ -176,7 +175,7 @@ class Rounds:
         line = {"event": event, "time": iso(time_of(self._now())), "round": self.last_number, **fields}
         line["incidents"] = [i.short().write() for i in new[-MAX_RECORDED:]]
         line["progress"] = self._progress.report()
-        if len(encode(ToMember.RECORD, **line)) > MAX_LINE // 2:  # Scripts may report anything.
+        if len(encode(ToMember.RECORD, **line)) > MAX_LINE // 2:  # Scripts may report texts of any length.
             line["incidents"] = [i.short(traceback=0).write() for i in new[-MAX_RECORDED:]]
             line["progress"] = {}
         writer.send(ToMember.RECORD, line)
@@ -222,7 +221,7 @@ class Rounds:
             current.look(partial(self._on_look, since))
 
     def _check_standstill(self, current: Round) -> None:
-        """Look at the ranks if a look is due, and end the round once they are proved to hang."""
+        """Look at the ranks if a look is due, and end the round once a hang is proved."""
         due, since = self.watch.looks_at(), self.watch.since
         if due is None or since is None or not current.can_hang or current.looks_closely:
             return
@@ -262,16 +261,16 @@ class Rounds:
     def _counts_steps(self) -> bool:
         """Whether silence means that the job makes no steps.
 
-        This is the case if some steps were counted, and the counter has not reported since then
-        that it can no longer count.
+        This is so if steps were counted, unless the counter has since reported that it can no
+        longer count.
         """
         return self.watch.steps_known and not self._progress.values.get(UNCOUNTABLE)
 
     def _on_look_without_steps(self, since: float, dump: HangDump) -> None:
         """Decide whether a round whose steps are not counted hangs.
 
-        It does not hang while any rank is working. If that is still unknown, as it is after the
-        first look, the time limit starts again.
+        It does not hang while any rank is working. If that is unknown, as after the first look, the
+        time limit starts again.
         """
         current = self.current
         if self.watch.since != since or current is None or current.broken or self.watch.hang_after is None:
@@ -304,8 +303,9 @@ class Rounds:
     def ready(self, member: Member, after: int, host: str, port: int, check: int = 0, watch: int = 0) -> None:
         """Record that the member has no workers and could begin a round.
 
-        `after` is the last round that it knows of, `check` is how many seconds the next round may
-        spend checking the links, and `watch` is the port on which its neighbours watch it.
+        `after` is the last round that the member knows of, `check` is how many seconds the next
+        round may spend checking the links, and `watch` is the port on which its neighbours watch
+        it.
         """
         if member.state in (MemberState.LEAVING, MemberState.LOST):
             return
@@ -363,7 +363,7 @@ class Rounds:
         self._loop.changed()
 
     def leaving(self, member: Member, why: str) -> None:
-        """Record that the member was asked to end."""
+        """Record that the member was asked to leave."""
         if member.state == MemberState.LOST:
             return
         if self.current is not None and self.current.holds(member) and not self.over:
@@ -393,17 +393,17 @@ class Rounds:
             self.fence(late, "it did not end its workers in time")
 
     def fence(self, late: list[Member], why: str) -> None:
-        """Continue without these members, whatever they are doing."""
+        """Continue without these late members, whatever they are doing."""
         for member in late:
             self._members.dismiss(member.pod, why)
             self._loop.log(f"fences {member.pod}: {why}")
             member.dismiss(f"the group continues without this node: {why}")
-        for member in late:  # only now: no round may form until all of them have been notified
+        for member in late:  # only now, because no round may form until all of them have been notified
             self.lose(member, why)
         self.advance()
 
     def lose(self, member: Member, why: str) -> None:
-        """Handle a member that is gone without notice.
+        """Handle a member that has disappeared without notice.
 
         The caller calls `advance` after removing all lost members.
         """
@@ -439,7 +439,7 @@ class Rounds:
     def on_verdict(self, judged: Round, verdict: Verdict, own: bool, ran: float) -> None:
         """Record the first cause of a break.
 
-        `own` is whether it is a failure of the job itself. The round ran for `ran` seconds.
+        `own` indicates whether the job itself has failed. The round ran for `ran` seconds.
         """
         wait = self.backoff.fail(self._now(), ran) if own else 0.0
         pod, message = verdict.details.get("pod") or "no pod", verdict.details["message"]
@@ -455,7 +455,7 @@ class Rounds:
         self.held = True
 
     def release(self) -> None:
-        """End the hold.
+        """End the hold on rounds.
 
         The adopted round then runs, or breaks because of absent members.
         """
@@ -468,7 +468,7 @@ class Rounds:
         self.advance()
 
     def take_over(self, number: int, world: int) -> None:
-        """Take over a round that an earlier coordinator began, when its first member returns."""
+        """Take over a round that an earlier coordinator began, when its first member reconnects."""
         if self.current is not None:
             self.current.supersede()
             self._state.become(CoordinatorState.FORMING)
@@ -482,20 +482,20 @@ class Rounds:
                 self.drain(other, f"round {number} began without this node")
 
     def resize(self, size: Size) -> bool:
-        """Change the desired and minimum number of nodes. Return whether they changed."""
+        """Set the desired and minimum number of nodes, and return whether they changed."""
         changed, self.size = size != self.size, size
         return changed
 
     def reorder(self, order: RankOrder) -> bool:
-        """Change the order of the ranks from the next round on. Return whether it changed."""
+        """Set the order of the ranks from the next round on, and return whether it changed."""
         changed, self.order = order != self.order, order
         return changed
 
     def progress(self, alive: bool, activity: str, step: bool) -> None:
         """Process a progress report.
 
-        `alive` is whether it shows that the job is alive, and `step` is whether it has values of a
-        step.
+        `alive` indicates whether the report shows that the job is alive, and `step` whether it has
+        values of a step.
         """
         if step:
             self.downtime.step(self._now(), self.state == CoordinatorState.RUNNING)

@@ -1,4 +1,4 @@
-"""The coordinator's port, and the decision when a silent member is lost.
+"""The coordinator's port, and the rules for declaring a silent member lost.
 
 The first byte of a connection distinguishes members' lines from HTTP (`http_api`).
 
@@ -10,7 +10,7 @@ checked:
   process is only suspended, and may be silent for SLOW_SECONDS. Otherwise it is lost after
   PROBE_SECONDS.
 - If most members are silent, this coordinator or its network is failing. They may be silent for
-  BLIND_SECONDS. Then all are lost together, so that the operator replaces this coordinator.
+  BLIND_SECONDS. After that, all are lost together, so that the operator replaces this coordinator.
 - If a training member's connection ends after a silence, or after a suspension of this process, the
   member has RETURN_SECONDS to reconnect.
 
@@ -48,16 +48,19 @@ from ddpjob_runtime.protocol import FromMember, MemberState, ToMember
 
 HELLO_SECONDS = 10.0
 STARTING_SECONDS = 120.0
-"""How long a starting member may be silent: loading torch from a cold disk stalls all threads of a
-launcher."""
+"""How long a starting member may be silent. Loading torch from a cold disk stalls all threads of a
+launcher.
+"""
 PROBE_SECONDS = 1.0
-"""How long a silent member's kernel may take to confirm data that was sent. If it does, the member
-is suspended but alive."""
+"""How long the kernel of a silent member may take to acknowledge data. If it does, the member is
+suspended but alive.
+"""
 SLOW_SECONDS, BLIND_SECONDS = 15.0, 30.0
-"""How long a suspended member may be silent, and how long any may be silent while most are."""
+"""Maximum silence of a suspended member, and of any member while most of them are silent."""
 RETURN_SECONDS = 10.0
-"""How long a member may take to reconnect after its connection ended, if it was silent before that
-or this process was suspended."""
+"""How long a member may take to reconnect after its connection ended. This applies if the member
+was silent before or this process was suspended.
+"""
 TICK_SECONDS, STALL_SECONDS = 0.25, 1.0
 MAX_BACKLOG = 1024 * 1024
 """Maximum number of bytes that a member may leave unread before its connection is closed."""
@@ -124,7 +127,7 @@ class Strangers:
         self._open.pop(writer, None)
 
     def complain(self, text: str) -> None:
-        """Log what a stranger did, but not often enough for strangers to fill the log."""
+        """Log what a stranger did, but so rarely that strangers cannot fill the log."""
         moment = time.monotonic()
         if moment < self._logged + LOGGED_EVERY:
             self._unlogged += 1
@@ -191,7 +194,7 @@ class Server:
         self._change = asyncio.Event()
 
     def wait_for_change(self) -> Coroutine[Any, Any, Any]:
-        """Return an awaitable that waits for the report's next change after this call."""
+        """Return an awaitable that completes at the report's next change after this call."""
         return self._change.wait()
 
     def watch_for_stalls(self) -> None:
@@ -295,8 +298,8 @@ class Server:
     def _lose(self, member: Member, why: str) -> None:
         """Report a member as lost, once.
 
-        If most members are silent, all of them must be lost at the same moment. Otherwise this
-        would not look like a partition, and the operator would replace each of them instead of this
+        If most members are silent, all of them must be lost at the same moment. Otherwise the
+        operator would not recognize a partition, and would replace each of them instead of this
         coordinator.
         """
         if member.state == MemberState.LOST:
@@ -305,7 +308,7 @@ class Server:
         self.coordinator.lost(member, why)
 
     def _prove(self, line: bytes, send: Any) -> tuple[str, str] | None:
-        """Answer a member's challenge with a challenge of our own.
+        """Answer a member's challenge, and challenge the member in turn.
 
         Return both nonces, the member's first; None if the member is refused.
         """
@@ -336,7 +339,7 @@ class Server:
             if hello["t"] != FromMember.HELLO:
                 raise ValueError('the second line must be "hello", not {!r}'.format(hello["t"]))
             if not protocol.is_sealed(hello.get("proof"), self.token, "member", *nonces):
-                raise ValueError("the proof is not made with this job's token")
+                raise ValueError("the proof was not made with this job's token")
             index = whole(hello, "index", protocol.MAX_PODS - 1)
             attempt, pid = whole(hello, "attempt"), whole(hello, "pid")
             pod, resume = hello.get("pod"), hello.get("resume")
@@ -390,7 +393,7 @@ class Server:
             except Exception as defect:
                 return f"it sent a line that cannot be processed: {_unexpected(defect)}"
             if member.given_up:
-                return "it is heard again and has to reconnect"  # with a new hello, because this member is lost
+                return "it responds again and must reconnect"  # with a new hello, because this member is lost
             if writer.is_closing() and reader.exception() is None:  # `send` closed it; a reset raises at the next read
                 return "it did not read what was sent to it"
 
@@ -402,7 +405,7 @@ class Server:
         Raises MemberSilent, and ValueError if the line is too long.
         """
         allowed = STARTING_SECONDS if member.state == MemberState.STARTING else protocol.SILENCE_SECONDS
-        seconds, probed = allowed, 0.0  # probed: the value of `heard` at the last probe
+        seconds, probed = allowed, 0.0  # `probed` is the value of `heard` at the last probe
         while True:
             line = await within(seconds, reader.readline(), lambda: member.heard + allowed - now())
             if line is not None:
@@ -422,16 +425,16 @@ class Server:
         return silence < BLIND_SECONDS and bool(self._silent_members())
 
     def _acknowledges(self, member: Member) -> bool:
-        """Whether the member's kernel has acknowledged all sent data, as far as is known."""
+        """Whether the member's kernel has acknowledged all sent data; True if unknown."""
         writer = self._connections.get(member)
         if writer is None or writer.is_closing() or not shows_acknowledgements():
             return True
         return is_acknowledged(writer.get_extra_info("socket"))
 
     def _silent_members(self) -> list[Member]:
-        """Return the silent members if they are the majority.
+        """Return the silent members if they are the majority; otherwise an empty list.
 
-        In that case, this coordinator is the one that is partitioned.
+        If they are, this coordinator is the one that is partitioned.
         """
         # A starting member imports torch, and may be silent for a long time.
         others = [other for other in self.coordinator.members if other.state != MemberState.STARTING]
@@ -471,7 +474,7 @@ def _sender(writer: asyncio.StreamWriter) -> Any:
         if writer.is_closing():
             return
         if writer.transport.get_write_buffer_size() > MAX_BACKLOG:
-            writer.transport.abort()  # it does not read anything, so it counts as gone
+            writer.transport.abort()  # the peer does not read anything, so it counts as gone
             return
         writer.write(protocol.encode(verb, **fields))
 

@@ -11,9 +11,9 @@ from ddpjob_runtime.protocol import Hangs, Mode
 class CoordinatorSettings:
     """The coordinator's arguments, except addresses. Times are in seconds.
 
-    `hang_after` is None if no silence ends a round by itself. `ordered` means that the operator
+    If `hang_after` is None, silence alone never ends a round. `ordered` means that the operator
     will send the order of the ranks, so the first round waits briefly for it. `no_restarts` means
-    that recovery.maxRestarts is 0. `hangs` is whether a proved hang ends the round.
+    that recovery.maxRestarts is 0. `hangs` determines whether a proven hang ends the round.
     """
 
     nodes: int

@@ -1,18 +1,18 @@
-"""Looks at the ranks of a round without steps: does any move, and which do the others wait for?
+"""Looks at the ranks of a round without steps: does any rank move, and which one blocks the others?
 
 A look asks every launcher for the stacks of its workers, and for what they have done since the last
-look (`worker_vitals`). One look proves nothing, so a `Standstill` compares each with the last. The
-round stands still between two looks if the stack of every rank is the same, and
+look (`worker_vitals`). One look proves nothing, so a `Standstill` compares each look with the last
+one. The round stands still between two looks if the stack of every rank is the same, and
 
-- the ranks outside of a collective have read, written, received and computed nothing. The others
-  wait for these ranks, which are the culprits;
+- the ranks outside of a collective have not read, written, received or computed anything. The other
+  ranks wait for them, so they are the culprits;
 - or every rank is in a collective, and no rank has transferred anything.
 
-Processor time does not count for a rank that uses a GPU and stands at the same place, because a
-wait for a GPU spins. A long computation on the GPU looks the same. Such a rank is not a culprit,
-and if there is one, the others must stand still for SPIN_LOOKS looks. Otherwise LEAST_LOOKS looks
-are enough. Some waits often end by themselves, and must last for longer (PATIENCE): a stopped
-process, a system call on storage, a sleep. Any movement begins the comparison again.
+A rank that uses a GPU and stands at the same place may spend processor time, because a wait for a
+GPU spins. A long computation on the GPU looks the same. Such a rank is not a culprit, and if there
+is one, the others must stand still for SPIN_LOOKS looks. Otherwise LEAST_LOOKS looks are enough.
+Some waits often end by themselves, and must last longer (PATIENCE): a stopped process, a system
+call on storage, a sleep. After any movement, the comparison starts again.
 
 Example, 5 s between looks:
 
@@ -40,8 +40,9 @@ NAMED_RANKS = 8
 LOOK_SECONDS = 4.0
 """How long a look waits for the responses of all members."""
 LEAST_LOOKS, SPIN_LOOKS = 2, 6
-"""How many looks after the first one must show a standstill, without and with a rank that spins on
-a GPU."""
+"""How many looks after the first one must show a standstill: if no rank spins on a GPU, and if one
+does.
+"""
 LEAST_GAP = 2.0
 """Two looks closer together than this, in seconds, do not prove anything."""
 IDLE_SHARE, IDLE_BYTES = 0.02, 8192
@@ -50,8 +51,9 @@ only watch, such as NCCL's, stay below that."""
 PATIENCE = {
     WaitKind.STOPPED: 60.0, WaitKind.STORAGE: 120.0, WaitKind.ASLEEP: 120.0, WaitKind.TRACED: float("inf"),
 }  # fmt: skip
-"""How long, in seconds, ranks must stand still if they wait for something that often ends by
-itself. A traced process waits for its debugger."""
+"""How many seconds ranks must stand still if they wait for something that often ends by itself. A
+traced process waits for its debugger.
+"""
 
 FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
 FIRST_CALL_FIRST = "(most recent call last)"
@@ -66,8 +68,9 @@ BACKWARD = "_engine_run_backward"
 
 
 class Look:
-    """Collects one look. It calls `done` with the places of all ranks, or None if a member did not
-    respond."""
+    """Collects one look. It calls `done` with the places of all ranks, or with None if a member did
+    not respond.
+    """
 
     def __init__(self, loop: Loop, members: list[Member], done: Callable[[Look | None], None]) -> None:
         self._done, self._missing = done, {member.index for member in members}
@@ -77,7 +80,7 @@ class Look:
         loop.later(LOOK_SECONDS, lambda: self._end(None))
 
     def request(self, number: int, members: list[Member], record: bool) -> None:
-        """Ask the members of round `number`. If `record`, their logs keep these stacks."""
+        """Ask the members of round `number`. With `record`, their logs keep these stacks."""
         for member in members:
             member.send(ToMember.LOOK, {"round": number, "record": record})
 
@@ -98,7 +101,7 @@ class Look:
 
 
 class Standstill:
-    """What consecutive looks have shown since the last step."""
+    """The results of consecutive looks since the last step."""
 
     def __init__(self) -> None:
         self._before: Look | None = None
@@ -109,7 +112,7 @@ class Standstill:
         """The ranks that the others wait for; all ranks if every rank is in a collective."""
 
     def add(self, now: float, look: Look) -> bool:
-        """Compare with the last look. Return False if something has moved since then."""
+        """Compare a look with the last one, and return False if something has moved in between."""
         before, self._before = self._before, look
         found = None if before is None else _compare(before.ranks, look.ranks)
         if found is None:
@@ -121,7 +124,7 @@ class Standstill:
         return True
 
     def is_proved(self, now: float) -> bool:
-        """Whether it is proved that the ranks will not continue by themselves."""
+        """Whether the looks prove that the ranks will not continue by themselves."""
         if self._before is None or self.looks < (SPIN_LOOKS if self._spins else LEAST_LOOKS):
             return False
         waits = [self._before.ranks[rank].wait for rank in self.awaited]
@@ -164,7 +167,7 @@ def _compare(before: dict[int, RankLook], now: dict[int, RankLook]) -> tuple[fro
 
 def _describe_wait(look: RankLook) -> str:
     if look.wait is WaitKind.STOPPED:
-        return "a process of it is stopped (SIGSTOP)"
+        return "one of its processes is stopped (SIGSTOP)"
     if look.wait is WaitKind.STORAGE:
         return f"it waits for storage in {look.call or 'the kernel'}"
     return ""
@@ -174,7 +177,7 @@ class Stacks:
     """The stacks of a round without steps, by rank.
 
     `members` has the member that runs each rank. `apart` has the ranks that the others wait for; it
-    is empty if unknown. `waits` has whatever else is known about a rank.
+    is empty if unknown. `waits` has any other facts that are known about a rank.
     """
 
     def __init__(
@@ -189,8 +192,9 @@ class Stacks:
     def culprit(self) -> Member | None:
         """Return the member that the others wait for; None if the stacks do not show it.
 
-        This is the only member with a failed rank. If there is none, it is the only member outside
-        the collective that the others are in, or at places where no other member's ranks are.
+        The culprit is the only member with a failed rank. If no rank has failed, it is the only
+        member outside the collective that the others are in, or the only one at places where no
+        other member's ranks are.
         """
         failed = {m.index: m for r, m in self.members.items() if self.texts[r].startswith(protocol.RANK_FAILED)}
         if failed:
@@ -212,14 +216,14 @@ class Stacks:
     def describe(self) -> tuple[str, str]:
         """Return a description of where each rank is, and all stacks up to the traceback's limit.
 
-        Ranks that have ended or failed are named first, then ranks that the others wait for.
+        Ranks that have ended or failed come first, then ranks that the others wait for.
         """
         over = protocol.RANK_ENDED, protocol.RANK_FAILED
         ranks = sorted(
             self.texts, key=lambda rank: (not self.texts[rank].startswith(over), rank not in self._apart, rank)
         )
         if not ranks:
-            return "no rank gave its stack", ""
+            return "no rank reported its stack", ""
         named = [self._describe_rank(rank) for rank in ranks[:NAMED_RANKS]]
         more = f" and {len(ranks) - NAMED_RANKS} more ranks" if len(ranks) > NAMED_RANKS else ""
         share = max(200, protocol.MAX_TRACEBACK // len(ranks) - 20)
@@ -242,7 +246,7 @@ def _describe_place(text: str) -> str:
 
 
 def is_in_collective(text: str) -> bool:
-    """Whether the main thread waits in a collective, or in a backward pass, which ends with one."""
+    """Whether the main thread waits in a collective, or in a backward pass, which ends in one."""
     frame = _innermost(text)
     return frame is not None and (
         COLLECTIVE_FILES.search(frame["file"]) is not None or frame["name"].strip() == BACKWARD

@@ -31,7 +31,7 @@ MEMBER_TRANSITIONS: Mapping[MemberState, set[MemberState]] = {
     MemberState.LEAVING: {MemberState.LOST},
     MemberState.LOST: set(),
 }
-"""A member that returns to a new coordinator changes directly from Starting to Running."""
+"""A member that reconnects to a new coordinator changes directly from Starting to Running."""
 
 ROUND_TRANSITIONS: Mapping[RoundState, set[RoundState]] = {
     RoundState.BUILDING: {RoundState.RUNNING, RoundState.BROKEN, RoundState.SUCCEEDED, RoundState.SUPERSEDED},
@@ -41,7 +41,7 @@ ROUND_TRANSITIONS: Mapping[RoundState, set[RoundState]] = {
     RoundState.SUCCEEDED: set(),
     RoundState.SUPERSEDED: set(),
 }
-"""A round becomes Superseded when a member returns from a later round of an earlier coordinator."""
+"""A round becomes Superseded when a member of an earlier coordinator's later round reconnects."""
 
 COORDINATOR_TRANSITIONS: Mapping[CoordinatorState, set[CoordinatorState]] = {
     CoordinatorState.FORMING: {

@@ -4,20 +4,20 @@ The coordinator is a single process and does not keep anything on disk, so a new
 any knowledge. Meanwhile the members continue to train. They report everything that matters in their
 hello: the number and size of their round, their rank, and whether their workers are running. The
 danger is that a new coordinator begins a second, concurrent round with the members that have
-returned so far.
+reconnected so far.
 
 So from the first hello on, no round begins or is judged (`hold`) until one of these is known:
 
-- Every rank of the round is back: the round continues.
-- ADOPT_SECONDS have passed: the round breaks because of the ranks that did not return.
+- Every rank of the round has reconnected: the round continues.
+- ADOPT_SECONDS have passed: the round breaks because some ranks did not reconnect.
 - The round is known to be over, or as many pods are gone as ranks are absent: the remaining members
-  have BROKEN_SECONDS to return.
+  have BROKEN_SECONDS to reconnect.
 
 Example, with four nodes in round 7, when the coordinator's pod is replaced:
 
     0.0  node 0: hello, resume={round 7, rank 0, of 4, Running}. Round 7 is taken over, 1 of 4 back
     0.3  nodes 1 and 2 are back
-    9.8  node 3 is back: it had to look up the new address. Round 7 runs on, no step was lost
+    9.8  node 3 is back: it had to look up the new address. Round 7 continues, and no step was lost
 
 If node 3 had died with the coordinator, the operator would report its pod as gone. The hold would
 end after 5 s, and round 7 would break with the cause PeerLost.
@@ -39,23 +39,23 @@ from ddpjob_runtime.coordinator.round_sequence import Rounds
 from ddpjob_runtime.protocol import MAX_PODS, MemberState, whole_number
 
 ADOPT_SECONDS = 45.0
-"""How long members of an undisturbed round may take to return. If their former coordinator still
+"""How long members of an undisturbed round may take to reconnect. If their former coordinator still
 runs, they look for the next one every 10 s, and a name server may return the old address for 30 s.
 """
 BROKEN_SECONDS = 5.0
-"""How long members may take to return once the round is known to be over."""
+"""How long members may take to reconnect once the round is known to be over."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The state that a member reports when it returns."""
+    """The state that a member reports when it reconnects."""
 
     round: int
     rank: int
     world: int
     state: MemberState
     planned: bool = False
-    """Whether it was asked to end that round's workers, which may save before they end."""
+    """Whether the member was asked to end that round's workers, which may save before they end."""
 
     @property
     def has_workers(self) -> bool:
@@ -63,7 +63,7 @@ class Resume:
 
     @classmethod
     def read(cls, body: Any) -> Resume | None:
-        """Read the field of `hello`. Return None if the member was not in a round.
+        """Read the field `resume` of a hello; return None if the member was not in a round.
 
         Raises:
             ValueError: the message names the field.
@@ -111,7 +111,7 @@ class Takeover:
             self._end()
 
     def resume(self, member: Member, resumed: Resume) -> None:
-        """Put a member back into its round, or notify it that this round no longer exists."""
+        """Put a member back into its round, or notify it that the round no longer exists."""
         rounds = self._rounds
         if rounds.current is None or resumed.round > rounds.current.number:
             # This coordinator has not begun a round with this number.
@@ -150,8 +150,8 @@ class Takeover:
             known = self._members.ready_count >= self._rounds.size.nodes
         else:
             # The absent members' names are unknown. So if as many pods are gone, assume that they
-            # are the same. Members that were asked to save may take long, even before they find
-            # this coordinator.
+            # are the absent members' pods. Members that were asked to save may take long, even
+            # before they find this coordinator.
             over = current.broken and not current.ended_planned
             known = over or len(self._gone) >= current.absent
         if known and self._until > self._loop.now() + BROKEN_SECONDS:

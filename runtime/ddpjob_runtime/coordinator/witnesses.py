@@ -4,18 +4,18 @@ The server waits 6 s for a silent member, because a network may fail briefly and
 With a ready spare, little is at stake: the spare takes over, and the silent member becomes the
 spare when it reconnects. So a loss is decided within a second if two witnesses have seen it:
 
-- a neighbour in the round's ring (`launcher/neighbours.py`) has reported that its last byte was not
-  acknowledged for 0.5 s, and has not withdrawn that report;
+- a neighbour in the round's ring (`launcher/neighbours.py`) has reported that the member did not
+  acknowledge a byte for 0.5 s, and has not withdrawn that report;
 - a heartbeat on this coordinator's own connection is not acknowledged within CONFIRM_SECONDS.
 
 A report makes the coordinator look at all members, not only at the reported one. If most of them
 are silent, this coordinator is the one that is partitioned, and no member is lost. A spare counts
-only if it too acknowledges the heartbeat. There must be a spare for each lost member; otherwise the
-server's limits decide.
+only if it also acknowledges the heartbeat. There must be a spare for each lost member; otherwise
+the server's limits decide.
 
 A link that is down for less than 0.5 s cannot cause a loss. Both kernels resend every 0.2 s
-(`resend_often`), so the heartbeat is acknowledged at most 0.7 s after the beginning of the outage,
-and the coordinator looks after at least 0.85 s.
+(`resend_often`), so the heartbeat is acknowledged at most 0.7 s after the outage began. The
+coordinator looks at the earliest after 0.85 s.
 
 Example with 8 nodes and a spare. The host of rank 3 loses its network at 0.0 s:
 
@@ -38,7 +38,9 @@ from ddpjob_runtime.protocol import MemberState, ToMember
 CONFIRM_SECONDS = 0.35
 """How long members' kernels may take to acknowledge a heartbeat."""
 LATE_SECONDS = 0.3
-"""If a look is this late, this process or its host was stopped, and the look is repeated."""
+"""If a look is this many seconds late, this process or its host was stopped. The look is then
+repeated.
+"""
 FRESH_SECONDS = 2.0
 """How long a report is valid. Neighbours repeat it every second, and a withdrawal may be lost."""
 PAUSE_SECONDS = 1.0
@@ -118,7 +120,7 @@ class Witnesses:
             member.give_up()
         for member in lost:
             by = pods[min(by for by, rank in self._reports if rank == member.rank)]
-            why = f"its host does not acknowledge bytes, neither to {by} nor to the coordinator"
+            why = f"its host acknowledges bytes neither to {by} nor to the coordinator"
             self._loop.log(f"node {member.pod} ({member.state}): {why}; a spare is ready")
             self._rounds.lose(member, why)
         self._rounds.advance()

@@ -1,4 +1,5 @@
 """The main process of a node's container: torchrun, controlled by the coordinator.
 
-It starts the workers of each round, reports their failures, and ends them when the round is over.
+The launcher starts the workers of each round, reports their failures, and ends them when the round
+is over.
 """

@@ -48,15 +48,15 @@ from ddpjob_runtime.open_files import raise_open_files
 from ddpjob_runtime.protocol import FromMember, Mode
 
 LOST_GRACE = 3.0
-"""How long workers may take to save when the coordinator is gone."""
+"""How many seconds workers may take to save when the coordinator is gone."""
 REPORT_SECONDS = 15.0
-"""How long a node that cannot start tries to report the failure."""
+"""How many seconds a node that cannot start tries to report the failure."""
 WORKER = str(ddpjob_runtime.WORKER)
 REQUIRED = ("coordinator", "token", "pod", "index", "attempt")
 
 
 def main() -> NoReturn:
-    """Run until the job is done or this node has to end. Never returns."""
+    """Run until the job is done or this node has to exit. Never returns."""
     faulthandler.enable()
     raise_open_files()
     kept = KeptLog.prepare()
@@ -116,7 +116,7 @@ def main() -> NoReturn:
 def grace_seconds() -> float:
     """Return how long workers have between SIGTERM and SIGKILL.
 
-    It is the pod's grace period minus the time that the launcher needs.
+    This is the pod's grace period minus the time that the launcher needs.
     """
     text = JobEnvironment.read().grace_seconds or "30"
     try:
@@ -198,7 +198,7 @@ def torchrun(
     data: Any = None,
     code: Any = None,
 ) -> None:
-    """Run torchrun with the launcher's agent and entry point. Return when all nodes are done."""
+    """Run torchrun with the launcher's agent and entry point until all nodes are done."""
     run = require_torchrun()
     divert_loggers(log)
     parsed = parse(run, arguments)
@@ -279,7 +279,7 @@ def code_to_fetch() -> Any:
 
 
 def fetch_code(code: Any, client: MemberClient, shutdown: Shutdown) -> None:
-    """Fetch code.archive into its folder before the program is looked for there.
+    """Fetch code.archive into its folder before the launcher looks for the program there.
 
     Meanwhile, this node stays in contact with the coordinator.
     """
@@ -299,7 +299,7 @@ def fetch_data(data: Any, client: MemberClient, shutdown: Shutdown) -> None:
 
 
 def data_note(client: MemberClient) -> Callable[[str], None]:
-    """Return a function that reports to the coordinator what is being fetched."""
+    """Return a function that reports to the coordinator what this node is fetching."""
 
     def report(text: str) -> None:
         client.note(protocol.DATA, text)
@@ -358,7 +358,7 @@ def torchrun_options() -> str:
 def why_cold(parsed: Any) -> str:
     """Return why the arguments do not allow workers to be forked; empty if they do."""
     if parsed.no_python:
-        return "with --no-python every worker starts a separate program; name a Python script or module instead"
+        return "with --no-python every worker starts a separate program; specify a Python script or module"
     if parsed.run_path:
         return "with --run-path torchrun starts the workers itself; remove it"
     return ""
@@ -367,7 +367,7 @@ def why_cold(parsed: Any) -> str:
 def warm_workers(fork_server: Any, report_cold: Callable[[str], None]) -> str:
     """Make torchrun take its workers from the fork server.
 
-    Return why this is impossible with this version of torch; empty if it is possible.
+    Return why this version of torch does not allow that; empty if it does.
     """
     from ddpjob_runtime.launcher import forkserver
 
@@ -389,7 +389,7 @@ def require_torchrun() -> Any:
             lacks = torch_parts.missing()
     except Exception as error:  # includes OSError, when a CUDA library is missing
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
-            raise  # A temporary problem of this node, not the image, because a missing library has no errno.
+            raise  # Temporary, and due to this node: if the image lacked a library, there would be no errno.
         what = f"{sys.executable} (Python {sys.version.split()[0]}) cannot import torch.distributed.run: {error}"
         raise InitFailure(f"{what}; use an image whose python3 has PyTorch 2.6 or later") from error
     if lacks:
@@ -472,7 +472,7 @@ def run_worker(parsed: Any) -> None:
 
 
 def classify(error: BaseException) -> tuple[str, int]:
-    """Return the (kind, exit code) for an exception that ended torchrun.
+    """Return (kind, exit code) for an exception that ended torchrun.
 
     A lost rendezvous is a consequence; any other exception is a failure of this node.
     """

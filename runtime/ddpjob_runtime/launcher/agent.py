@@ -4,19 +4,20 @@ torchrun alone would restart its workers when it sees a failure, wait 30 s for a
 children behind. Here the coordinator decides, and a round's workers are gone before the next round
 begins:
 
-- A worker's failure is reported at once, with its error file. Workers that this launcher ended are
-  not reported, because their errors are consequences.
+- A worker's failure is reported at once, with its error file. Workers that this launcher has ended
+  are not reported, because their errors are consequences.
 - `restart` ends all workers and their sessions with SIGTERM, and with SIGKILL after the grace
-  period. It then waits until the kernel has removed them, because they may hold the device. In a
-  planned restart, workers have the pod's grace period to save.
+  period. The launcher then waits until the kernel has removed them, because they may hold the
+  device. In a planned restart, workers have the pod's grace period to save.
 - A worker that exits with EXIT_STEPPED_ASIDE has saved. Its node waits for its other workers.
 
-Example: rank 5 fails on node 1. Node 1 reports its ValueError and ends its other workers; nodes 0
-and 2 get `restart`, end theirs within 0.3 s (Fast), and all three send `ready`.
+Example: rank 5 fails on node 1. Node 1 reports the ValueError and ends its other workers. Nodes 0
+and 2 get `restart` and end their workers within 0.3 s (Fast). All three then send `ready`.
 
-It overrides or calls these parts of torch.distributed.elastic (2.6 and later): `_rendezvous`,
-`_start_workers`, `_stop_workers`, `_monitor_workers` and `_exit_barrier` of LocalElasticAgent;
-`close`, `pids` and `error_files` of the worker context; the error-file parsing of ProcessFailure.
+This module overrides or calls these parts of torch.distributed.elastic (2.6 and later):
+`_rendezvous`, `_start_workers`, `_stop_workers`, `_monitor_workers` and `_exit_barrier` of
+LocalElasticAgent; `close`, `pids` and `error_files` of the worker context; the error-file parsing
+of ProcessFailure.
 """
 
 from __future__ import annotations
@@ -54,23 +55,27 @@ ABORTED = (
     ": a library gave up, and the pod's log ends with its reason. With GPUs it is usually NCCL's watchdog, because a "
     "device failed or a collective timed out"
 )
-"""Added to the message of a worker ended by SIGABRT without an exception, because only its output
-shows the reason."""
+"""Added to the message of a worker that SIGABRT ended without an exception, because only its output
+shows the reason.
+"""
 STAYED = " (its process was still there 10 s after that, and was killed)"
-"""Added to the message of a worker whose program failed, and whose own alarm then ended it
-(worker.py)."""
+"""Added to the message if a worker's program failed and the worker's own alarm then ended it
+(worker.py).
+"""
 LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)")
 """How torch's DataLoader reports, in the worker, that one of its processes was killed."""
 GONE_SECONDS = 60.0
-"""How long workers may take to end after SIGKILL. The kernel needs time to release a device or a
-lot of memory.
+"""How many seconds workers may take to end after SIGKILL. The kernel needs time to release a device
+or a lot of memory.
 """
 TRACKER_SECONDS = 1.0
-"""How long resource trackers may take to end. A tracker stays as long as a process outside its
-session uses it."""
+"""How many seconds resource trackers may take to end. A tracker stays as long as a process outside
+its session uses it.
+"""
 _COUNTS_PER_ATTEMPT = 1000
 LAST_SECONDS = 3.0
-"""How long workers may take to end when this node ends. Leftover processes end with its container.
+"""How many seconds workers may take to end when this node ends. Leftover processes end with its
+container.
 """
 RESTART_GRACE = {Mode.STANDARD: 2.0, Mode.FAST: 0.3}
 """Seconds between SIGTERM and SIGKILL in a broken round, whose step can no longer be completed."""
@@ -174,9 +179,9 @@ class CoordinatedAgent(LocalElasticAgent):
         self._ended = {rank: h.proc.returncode for rank, h in handlers.items() if h.proc.poll() is not None}
 
     def _end_workers(self, context: Any, death_sig: signal.Signals) -> bool:
-        """End the workers. Return whether they and their children are gone.
+        """End the workers, and return whether they and their children are gone.
 
-        They get SIGTERM, and SIGKILL after the grace period. No worker may begin while a worker of
+        They get SIGTERM, and SIGKILL after the grace period. No worker may start while a worker of
         an earlier round, or its child, still holds the device. After SIGKILL, torch itself waits
         forever (2.6) or gives up after the grace period (2.15), and it never waits for children.
         """
@@ -204,7 +209,7 @@ class CoordinatedAgent(LocalElasticAgent):
         super()._stop_workers(worker_group, *args, **kwargs)
 
     def _hurry(self, number: int) -> None:
-        """Kill the workers of a planned restart, because a lost peer keeps them from saving."""
+        """Kill workers in a planned restart, because a lost peer keeps them from saving."""
         if number == self._round and self._pcontext is not None:
             _kill_sessions(self._pcontext, spare_trackers=True)
 
@@ -249,7 +254,7 @@ class CoordinatedAgent(LocalElasticAgent):
         """Report the workers that this launcher did not end because of their peers.
 
         A worker whose exception is in its error file may still be waiting for one of its threads or
-        a device. The end of a worker with exit code 0 explains its peers' errors.
+        a device. Exit code 0 of a worker may explain its peers' errors.
         """
         codes = {**self._ending, **self._ended}
         if not any(codes.values()) and len(codes) == len(ranks):
@@ -328,7 +333,7 @@ class CoordinatedAgent(LocalElasticAgent):
         )
 
     def _exit_barrier(self) -> None:
-        """Do nothing, because `_monitor_workers` waits.
+        """Do nothing, because `_monitor_workers` waits for the other nodes.
 
         A barrier would not notice a lost peer.
         """
@@ -337,10 +342,10 @@ class CoordinatedAgent(LocalElasticAgent):
 def restarts_before(number: int) -> int:
     """Return TORCHELASTIC_RESTART_COUNT of a round.
 
-    It depends only on the round's number, so that it is equal on all nodes, because workers use it
-    to meet in the store. After a restart it is never 0, because scripts use it to decide whether to
-    resume. It always grows, by a thousand with each coordinator that takes over, because torchrun
-    empties the log folder of a repeated count.
+    Workers use the count to meet in the store, so it must be equal on all nodes, and depends only
+    on the round's number. After a restart it is never 0, because scripts use it to decide whether
+    to resume. It always grows (by a thousand with each coordinator that takes over), because
+    torchrun empties the log folder of a repeated count.
     """
     attempt, number_of_attempt = divmod(number, NUMBERS_PER_ATTEMPT)
     return _COUNTS_PER_ATTEMPT * attempt + number_of_attempt - 1
@@ -350,9 +355,9 @@ def _ask_to_end(handler: Any, number: signal.Signals) -> None:
     """Signal a worker and its children, as torchrun does, or only the worker.
 
     A Python worker that handles the signal gets it without its children, because it needs its
-    data-loader processes to complete the step after which it saves. They are killed when it has
-    ended. Any other program that handles the signal, such as a shell with a trap, may be waiting
-    for the training that it started. Raises ProcessLookupError if the worker has ended.
+    data-loader processes to complete the step after which it saves. Those are killed when the
+    worker has ended. Any other program that handles the signal, such as a shell with a trap, may be
+    waiting for the training that it started. Raises ProcessLookupError if the worker has ended.
     """
     try:
         pid = handler.proc.pid
@@ -366,7 +371,7 @@ def _ask_to_end(handler: Any, number: signal.Signals) -> None:
 
 
 def _kill_sessions(context: Any, spare_trackers: bool) -> set[int]:
-    """Send SIGKILL to leftover worker processes. Return the pids that have not ended yet.
+    """Send SIGKILL to leftover worker processes, and return the pids that have not ended yet.
 
     Every worker leads its own session. With `spare_trackers`, Python's resource trackers are not
     killed. A tracker ends after its users, and unlinks leftovers of killed processes in /dev/shm.
@@ -444,8 +449,8 @@ def send_failure(
 ) -> None:
     """Report a worker that ended by itself, with the content of its error file.
 
-    `kernel_killed` is whether the kernel killed this worker, or another process in the container,
-    to free memory.
+    `kernel_killed` indicates whether the kernel killed this worker, or another process in the
+    container, to free memory.
     """
     error = read_error_file(error_file)
     message = error.message
@@ -482,8 +487,8 @@ def signal_name(code: int) -> str | None:
 class ErrorFile:
     """A worker's own record of its end.
 
-    `init` means that it had not begun to train, and a retry would not help. `exit_code` is the exit
-    code of a program that ended with this error, or None if it may have caught the error.
+    `init` means that it had not begun to train, and that a retry would not help. `exit_code` is the
+    program's exit code if it ended with this error; None if it may have caught the error.
     """
 
     message: str = ""

@@ -19,7 +19,7 @@ def check_script(script: str) -> None:
     """Check that SCRIPT is a file, or a folder or archive with a __main__.py."""
     path = Path(script)
     where = f"{script!r} (working directory {Path.cwd()})"
-    unreadable = f"script {where} cannot be read by user {os.getuid()}: change its permissions, or those of its folders"
+    unreadable = f"script {where} cannot be read by user {os.getuid()}; change its permissions, or those of its folders"
     try:
         path.stat()  # If a parent is unreadable, Path.exists() raises or returns False, depending on the version.
         lacks_main = path.is_dir() and not (path / "__main__.py").is_file()
@@ -29,7 +29,7 @@ def check_script(script: str) -> None:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise  # The cause is this node or its volume.
         raise InitFailure(
-            f"script {where} does not exist: correct the path, or put the file into the image or a volume"
+            f"script {where} does not exist; correct the path, or put the file into the image or a volume"
         ) from None
     if lacks_main:
         raise InitFailure(f"script {where} is a folder without __main__.py; specify a Python file")
@@ -69,7 +69,8 @@ def check_module(name: str) -> None:
 def _missing_part(name: str, placeholders: list[str]) -> str:
     """Return what is wrong with a dotted name; empty if it is valid.
 
-    Parent packages get a placeholder module, because the import system looks them up by name.
+    Parent packages are replaced by placeholder modules, because the import system looks them up by
+    name.
     """
     path: list[str] | None = None
     parts = name.split(".")
@@ -88,7 +89,7 @@ def _missing_part(name: str, placeholders: list[str]) -> str:
     return (
         ""
         if _find(name + ".__main__", path) is not None
-        else "it is a package without __main__.py: name one of its modules"
+        else "it is a package without __main__.py; specify one of its modules"
     )
 
 

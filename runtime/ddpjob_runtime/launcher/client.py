@@ -3,14 +3,14 @@
 A round continues without its coordinator, so a broken connection must neither end the workers nor
 lose information for the coordinator.
 
-- The name is resolved at each attempt, because a new coordinator has a new address. Before a hello,
-  the coordinator proves that it knows the job's token.
+- The coordinator's name is resolved at each attempt, because a new coordinator has a new address.
+  Before a hello, the coordinator proves that it knows the job's token.
 - Lines that cannot be sent wait for the next welcome. Notes are part of every hello. Failures of
   the current round are sent again to the same coordinator, because a link may lose them.
 - In Standard, a node gives up after RECONNECT_SECONDS. In Fast, a node with workers never gives up;
   a node without workers gives up after torchrun's join timeout.
 - In Fast, a coordinator that was replaced may still be running. So `_look` checks whether the name
-  leads to a later coordinator, and `_place` never goes back.
+  leads to a later coordinator, and `_place` never goes back to an earlier one.
 
 Example, in Fast: the coordinator's pod is replaced. The connection breaks, attempts fail for 8 s,
 and the hello to the new pod reports round 7, rank 2, Running. The workers have not noticed
@@ -39,15 +39,16 @@ from ddpjob_runtime.protocol import FromMember, MemberState, Mode, ToMember
 
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 10.0
-"""How often to check whether the coordinator's name leads to a later coordinator. If a coordinator
-was replaced because its host was unreachable, it may still be running and sending."""
+"""Seconds between checks whether the coordinator's name leads to a later coordinator. A coordinator
+that was replaced because its host was unreachable may still be running and sending.
+"""
 FIRST_SECONDS = 60.0
 """Seconds without a coordinator after which attempts to connect become less frequent."""
 MAX_UNSENT = 1000
 """Maximum number of lines that wait for a connection. A node with many ranks reports each failure,
 and any of them may be the cause."""
 SHORT_MESSAGE = 300
-"""Number of characters of a failure message that fit into a single packet on any link."""
+"""Number of characters of a failure message that fit into one packet on any link."""
 GOODBYE_SECONDS = 1.0
 
 
@@ -74,10 +75,13 @@ class MemberClient:
         self._token = token
         self._mode, self._join_seconds, self._reconnect_seconds = mode, join_seconds, protocol.RECONNECT_SECONDS
         self._idle_since: float | None = time.monotonic()
-        """When it began to need a coordinator (monotonic seconds); None while its workers run."""
+        """When this node began to need a coordinator (monotonic seconds); None while its workers
+        run.
+        """
         self._place, self._outdated = (-1, -1), False
-        """Generation and attempt of the latest known coordinator. It never returns to an earlier
-        one."""
+        """Generation and attempt of the latest known coordinator. They never go back to an earlier
+        one.
+        """
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._unsent: list[tuple[str, dict[str, Any]]] = []
@@ -89,7 +93,7 @@ class MemberClient:
         coordinator that they were sent to."""
         self._thread = threading.Thread(target=self._guard, args=(self._keep,), name="ddpjob-client", daemon=True)
         self._closing = False
-        self._refusal = ""  # why the connected coordinator is not this pod's
+        self._refusal = ""  # why the connected coordinator is not the one of this pod
         self._position: dict[str, Any] = {}  # round, rank, world and state; set from the first round on
         self._ready: dict[str, Any] | None = None  # the last `ready` sent, until its round begins
         self._go: dict[str, Any] | None = None
@@ -100,7 +104,7 @@ class MemberClient:
         self.why = ""
         self.on_hurry: Callable[[int], None] = lambda number: (
             None
-        )  # a planned restart has lost a member, so ranks cannot save
+        )  # a member was lost in a planned restart, so ranks cannot save
         self.on_dump: Callable[[int], None] = lambda number: None
         self.on_look: Callable[[int, bool], None] = lambda number, record: None
         self.neighbours: Neighbours | None = None
@@ -114,7 +118,7 @@ class MemberClient:
             socket.getaddrinfo("localhost", None)
         self._thread.start()
         threading.Thread(target=self._guard, args=(self._beat,), name="ddpjob-heartbeat", daemon=True).start()
-        if self._mode == Mode.FAST:  # In Standard, each generation has its own name.
+        if self._mode == Mode.FAST:  # In Standard, the name differs in each generation.
             threading.Thread(target=self._guard, args=(self._look,), name="ddpjob-lookup", daemon=True).start()
 
     # ---- for the agent
@@ -154,8 +158,8 @@ class MemberClient:
         """Report that this node can begin a round, and return the coordinator's `go`.
 
         Return None if the job is done. `port` is the port of the store that this node would host as
-        rank 0; 0 without a store. `check` is how many seconds the round may spend checking its
-        links first; 0 if this node does not request a check.
+        rank 0; 0 without a store. The round may first spend `check` seconds checking its links; 0
+        if this node does not request a check.
         """
         with self.changed:
             self._go, self._idle_since = None, time.monotonic()
@@ -179,7 +183,7 @@ class MemberClient:
     def note(self, kind: str, why: str) -> None:
         """Give the operator a note about this pod.
 
-        It replaces the last note of its kind; an empty note removes it.
+        The note replaces the last one of its kind. An empty note removes that one.
         """
         why = protocol.clip(why, protocol.MAX_NOTE)
         with self._lock:
@@ -192,13 +196,13 @@ class MemberClient:
         self.send_now(FromMember.NEIGHBOUR, round=number, rank=rank, silent=silent)
 
     def send_now(self, verb: str, **fields: Any) -> None:
-        """Send a line if connected. It must be one that is sent again after a welcome."""
+        """Send a line if connected. Only for lines that are sent again after a welcome."""
         with self._lock:
             if self._socket is not None and self.welcomed:
                 self._write(protocol.encode(verb, **fields))
 
     def send(self, verb: str, **fields: Any) -> None:
-        """Send now, or after the next welcome if there is no connection."""
+        """Send a line now, or after the next welcome if there is no connection."""
         data = protocol.encode(verb, **fields)
         with self._lock:
             if self._socket is not None and self.welcomed and self._write(data):
@@ -210,7 +214,7 @@ class MemberClient:
     def _keep_failure(self, verb: str, fields: dict[str, Any]) -> None:
         """Keep a failure that was sent, because a broken link accepts lines that never arrive.
 
-        If this report were lost, the errors of other nodes would be blamed.
+        If the report of this failure were lost, errors on other nodes would be blamed.
         """
         if verb == FromMember.FAILURE:
             self._failures.append((self._place, fields))
@@ -224,8 +228,8 @@ class MemberClient:
     def _write_all_kept(self) -> None:
         """Send the waiting lines, and resend failures that this coordinator may have missed.
 
-        The coordinator recognizes failures that it already knows. Other coordinators do not get
-        them, because they could count the same break again. Failures are resent once in full and
+        The coordinator recognizes failures that it already knows. A different coordinator does not
+        get them, because it could count the same break again. Failures are resent once in full and
         once without their long parts, because a link may lose only large packets.
         """
         failures, self._failures = self._failures, []
@@ -264,13 +268,13 @@ class MemberClient:
         try:
             stream.shutdown(socket.SHUT_WR)
         except OSError:
-            return  # it has already ended
+            return  # the connection has already ended
         self._thread.join(GOODBYE_SECONDS)
 
     # ---- threads
 
     def _guard(self, work: Callable[[], None]) -> None:
-        """Run a thread's work, and end the launcher if it fails.
+        """Run a thread's work, and end the launcher if the work fails.
 
         Otherwise, an unreachable launcher would train or wait forever.
         """
@@ -302,7 +306,10 @@ class MemberClient:
         )
 
     def _gives_up(self, missed_since: float, known: bool) -> bool:
-        """Whether to stop waiting for a coordinator. `known` is whether there was one before."""
+        """Whether to stop waiting for a coordinator.
+
+        `known` indicates whether there was one before.
+        """
         if known and self._mode == Mode.STANDARD:
             return time.monotonic() >= missed_since + self._reconnect_seconds
         idle_since = self._idle_since
@@ -408,7 +415,7 @@ class MemberClient:
                 continue  # not a coordinator of this job
             if place[0] > self._identity.get("generation", place[0]):
                 self._leave_generation(place[0])
-                return  # its other addresses do not count as a second time
+                return  # finding its other addresses does not count as the second time
             if place > self._place:
                 self._move(stream, place)
                 return
@@ -486,7 +493,7 @@ class MemberClient:
     def _on_go(self, message: dict[str, Any]) -> None:
         with self.changed:
             if self._ready is None or message["round"] <= self._ready["after"]:
-                return  # it was sent before a later line of this node arrived
+                return  # sent before the coordinator got this node's next line
             self._ready, self._go, self._idle_since = None, message, None
             with self._lock:
                 self._failures = []
@@ -517,7 +524,7 @@ class MemberClient:
         found = message.get("generation")
         if expected is not None and found != expected:
             text = f"this pod belongs to generation {expected}, the coordinator to {found}"
-            if isinstance(found, int) and found < expected:  # it is about to end, and its name will be taken over
+            if isinstance(found, int) and found < expected:  # it is about to end, and another will take over its name
                 self._refusal = text
                 return False
             self._on_end(protocol.EXIT_RENDEZVOUS_LOST, "RendezvousLost", text)

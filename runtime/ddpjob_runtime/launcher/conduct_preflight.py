@@ -7,8 +7,8 @@ with a link check in stages. The later stages are needed only if the first one f
 2. `alone`: the ranks of each node do an all-reduce, if a node has several ranks.
 3. `pairs0` to `pairs2`: neighbours in a ring do an all-reduce, so that each link is tried once.
 
-A node fails if its own ranks fail, or both of its links. If only one link fails, either end may be
-at fault. Then one of the two nodes ends with an ordinary failure, and no node is named.
+A node fails if its own ranks fail, or both of its links. If only one link fails, the fault may be
+at either end. Then one of the two nodes ends with an ordinary failure, and no culprit is named.
 
 Example: the all-reduce of 4 nodes fails. Pairs (0, 1) and (2, 3) are tried, then (1, 2) and (3, 0).
 The pairs (0, 1) and (1, 2) fail, so the node of rank 1 is the culprit and ends as unfit.
@@ -40,7 +40,8 @@ from ddpjob_runtime.store import serve
 PACKAGE = Path(__file__).resolve().parent.parent
 STAGES = 5
 """Maximum number of stages, each with its own time limit: the group, each node alone, and three
-stages of pairs."""
+stages of pairs.
+"""
 MARGIN_SECONDS = 15.0
 """Seconds that a stage may take in addition to the check: once for the meeting address, once for
 the results, and twice for the verdict."""
@@ -94,7 +95,7 @@ class HardwareCheck:
         self._output, self._ended = b"", False
 
     def wait(self, until: float, cancelled: Cancelled) -> dict[str, Any]:
-        """Return the result, or after `until` (monotonic seconds), the part that hangs.
+        """Return the result or, after `until` (monotonic seconds), the part that hangs.
 
         Raises Abandoned.
         """
@@ -114,7 +115,7 @@ class HardwareCheck:
     def _result(self) -> dict[str, Any]:
         step = "its start"
         for line in self._output.splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # The image may print other lines.
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # The image's own code may print other lines.
                 said = json.loads(line)
                 if "problem" in said:
                     return dict(said)
@@ -127,7 +128,7 @@ class HardwareCheck:
         """Kill the process, whatever it is doing."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # If a driver blocks it, leave it behind.
+        with contextlib.suppress(subprocess.TimeoutExpired):  # A process that a driver blocks is left behind.
             self._process.wait(1)
 
 
@@ -154,7 +155,7 @@ class NodePreflight:
         self._until = time.monotonic() + known.seconds
 
     def node_problem(self, cancelled: Cancelled) -> str:
-        """Wait for the check. Return what is wrong with this node; empty if it passed.
+        """Wait for the check, and return what is wrong with this node; empty if it passed.
 
         Raises Abandoned.
         """
@@ -170,7 +171,7 @@ class NodePreflight:
             check.kill()
 
     def check_links(self, store: Any, rank: int, world: int, host: str, cancelled: Cancelled) -> LinkVerdict:
-        """Return the verdict on a round's links, which is the same on every node.
+        """Check a round's links, and return the verdict, which is the same on every node.
 
         `host` is this node's address.
 
@@ -188,12 +189,12 @@ class NodePreflight:
                 verdict = judge(world, self._procs, results, self.settings.least)
                 store.set(f"{stage}/verdict", json.dumps(None if verdict is None else verdict.write()))
             text = _await(store, f"{stage}/verdict", until + 2 * MARGIN_SECONDS, cancelled)
-            known = json.loads(text) if text else LinkVerdict(failed="rank 0 gave no verdict", ends=0).write()
+            known = json.loads(text) if text else LinkVerdict(failed="rank 0 reported no verdict", ends=0).write()
             if known is not None:
                 verdict = LinkVerdict.read(known)
                 self.passed_group = not verdict.failed
                 return verdict
-        raise AssertionError("the last stage has a verdict")
+        raise AssertionError("the last stage returned no verdict")
 
     def _join(self, store: Any, stage: str, group: Group, rank: int, host: str, cancelled: Cancelled) -> NodeResult:
         """Run this node's part of one all-reduce among the nodes of `group`."""
@@ -297,7 +298,7 @@ class LinkVerdict:
     ends: int | None = None
 
     def write(self) -> dict[str, Any]:
-        """Return the verdict as a JSON object, whose keys are strings."""
+        """Return the verdict as a JSON object. Its keys are strings."""
         return {**asdict(self), "culprits": {str(rank): why for rank, why in self.culprits.items()}}
 
     @classmethod
@@ -326,9 +327,9 @@ def stages(world: int, procs: int) -> Iterator[tuple[str, list[Group]]]:
 def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]], least: float) -> LinkVerdict | None:
     """Return the verdict after these stages, or None if the next one is needed.
 
-    A culprit fails alone, or together with both of its neighbours in the ring while others pass.
-    Only as many consecutive nodes are named as are needed to explain the failures. The next check
-    tests the others again.
+    A culprit fails alone, or together with both of its neighbours in the ring while others pass. Of
+    consecutive nodes, only as many are named as are needed to explain the failures. The next check
+    tests the remaining ones again.
     """
     group = results["group"]
     faults = {rank: fault for rank, result in group.items() if (fault := result.fault(least))}
@@ -339,7 +340,7 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]
     first = min(faults)
     alone = results.get("alone", group if world == 1 else {})
     culprits = {
-        rank: f"the ranks of {result.name} fail among each other: {fault}"
+        rank: f"the ranks of {result.name} fail on their own: {fault}"
         for rank, result in alone.items()
         if (fault := result.fault(least))
     }

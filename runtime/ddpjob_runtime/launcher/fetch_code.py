@@ -6,12 +6,12 @@ crafted to escape from its folder, fill the disk or exhaust the memory. Three ru
 1. The archive is not read until its SHA-256 is known to equal spec.code.digest.
 2. Only ordinary files and folders are unpacked, below one folder. A link, a device, a sparse file,
    an absolute path, a path with `..` or a name that occurs twice ends the job (InitFailure).
-3. Sizes and counts are limited (protocol.MOST_*) and are checked while reading, since the numbers
-   in an archive's headers may be wrong.
+3. Sizes and counts are limited (protocol.MOST_*), and are checked while reading, because the
+   numbers in an archive's headers may be wrong.
 
-Example: a small archive that unpacks to 100 GiB of zeros ends after 8 GiB, because unpacked bytes
-are counted. An archive that claims a header of 4 GiB ends at once, because no single read may
-exceed 1 MiB.
+Example: a small archive that unpacks to 100 GiB of zeros is refused after 8 GiB, because unpacked
+bytes are counted. An archive that claims a header of 4 GiB is refused at once, because no single
+read may exceed 1 MiB.
 
     NAME                      a file of the archive
     .ddpjob-code-DIGEST       marker: the archive with this digest has been unpacked completely
@@ -63,6 +63,7 @@ from ddpjob_runtime.launcher.s3_reader import (
     Changed,
     Credentials,
     Reader,
+    region_of,
 )
 from ddpjob_runtime.launcher.shutdown import log
 from ddpjob_runtime.protocol import MOST_CODE_BYTES, MOST_CODE_FILES, MOST_UNPACKED_BYTES
@@ -97,30 +98,28 @@ class CodeSettings:
 
     @classmethod
     def take(cls) -> CodeSettings | None:
-        """Read the variables DDPJOB_CODE_*, and remove the keys so that no worker gets them.
+        """Read the DDPJOB_CODE_* variables, and remove the credentials so that no worker gets them.
 
-        Returns None if the job has no archive. Raises BucketRefusal.
+        Return None if the job has no archive. Raises BucketRefusal.
         """
-        job, known = JobEnvironment.read(), os.environ.get
-        keys = take_keys("CODE")
+        job, keys = JobEnvironment.read(), take_keys("CODE")
         if not job.code_url:
             return None
         url, _, name = job.code_url.rpartition("/")
         digest = re.fullmatch(r"sha256:([0-9a-f]{64})", job.code_digest)
         if digest is None or not name:
             raise BucketRefusal(f"{job.code_url} {job.code_digest}: write s3://BUCKET/FILE and sha256:DIGITS")
-        region = job.code_region or known("AWS_REGION", "") or known("AWS_DEFAULT_REGION", "")
-        endpoint = job.code_endpoint or known("AWS_ENDPOINT_URL", "")
-        place = BucketPlace.read(url, endpoint, region, "code")
+        endpoint = job.code_endpoint or os.environ.get("AWS_ENDPOINT_URL", "")
+        place = BucketPlace.read(url, endpoint, region_of(job.code_region), "code")
         credentials = Credentials(keys or dict(os.environ), place.region, "code")
         return cls(place, name, digest[1], credentials, Path(job.code_dir))
 
 
 class CodeFetch:
-    """The fetch of one start.
+    """Fetches the archive once, when a launcher starts.
 
-    `report(text)` is called occasionally to update the job's status, and with an empty text at the
-    end.
+    `report(text)` is called occasionally to update the job's status, and finally with an empty text
+    at the end.
     """
 
     def __init__(self, settings: CodeSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
@@ -146,7 +145,7 @@ class CodeFetch:
             if error.errno in _FULL:
                 raise Unfit(f"the disk of {self._folder} is full: {error.strerror}") from None
             if error.errno in _UNWRITABLE:
-                text = f"{where}: {error.strerror}: the container's user cannot write there"
+                text = f"{where}: {error.strerror}, so the container's user cannot write there"
                 raise BucketRefusal(f"{text}; leave workingDir out, or set podTemplate's fsGroup") from None
             raise
         finally:
@@ -181,7 +180,7 @@ class CodeFetch:
         log(f"code: {count} files of {self._url}, {size_text(size)}, fetched in {took:.1f} s and verified")
 
     def _download(self, part: Path) -> int:
-        """Download the archive, retrying while the bucket is unreachable. Return its size."""
+        """Download the archive, retrying while the bucket is unreachable, and return its size."""
         failures = wrong = 0
         while True:
             reader = Reader(self._settings.place, self._settings.credentials)
@@ -192,7 +191,7 @@ class CodeFetch:
             except Away as error:
                 failures += 1
                 pause = min(LONGEST_PAUSE, 2.0 ** (min(failures, 10) - 1))
-                log(f"code: {error}; tries again in {pause:.0f} s")
+                log(f"code: {error}; retrying in {pause:.0f} s")
                 self._say(f"waiting for the bucket with the code: {error}")
                 self._pause(pause)
                 continue
@@ -280,7 +279,7 @@ def unpack(archive: Path, folder: Path, most: int = MOST_UNPACKED_BYTES, most_fi
         tar: Any = tarfile.TarFile(fileobj=plain, mode="r")
         unpacked = 0
         while (member := tar.next()) is not None:
-            tar.members = []  # Otherwise, it would keep every header.
+            tar.members = []  # Otherwise, tarfile would keep every header.
             name = _checked(member)
             if not name:
                 continue
@@ -342,7 +341,7 @@ def _malformed() -> Iterator[None]:
     try:
         yield
     except _MALFORMED as error:
-        raise BadArchive(f"it is not a .tar.gz that can be read ({type(error).__name__}: {str(error)[:200]})") from None
+        raise BadArchive(f"it is not a readable .tar.gz ({type(error).__name__}: {str(error)[:200]})") from None
 
 
 @contextlib.contextmanager

@@ -12,8 +12,9 @@ everything there. A pod that starts again with the same folder downloads only wh
   has the recorded size and time. Recorded files that the bucket no longer has are deleted.
 - THREADS threads download the missing objects, and continue partial downloads from this boot.
 - A part is renamed only if its size and checksums match. After WRONG_TRIES, the job fails.
-- Outages of the bucket are retried without a limit. A full disk makes the node unfit, so that the
-  operator can use a different one. If the bucket changes during the fetch, it is listed again.
+- During outages of the bucket, requests are retried without a limit. A full disk makes the node
+  unfit, so that the operator can use a different node. If the bucket changes during the fetch, it
+  is listed again.
 
 Example: the pod is killed after 60 of 100 objects. Its successor lists the bucket and finds 60
 objects in the record. It reads the partial downloads to compute their checksums, and continues
@@ -52,21 +53,23 @@ from ddpjob_runtime.launcher.s3_reader import (
     Credentials,
     Reader,
     Remote,
+    region_of,
 )
 from ddpjob_runtime.launcher.shutdown import log
 
 THREADS = 8
-"""Number of objects to fetch at the same time, each over its own connection and with at most two
-pieces in memory."""
+"""Number of objects to fetch at the same time. Each has its own connection and at most two pieces
+in memory.
+"""
 OWN = ".ddpjob-"
 LONGEST_PAUSE = 60.0
 LOG_SECONDS = 30.0
 FIRST_NEWS_SECONDS = 3.0
-"""How long a fetch must take before it is reported to the coordinator."""
+"""Seconds after which a running fetch is reported to the coordinator."""
 WRONG_TRIES = 3
-"""Number of attempts to fetch an object if its checksum differs."""
+"""Maximum number of attempts to fetch an object whose checksum differs."""
 LISTINGS = 5
-"""Maximum number of listings per start if the bucket changes while it is read."""
+"""Maximum number of listings in one fetch, if the bucket changes while it is read."""
 _RECORD, _PART, _LOCK = OWN + "fetched.jsonl", OWN + "part-", OWN + "lock"
 _SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -77,24 +80,24 @@ _Found = TypeVar("_Found")
 
 
 class Unfit(Exception):
-    """This node's disk cannot hold the data, but a different node's disk may."""
+    """This node's disk cannot hold the data, but another node's disk may."""
 
 
 class FetchAbandoned(Exception):
-    """The data is no longer needed."""
+    """The fetch was given up, because the data is no longer needed."""
 
 
 def take_keys(what: str) -> dict[str, str]:
-    """Remove the keys DDPJOB_`what`_AWS_* from the environment, so that no worker gets them.
+    """Remove the keys DDPJOB_`what`_AWS_* from the environment, and return them by their AWS names.
 
-    Return them by their AWS names.
+    They are removed so that no worker gets them.
     """
     return {name: value for name in _SECRETS if (value := os.environ.pop(f"DDPJOB_{what}_{name}", ""))}
 
 
 @dataclass(frozen=True)
 class FetchSettings:
-    """What to fetch, and into which folder."""
+    """The source of the data, and the folder to fetch it into."""
 
     place: BucketPlace
     credentials: Credentials
@@ -102,24 +105,22 @@ class FetchSettings:
 
     @classmethod
     def take(cls) -> FetchSettings | None:
-        """Read the variables DDPJOB_DATA_*, and remove the keys so that no worker gets them.
+        """Read the DDPJOB_DATA_* variables, and remove the credentials so that no worker gets them.
 
-        Returns None if there is nothing to fetch. Raises BucketRefusal.
+        Return None if there is nothing to fetch. Raises BucketRefusal.
         """
-        job, known = JobEnvironment.read(), os.environ.get
-        keys = take_keys("DATA")
+        job, keys = JobEnvironment.read(), take_keys("DATA")
         if not job.data_url:
             return None
-        region = job.data_region or known("AWS_REGION", "") or known("AWS_DEFAULT_REGION", "")
-        place = BucketPlace.read(job.data_url, job.data_endpoint, region)
+        place = BucketPlace.read(job.data_url, job.data_endpoint, region_of(job.data_region))
         return cls(place, Credentials(keys or dict(os.environ), place.region), Path(job.data_dir))
 
 
 class Fetch:
-    """The fetch of one start.
+    """Fetches the data once, when a launcher starts.
 
-    `report(text)` is called occasionally to update the job's status, and with an empty text at the
-    end.
+    `report(text)` is called occasionally to update the job's status, and finally with an empty text
+    at the end.
     """
 
     def __init__(self, settings: FetchSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
@@ -145,7 +146,7 @@ class Fetch:
             if error.errno in _NO_ROOM:
                 raise Unfit(f"the disk of {self._folder} is full: {error.strerror}") from None
             if error.errno in _NO_LOCKS:
-                text = f"{self._folder}: {error.strerror}: its file system cannot lock files"
+                text = f"{self._folder}: {error.strerror}, because its file system cannot lock files"
                 raise Unfit(f"{text}; storage.data.cache must be a folder on a disk of the Kubernetes node") from None
             if error.errno in _NOT_ALLOWED:
                 text = f"{error.filename or self._folder}: {error.strerror}"
@@ -169,7 +170,7 @@ class Fetch:
                     break
                 except BlockingIOError:
                     if not waited:
-                        log(f"data: another pod of this node fetches {self._url}; waits for it")
+                        log(f"data: another pod of this node is fetching {self._url}; waiting")
                     waited = True
                 self._pause(0.5, self._cancelled)
                 self._say(protocol.DATA_WAITS)
@@ -203,12 +204,12 @@ class Fetch:
         if missing:
             self._clear_parts({self._part(o).name for o in missing})
             self._check_room(missing)
-            log(f"data: {len(missing)} of {len(objects)} objects of {self._url} are fetched, {self._figures()} there")
+            log(f"data: {len(missing)} of {len(objects)} objects of {self._url} to fetch, {self._figures()} present")
         self._write_record(kept)
         if missing:
             self._download_all(missing)
         took = time.monotonic() - self._began
-        fetched = f"{size_text(self._total - self._had)} fetched in {took:.1f} s" if missing else "all were there"
+        fetched = f"{size_text(self._total - self._had)} fetched in {took:.1f} s" if missing else "all were present"
         log(f"data: {len(objects)} objects, {size_text(self._total)}, in {self._folder}; {fetched}")
 
     # --- what is there
@@ -250,7 +251,7 @@ class Fetch:
         for name in known:
             if name in wanted:
                 continue
-            with contextlib.suppress(OSError, ValueError):  # Such a name cannot be a file name.
+            with contextlib.suppress(OSError, ValueError):  # A recorded name may be impossible as a file name.
                 (self._folder / name).unlink()
                 for folder in list((self._folder / name).parents)[: name.count("/")]:
                     folder.rmdir()  # This fails, which ends the loop, if the folder is not empty.
@@ -329,7 +330,7 @@ class Fetch:
         raise BucketRefusal(f"{self._url}/{remote.name}: {problem}, {WRONG_TRIES} times: the object is damaged there")
 
     def _fill(self, reader: Reader, remote: Remote, part: Path) -> str:
-        """Complete the part. Return what is wrong with it; empty if it is correct.
+        """Complete the part, and return what is wrong with it; empty if it is correct.
 
         Raises Away, Changed, BucketRefusal, OSError.
         """
@@ -379,7 +380,7 @@ class Fetch:
             self._problem = ""
 
     def _count(self, before: int, piece: bytes) -> int:
-        """Count a piece, and return the object's number of bytes up to the end of this piece."""
+        """Count a piece, and return the number of the object's bytes up to and including it."""
         with self._lock:
             self._done += len(piece)
         return before + len(piece)
@@ -387,7 +388,7 @@ class Fetch:
     # --- patience
 
     def _retry(self, act: Callable[[], _Found], ended: Callable[[], bool]) -> _Found:
-        """Return the result of `act`, retried while the bucket is unreachable.
+        """Return the result of `act`, which is retried while the bucket is unreachable.
 
         Raises BucketRefusal, Changed, FetchAbandoned, OSError.
         """
@@ -401,13 +402,13 @@ class Fetch:
                 with self._lock:
                     known, self._problem = self._problem, str(error)
                 if not known or failures > 3:  # Only one of the eight downloads logs the problem.
-                    log(f"data: {error}; tries again in {pause:.0f} s")
+                    log(f"data: {error}; retrying in {pause:.0f} s")
                 if not self._total:
                     self._say(f"waiting for the bucket with the data: {error}")
             self._pause(pause, ended)
 
     def _pause(self, seconds: float, ended: Callable[[], bool]) -> None:
-        """Sleep, unless `ended()` becomes true. Raises FetchAbandoned if it does."""
+        """Sleep, but raise FetchAbandoned when `ended()` becomes true."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if ended():
@@ -421,7 +422,7 @@ class Fetch:
         return f" ({self._problem})" if self._problem else ""
 
     def _say(self, text: str) -> None:
-        """Log `text`, at most twice a minute.
+        """Log `text` at most twice a minute.
 
         Report it to the coordinator after each 5 %, or when the problem changes.
         """
@@ -491,16 +492,16 @@ def check_names(objects: list[Remote], url: str) -> None:
             above = above.rpartition("/")[0]
             if above in names:
                 raise BucketRefusal(
-                    f"{url}: the object {above[:200]!r} cannot be a file and the folder of {name[:200]!r}"
+                    f"{url}: the object {above[:200]!r} cannot be both a file and the folder of {name[:200]!r}"
                 )
 
 
 def why_not_a_file(name: str) -> str:
     """Return why an object's name cannot be a path below a folder; empty if it can."""
     if re.search(r"[\x00-\x1f\x7f]", name):
-        return "its name has a control character"
+        return "its name contains a control character"
     if "\\" in name or re.match(r"[A-Za-z]:", name):
-        return "its name is a path of Windows"
+        return "its name is a Windows path"
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts):
         return "its name has an empty part, '.' or '..'"

@@ -1,4 +1,4 @@
-"""Forks workers from a process that has imported torch, so that they do not wait for imports.
+"""Forks workers from a process that has imported torch, so that workers do not wait for imports.
 
 After a loss, the workers on surviving nodes are restarted too. A new interpreter spends 1.3 to 3 s
 on `import torch`; forking a process that has imported it takes about 20 ms.
@@ -19,7 +19,7 @@ starts its workers cold, and a condition of the job shows the reason.
 
 A worker must look like a fresh process (`_become`). It gets its own session, signals, environment,
 output streams, random seeds and number of threads. torch is hidden from it, so that `import torch`
-in the script makes torch reread the environment variables. At its end, it finalizes only the
+in the script makes torch reread the environment variables. At its end, a worker finalizes only the
 program's modules, as the interpreter would. torch is not finalized, because that takes a second.
 
 The server ends with the launcher, and the workers end with the server, because each process asks
@@ -66,27 +66,32 @@ PRELOADED = ("torch", "torch.optim", "torch.nn.parallel", "torch.utils.data")
 """Modules that every DDP script imports."""
 IDLE_SECONDS = 30.0
 """Seconds without an order after which the fork server imports torch's compiler, which some scripts
-need (see late_dynamo). It does not do so earlier, because an order that arrives during the import
-has to wait, and losses are not rare in a job's first seconds."""
+need (see late_dynamo). An order that arrives during the import has to wait, so the server does not
+import it earlier: losses are not rare in a job's first seconds.
+"""
 SHARED_PACKAGES = ("ddpjob_report", "ddpjob_pod", "ddpjob_runtime")
 """Packages of DDPJob that a program may import."""
 SHARED_RUNTIME = ("ddpjob_runtime", "ddpjob_runtime.protocol")
 """Modules of the launcher that `ddpjob_report` uses."""
 POLL_SECONDS = 0.002
 PRELOAD_SECONDS = 300.0
-"""How long importing the modules in DDPJOB_PRELOAD may take. Cold workers import them without this
-limit."""
+"""Time limit in seconds for importing the modules in DDPJOB_PRELOAD. Cold workers import them
+without a limit.
+"""
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 TORCH_PATHS: list[str] = []
-"""Paths that importing torch added to sys.path; up to torch 2.8, this is a folder for generated
-modules."""
+"""Paths that torch has added to sys.path on import. Up to torch 2.8, it adds a folder for generated
+modules.
+"""
 DEVICES = ("/dev/nvidia-uvm", "/dev/kfd")
 """Files that a process has open once it has initialized CUDA or ROCm. NVML, which only lists
 devices, opens neither file."""
 
 
 def preload() -> None:
-    """Import every worker's modules. Raises ImportError, or any error from a broken torch."""
+    """Import the modules that every worker needs. Raises ImportError, or any error of a broken
+    torch.
+    """
     with _remove_traces():
         import_torchrun()
         for name in PRELOADED:
@@ -110,7 +115,7 @@ def _remove_traces() -> Iterator[None]:
 class ForkServerEnded(RuntimeError):
     """The fork server and its workers have ended.
 
-    `out_of_memory` is whether the kernel killed it to free memory.
+    `out_of_memory` indicates whether the kernel killed the server to free memory.
     """
 
     def __init__(self, pid: int, out_of_memory: bool) -> None:
@@ -140,8 +145,7 @@ class ForkServer:
         self._importing, self._ready, self._refusal = "", False, ""
         if threads := _threads():
             self._refusal = (
-                f"Python starts threads at its start in this image ({threads}), and forked "
-                f"processes do not survive that"
+                f"Python starts threads at startup in this image ({threads}), and forked processes do not survive that"
             )
 
     def why_not(self, seconds: float = PRELOAD_SECONDS) -> str:
@@ -177,7 +181,7 @@ class ForkServer:
         `words` are the arguments of worker.py. `stdout` and `stderr` are files, or None for the
         launcher's own streams.
 
-        Raises OSError if the worker cannot be forked now.
+        Raises OSError if the worker cannot currently be forked.
         """
         with self._lock:
             self._number += 1
@@ -321,9 +325,9 @@ def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
 def import_report(place: str) -> None:
     """Import `ddpjob_report` for all workers, and hide it from programs until they import it.
 
-    Otherwise, each restarted worker would need a tenth of a second of processor time for the
-    import, while its group waits. An image may have installed a different version, which needs
-    modules of its own.
+    Otherwise, each restarted worker would spend a tenth of a second of processor time on the
+    import, while its group waits. Programs must not see it, because an image may have a different
+    version installed, which needs its own modules.
     """
     spec = importlib.util.find_spec("ddpjob_report")
     if spec is not None and spec.origin != str(Path(place, "ddpjob_report", "__init__.py")):
@@ -383,7 +387,7 @@ def _import_compiler(orders: socket.socket) -> None:
     try:
         with _remove_traces():
             late_dynamo.load()
-    except BaseException as error:  # Scripts that need the compiler would fail anyway.
+    except BaseException as error:  # Scripts that need the compiler would fail in any case.
         log(f"torch._dynamo cannot be imported: {type(error).__name__}: {error}")
     gc.freeze()
     try:
@@ -392,7 +396,7 @@ def _import_compiler(orders: socket.socket) -> None:
                 orders,
                 ready=f"{why} when torch._dynamo is imported in this image, and forked processes do not survive that",
             )
-    except OSError as error:  # Too many processes, which must not end the running workers.
+    except OSError as error:  # Too many processes. This must not end the running workers.
         _send(orders, ready=f"it is unknown whether a forked process survives torch._dynamo: {error}")
 
 
@@ -462,7 +466,7 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
             os.close(end)
         _become(order, parent)
     os.close(writer)
-    os.read(reader, 1)  # By now, the worker has its session and handles signals, or has ended.
+    os.read(reader, 1)  # Returns once the worker has its session and handles signals, or has ended.
     os.close(reader)
     _send(orders, number=order["number"], pid=pid)
 
@@ -496,7 +500,7 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
 
 
 def _redirect(order: dict[str, Any]) -> None:
-    """Redirect the output to its files, and give the program the streams of `python -u`."""
+    """Redirect the output to the order's files, and give the program the streams of `python -u`."""
     for target, path in ((1, order["stdout"]), (2, order["stderr"])):
         if path:
             opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -525,7 +529,7 @@ def _redirect(order: dict[str, Any]) -> None:
 
 
 def _renew_libraries() -> None:
-    """Renew state that forks would share, or that was read from the environment too early.
+    """Renew state that forks would share or that was read too early from the environment.
 
     Python's own random generator reseeds itself.
     """

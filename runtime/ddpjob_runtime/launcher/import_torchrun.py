@@ -1,4 +1,4 @@
-"""Imports torchrun's module, and supplies a package that torch fails to require on Python 3.9."""
+"""Imports torchrun's module, with a substitute for a package that torch needs on Python 3.9."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def import_torchrun() -> Any:
 
 @contextlib.contextmanager
 def _backport() -> Iterator[None]:
-    """Substitute a package that torch imports on Python 3.9 but does not require.
+    """Substitute a package that torch imports on Python 3.9 without requiring its installation.
 
     torch imports `entry_points` from it (pytorch/pytorch#163946). Images without the package get a
     substitute, but only during the import, because scripts must not find it later.

@@ -12,9 +12,11 @@ bounded buffer and passes it on unchanged. A thread writes the buffer to a file 
 
 - Adding to the buffer never waits, so a full or hung volume costs only the kept log. A line in the
   pod's own log reports this once, and the kept log contains the number of missing bytes.
+- Closing the log takes at most three seconds, or a quarter of a short grace period. The launcher
+  and its workers have this much less, so that PID 1 returns the exit code before the pod is killed.
 - PID 1 outlives the launcher and the workers, so their last lines are kept whatever kills them. If
-  the whole container is killed at once, the output of the last second is lost, or of the last
-  minute with a bucket.
+  the whole container is killed at once, the output of the last second is lost; with a bucket, that
+  of the last minute.
 - A pod keeps at most MAX_KEPT_LOG bytes. When it starts, it removes the oldest logs of its slot.
   DDPJOB_LOGS_KEPT is the number of logs per slot, and 0 or unset disables all of this.
 
@@ -35,21 +37,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ddpjob_pod.job_environment import JobEnvironment
+from ddpjob_pod.job_environment import GRACE_SECONDS, JobEnvironment, VariableError
 
 from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.shutdown import log
 
 PIECE = 65536
-"""Number of bytes that are read at once; a pipe holds as many."""
+"""Maximum number of bytes to read at once, which is also the capacity of a pipe."""
 FILE_BYTES = protocol.MAX_KEPT_LOG // 2
 """Maximum size of each of the two files. A full file is renamed, replacing the older one."""
 _NOTE_BYTES = 100
 _FILE_SECONDS, _BUCKET_SECONDS = 1.0, 60.0
 """Seconds between two writes. A bucket replaces whole objects, so it is written less often."""
 _CLOSE_SECONDS = 3.0
-"""How long passing on the last output, and then writing it, may each take at the end. A hung volume
-must not keep the pod from ending."""
+"""Maximum time for passing on and writing the last output, because a hung volume must not keep the
+pod from ending."""
 
 
 class Tail:
@@ -65,7 +67,7 @@ class Tail:
         with self._lock:
             self._data += data
             self._added += len(data)
-            if len(self._data) > 2 * self._limit:  # Not at each addition, because it moves the rest.
+            if len(self._data) > 2 * self._limit:  # Not at each addition, because dropping bytes moves the rest.
                 self._drop(len(self._data) - self._limit)
 
     def _drop(self, count: int) -> None:
@@ -88,7 +90,7 @@ class Tail:
 
 
 class FileKeeper:
-    """Appends the output to a file. A full file becomes the older one of two."""
+    """Appends the output to a file. A full file is kept as the older one of two."""
 
     seconds = _FILE_SECONDS
 
@@ -107,28 +109,36 @@ class FileKeeper:
         (self._folder / name).unlink()
 
     def write(self) -> None:
-        """Append the new output. If that fails, it is lost. Raises OSError."""
+        """Append the new output. If that fails, the output is lost. Raises OSError."""
         data, dropped, _ = self.tail.read(take=True)
         self._lost += dropped
-        if not data or not self._folder.parent.is_dir():
-            return  # Not created: if the volume were not mounted, it would be on the host's own disk.
+        if not data:
+            return
+        left = bytearray(_note(self._lost) + data)
         try:
-            self._append(_note(self._lost) + data)
-            self._lost = 0
-        except OSError:
-            self._lost += len(data)
-            raise
+            # The checkpoint folder is not created, because without the volume it would be on the
+            # host's own disk.
+            if self._folder.parent.is_dir():
+                self._append(left)
+        finally:
+            # If the note is complete in the file, only the bytes after it are still to be reported.
+            self._lost = len(left) if len(left) <= len(data) else self._lost + len(data)
 
-    def _append(self, data: bytes) -> None:
+    def _append(self, left: bytearray) -> None:
+        """Append `left` and remove what has been written from it, because a full volume takes a
+        part.
+        """
         self._folder.mkdir(exist_ok=True)
         size = self.place.lstat().st_size if self.place.exists() else 0
-        if size + len(data) > FILE_BYTES:
+        if size + len(left) > FILE_BYTES:
             self.place.replace(self.place.with_name(self.place.name + protocol.OLDER))
-        with open(self.place, "ab", opener=_open_file) as file:
-            file.write(data)
+        with open(self.place, "ab", buffering=0, opener=_open_file) as file:
+            while left:
+                del left[: file.write(left)]
 
 
 def _open_file(path: str, flags: int) -> int:
+    # The mode of checkpoints: their readers, such as a dashboard, may be different users.
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
@@ -146,12 +156,10 @@ class BucketKeeper:
 
     def _writer(self) -> Any:
         if self._open is None:
-            from ddpjob_runtime.launcher.s3_reader import BucketPlace, BucketWriter, Credentials
+            from ddpjob_runtime.launcher.s3_reader import BucketPlace, BucketWriter, Credentials, region_of
 
-            known = os.environ.get
-            region = known("AWS_REGION", "") or known("AWS_DEFAULT_REGION", "")
             url, field = f"{self._url}/{protocol.LOGS_FOLDER}", "storage.checkpoints"
-            place = BucketPlace.read(url, known("AWS_ENDPOINT_URL", ""), region, field)
+            place = BucketPlace.read(url, os.environ.get("AWS_ENDPOINT_URL", ""), region_of(), field)
             self._open = BucketWriter(place, Credentials(dict(os.environ), place.region, field))
         return self._open
 
@@ -178,7 +186,7 @@ def _note(missing: int) -> bytes:
 
 
 class KeptLog:
-    """The output of this container: passed on, and kept by a FileKeeper or a BucketKeeper."""
+    """Passes on the output of this container, and keeps it with a FileKeeper or a BucketKeeper."""
 
     def __init__(self, keeper: Any, job: JobEnvironment, kept: int) -> None:
         self._keeper, self._job, self._kept = keeper, job, kept
@@ -187,13 +195,16 @@ class KeptLog:
         self._end = os.pipe()
         self._rests = {1: b"", 2: b""}
         """The incomplete last line of each stream."""
+        self._grace = _read_grace(job)
+        known = GRACE_SECONDS if self._grace is None else self._grace
+        self._close_seconds = max(0.5, min(_CLOSE_SECONDS, known / 4))
         self._over, self._failed = threading.Event(), False
         self._relays: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._write, name="ddpjob-log", daemon=True)
 
     @classmethod
     def prepare(cls) -> KeptLog | None:
-        """Create the pipes if this pod's log is to be kept.
+        """Create the pipes if this pod's log is to be kept; otherwise return None.
 
         The log of a container with a terminal is not kept, because a pipe is not a terminal.
         """
@@ -207,7 +218,12 @@ class KeptLog:
         return cls(FileKeeper(Path(job.checkpoint_dir), name), job, kept) if job.checkpoint_dir else None
 
     def divert(self) -> None:
-        """Make this process, the launcher, write into the pipes. Its workers inherit them."""
+        """Make this process, the launcher, write into the pipes and end before PID 1 has to.
+
+        Its workers inherit the pipes and the shorter grace period.
+        """
+        if self._grace is not None:
+            os.environ["DDPJOB_GRACE_SECONDS"] = str(max(0.0, self._grace - self._close_seconds))
         for target, (_, writer) in self._pipes.items():
             os.dup2(writer, target)
         for descriptor in (*self._end, *(end for pipe in self._pipes.values() for end in pipe)):
@@ -226,15 +242,17 @@ class KeptLog:
         self._thread.start()
 
     def finish(self) -> None:
-        """Pass on and write the rest. The launcher has ended, but others may hold the pipes."""
+        """Pass on and write the rest. The launcher has ended, but other processes may hold the
+        pipes.
+        """
         os.close(self._end[1])
-        deadline = time.monotonic() + _CLOSE_SECONDS
+        deadline = time.monotonic() + self._close_seconds
         for relay in self._relays:
             relay.join(max(0.0, deadline - time.monotonic()))
         for rest in self._rests.values():
             self._keeper.tail.add(rest)
         self._over.set()
-        self._thread.join(_CLOSE_SECONDS)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _relay(self, reader: int, target: int) -> None:
         poll = select.poll()
@@ -279,8 +297,15 @@ class KeptLog:
             self._keeper.remove(name)
 
 
+def _read_grace(job: JobEnvironment) -> float | None:
+    try:
+        return job.grace
+    except VariableError:
+        return None  # The launcher reports the wrong value.
+
+
 def surplus(names: Iterable[str], job: JobEnvironment, kept: int) -> list[str]:
-    """Return the kept logs of this pod's slot to remove, so that this pod's log makes `kept`.
+    """Return the kept logs of this pod's slot to remove, so that `kept` remain, including its own.
 
     Logs of an earlier job with the same name count as older.
     """
@@ -296,7 +321,9 @@ def surplus(names: Iterable[str], job: JobEnvironment, kept: int) -> list[str]:
 
 
 def _pass_on(target: int, piece: bytes) -> None:
-    """Write to the container's output, however long that takes. If it is broken, bytes are lost."""
+    """Write to the container's output, however long that takes. If the output is broken, bytes are
+    lost.
+    """
     left = memoryview(piece)
     while left:
         try:

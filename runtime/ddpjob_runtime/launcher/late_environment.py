@@ -2,7 +2,7 @@
 
 In a worker that was forked with torch imported, torch is hidden until the program imports it. At
 that import, torch rereads the variables that it had already read, if possible. A line on stderr
-names the others.
+names the variables that it cannot reread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ READ_ONCE = (
 
 
 def hide_torch(paths: list[str]) -> None:
-    """Remove torch from sys.modules until the program imports it, and then compare the environment.
+    """Remove torch from sys.modules until the program imports it. Then compare the environment.
 
     `paths` are the entries that torch has added to sys.path. They are removed and restored in the
     same way.
@@ -50,8 +50,8 @@ def hide_loggers() -> dict[str, logging.Logger]:
 def reveal_loggers(hidden: dict[str, logging.Logger]) -> None:
     """Restore torch's loggers.
 
-    A logger that the program has configured meanwhile keeps its settings, and shares its state with
-    torch's logger.
+    A logger that the program has configured in the meantime keeps its settings, and torch's logger
+    shares its state.
     """
     manager: Any = logging.root.manager
     for name, logger in hidden.items():
@@ -63,7 +63,7 @@ def reveal_loggers(hidden: dict[str, logging.Logger]) -> None:
             continue
         manager.loggerDict[name] = logger
         manager._fixupParents(logger)
-        if made is not None:  # It may be a placeholder for a parent of the program's loggers.
+        if made is not None:  # It is a placeholder, for a child made by the program.
             manager._fixupChildren(made, logger)
     manager._clear_cache()
 
@@ -125,7 +125,7 @@ def read_threads(torch: Any) -> None:
 
 
 def read_allocator(torch: Any) -> None:
-    """Set the options of the GPU allocator, because it has not been used yet."""
+    """Set the options of the GPU allocator. This is possible because it has not been used yet."""
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if change is not None:  # otherwise the allocator reads the variable on first use
@@ -151,7 +151,7 @@ def read_configurations(changed: Iterable[str]) -> None:
         file = getattr(module, "__file__", None)
         if not name.startswith("torch.") or not isinstance(settings, dict) or not file:
             continue
-        with contextlib.suppress(Exception):  # a different torch, or torch without its source
+        with contextlib.suppress(Exception):  # a different version of torch, or torch without its source
             source = Path(file).read_bytes()
             if any(word in source for word in words):
                 replace_defaults(name, module, settings, file)

@@ -1,14 +1,14 @@
 """Watches the nodes before and after this one in rank order, to notice an unreachable host.
 
 A host without power or network sends nothing, and neither does a process that is stopped for a few
-seconds. Until it is known which of the two has happened, all other nodes wait. But the kernel of a
-live host acknowledges bytes even for a stopped process (`acknowledgements`).
+seconds. All other nodes wait until it is clear which of the two has happened. The kernel of a live
+host acknowledges bytes even for a stopped process (`acknowledgements`).
 
 So the nodes of a round form a ring. Each connects to the next one, and both ends of a connection
 send a byte every TICK_SECONDS, once the last byte is acknowledged. An end whose byte is not
 acknowledged for SILENT_SECONDS reports this to the coordinator, and reports again when the byte is
-acknowledged. A node has two such connections in a job of any size, and they cost the coordinator
-nothing.
+acknowledged. In a job of any size, a node has only two such connections, and they cost the
+coordinator nothing.
 
 A single connection may break for other reasons. So the coordinator also checks its own connection
 to the member before it decides (`coordinator/witnesses.py`).
@@ -19,8 +19,9 @@ Example with 8 nodes, when the host of rank 3 loses its network:
     0.60  both report to the coordinator that rank 3 is silent
     0.95  the coordinator's own byte is not acknowledged either: rank 3 is lost
 
-A connection begins with one line from each side, which proves that the sender knows the job's token
-and is in the same round. A copy of such a line could only replace one of the two witnesses.
+A connection begins with one line from each side. It proves that the sender knows the job's token
+and is in the same round. With a copy of such a line, an attacker could only replace one of the two
+witnesses.
 
 Without POD_IP, as under `ddpjob run`, all nodes share a host and nothing is watched. Why:
 docs/decisions/0025.
@@ -45,9 +46,9 @@ from ddpjob_runtime.launcher.shutdown import log
 
 TICK_SECONDS = 0.1
 SILENT_SECONDS = 0.5
-"""A neighbour whose kernel has acknowledged nothing for this long is reported."""
+"""A neighbour is reported when its kernel has acknowledged nothing for this long."""
 REPEAT_SECONDS = 1.0
-"""How often a silent neighbour is reported again, in case a report was lost."""
+"""Seconds after which a silent neighbour is reported again, in case a report was lost."""
 STALL_SECONDS = 0.5
 """If a tick is this late, this process or its host was stopped, and the measurement begins again.
 """
@@ -103,7 +104,10 @@ class RingPlace:
         return cls(generation, number, rank, world, _read_address(go.get("next"))) if world > 1 else None
 
     def seal(self, token: str, side: str, rank: int, nonce: str) -> str:
-        """Return the proof of the node with this rank. `side` is whether it connects or accepts."""
+        """Return the proof of the node with this rank.
+
+        `side` indicates whether the node connects or accepts.
+        """
         return protocol.seal(token, *self._parts(side, rank, nonce))
 
     def is_sealed(self, proof: Any, token: str, side: str, rank: int, nonce: str) -> bool:
@@ -128,7 +132,7 @@ def _read_address(given: Any) -> tuple[str, int] | None:
 class _Link:
     """One connection. `rank` is None until the neighbour has proved itself.
 
-    `nonce` is what this node sends once it is connected; it is empty if the other node connects.
+    This node sends `nonce` once it is connected. The nonce is empty if the other node connects.
     """
 
     def __init__(self, stream: socket.socket, until: float, nonce: str = "") -> None:
@@ -195,7 +199,7 @@ class Neighbours:
         with contextlib.suppress(OSError):  # For example, too many open files.
             self._connect(place, now)
         for link in list(self._links):
-            if link in self._links:  # It was not replaced during this tick.
+            if link in self._links:  # The link was not replaced during this tick.
                 self._attend(link, place, now, stalled)
 
     def _attend(self, link: _Link, place: RingPlace, now: float, stalled: bool) -> None:
@@ -274,7 +278,7 @@ class Neighbours:
         return True
 
     def _read_greeting(self, link: _Link, place: RingPlace) -> bool:
-        """Check the other side's line once it is complete. Return False if it is wrong."""
+        """Check the other side's line once it is complete, and return False if it is wrong."""
         line, newline, _ = link.received.partition(b"\n")
         if len(line) > MAX_GREETING:
             return False
@@ -316,7 +320,7 @@ class Neighbours:
 
 
 def watch_neighbours(host: str, token: str, report: Callable[[int, int, bool], None]) -> Neighbours | None:
-    """Watch neighbours with a thread. Return None if that is impossible."""
+    """Watch neighbours in a thread; return None if that is impossible."""
     if not host or not shows_acknowledgements():
         return None
     try:

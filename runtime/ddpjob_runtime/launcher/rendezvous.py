@@ -19,7 +19,7 @@ The handler only has to provide a store, in rank 0's agent, in which the round's
   is used; the other agents drop theirs and connect to it.
 
 A round may end before it is complete, because one of its nodes has died. Then a store is
-unreachable or a key is missing, and such an error (CAME_APART) makes the handler wait for the next
+unreachable or a key is missing. Such an error (CAME_APART) makes the handler wait for the next
 `go`. While waiting for a store, it keeps checking whether the round is over (`must_restart`), so a
 dead rank 0 does not cost the others STORE_SECONDS.
 
@@ -56,8 +56,7 @@ STORE_SECONDS = 15.0
 """How long to wait for a key in a complete rendezvous. Its writer is either present or dead."""
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 25.0
-"""How long to wait for a connection to a listening store, because a name server may be slow or may
-not respond."""
+"""How long to wait for a connection to a listening store, as a name server may be slow or down."""
 LONGEST_PAUSE = 0.5
 """Longest pause between checks for a missing key. A store's own wait could not be interrupted when
 the round is over."""
@@ -79,7 +78,7 @@ class CoordinatedRendezvous(RendezvousHandler):
         self.number = 0
 
     def next_rendezvous(self) -> Any:
-        """Block until a round is complete; end the process if there is nothing left to do."""
+        """Block until a round is complete, and return it. Exit if there is nothing left to do."""
         while True:
             self._shutdown.block_if_begun()
             wanted = self._preflight.wanted_seconds if self._preflight is not None else 0
@@ -165,7 +164,7 @@ class CoordinatedRendezvous(RendezvousHandler):
 
 
 class StandardRendezvous(CoordinatedRendezvous):
-    """Meets at c10d's store, which runs next to the coordinator."""
+    """Lets the agents meet at c10d's store, which runs next to the coordinator."""
 
     def __init__(
         self,
@@ -183,7 +182,7 @@ class StandardRendezvous(CoordinatedRendezvous):
         return str(self._parameters.backend)
 
     def get_run_id(self) -> str:
-        """Return the job's id, which is the same for all rounds."""
+        """Return the job's id, which is the same in all rounds."""
         return str(self._parameters.run_id)
 
     def _offer(self) -> int:
@@ -220,7 +219,7 @@ class StandardRendezvous(CoordinatedRendezvous):
 
 
 class FastRendezvous(CoordinatedRendezvous):
-    """Meets at a store that the agent of rank 0 hosts for the round."""
+    """Lets the agents meet at a store that rank 0's agent hosts for the round."""
 
     def __init__(
         self,
@@ -239,7 +238,7 @@ class FastRendezvous(CoordinatedRendezvous):
         return FAST_BACKEND
 
     def get_run_id(self) -> str:
-        """Return the job's id, which is the same for all rounds."""
+        """Return the job's id, which is the same in all rounds."""
         return self._run_id
 
     def _offer(self) -> int:

@@ -19,8 +19,9 @@ MAX_BYTES = 4 << 20
 any earlier file of that name."""
 _WAITING = 100
 _CLOSE_SECONDS = 2.0
-"""How long writing the remaining lines may take at the end. An unresponsive volume must not keep
-the pod from ending."""
+"""Time limit in seconds for writing the remaining lines at the end. An unresponsive volume must not
+keep the pod from ending.
+"""
 
 
 class RoundLog:
@@ -65,7 +66,7 @@ class RoundLog:
             try:
                 self._append(line)
             except OSError as error:
-                log(f"cannot write {self._path}: {error.strerror}: a line is lost")
+                log(f"cannot write {self._path}: {error.strerror}; a line is lost")
 
     def _append(self, line: bytes) -> None:
         path = self._path

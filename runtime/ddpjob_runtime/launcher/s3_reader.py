@@ -26,8 +26,9 @@ from typing import Any
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
 MOST_OBJECTS = 500_000
-"""Maximum number of objects, which take about 150 MiB of memory. A larger data set should be packed
-into shards, which are also read faster."""
+"""Maximum number of objects; their names take about 150 MiB of memory. A larger data set should be
+packed into shards, which are also read faster.
+"""
 MOST_BYTES = 2**60
 PIECE = 2**20
 """Number of bytes that a download reads at a time."""
@@ -42,15 +43,16 @@ _RENEW_SECONDS = 300.0
 _PASSING = frozenset(
     {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "RequestTimeTooSkewed"}
 )
-"""Transient error codes. The last one occurs on a node whose clock is still wrong, which should not
-fail the job."""
+"""Transient error codes. The last one occurs on a node whose clock is still wrong. That should not
+fail the job.
+"""
 _PASSING_OF_KEYS = re.compile(r"\b(Throttling|ThrottlingException|TooManyRequestsException|IDPCommunicationError)\b")
 """HTTP 400 errors that occur when many pods request keys at the same time."""
 _UNRESERVED = "-_.~"
 
 
 class BucketRefusal(Exception):
-    """The job, its credentials or the bucket must be changed.
+    """The bucket has refused a request: the job, its credentials or the bucket must be changed.
 
     The message names the URL and the reason.
     """
@@ -100,6 +102,12 @@ class BucketPlace:
         return cls(url.rstrip("/"), split.netloc, f"{prefix}/" if prefix else "", server, where, field)
 
 
+def region_of(given: str = "") -> str:
+    """Return the given region or, if it is empty, the region in AWS's variables."""
+    known = os.environ.get
+    return given or known("AWS_REGION", "") or known("AWS_DEFAULT_REGION", "")
+
+
 @dataclass(frozen=True)
 class Keys:
     """Credentials in AWS's format. They expire at `until`, in Unix seconds."""
@@ -113,9 +121,9 @@ class Keys:
 class Credentials:
     """Reads signing keys as a container's variables specify, and renews them in time.
 
-    It first looks for the keys themselves, then for a role for the service account's token (IRSA),
-    then for EKS Pod Identity. Without any of these, requests are not signed, which is enough for a
-    public bucket.
+    The search begins with the keys themselves, then for a role for the service account's token
+    (IRSA), then for EKS Pod Identity. Without any of these, requests are not signed, which is
+    enough for a public bucket.
     """
 
     def __init__(self, variables: Mapping[str, str], region: str, field: str = "storage.data") -> None:
@@ -131,8 +139,7 @@ class Credentials:
             return self._keys
 
     def renew(self, refused: Keys) -> bool:
-        """Discard keys that the server reports as expired, because it is the server's clock that
-        counts.
+        """Discard keys that the server reports as expired, because the server's clock decides.
 
         Return whether new keys may be available.
         """
@@ -196,14 +203,14 @@ def _answer(request: urllib.request.Request, what: str) -> bytes:
         with urllib.request.urlopen(request, timeout=SILENCE_SECONDS) as answer:
             body = bytes(answer.read(_ERROR_BYTES))
             if len(body) < _ERROR_BYTES and answer.length:
-                raise Away(f"no credentials by {what}: the answer was cut off")
+                raise Away(f"no credentials from {what}: the answer was cut off")
             return body
     except urllib.error.HTTPError as error:
         text = error.read(_ERROR_BYTES).decode(errors="replace")
         kind = Away if error.code >= 500 or error.code == 429 or _PASSING_OF_KEYS.search(text) else BucketRefusal
-        raise kind(f"no credentials by {what}: HTTP {error.code}: {' '.join(text.split())[:300]}") from None
+        raise kind(f"no credentials from {what}: HTTP {error.code}: {' '.join(text.split())[:300]}") from None
     except (OSError, http.client.HTTPException) as error:
-        raise Away(f"no credentials by {what}: {error}") from None
+        raise Away(f"no credentials from {what}: {error}") from None
 
 
 def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
@@ -213,7 +220,7 @@ def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
         until = datetime.datetime.fromisoformat(text).timestamp()
         return Keys(str(found["AccessKeyId"]), str(found["SecretAccessKey"]), str(found[token]), until)
     except (KeyError, ValueError, TypeError):
-        raise BucketRefusal(f"no credentials by {what}: the answer has none") from None
+        raise BucketRefusal(f"no credentials from {what}: the answer has none") from None
 
 
 class Reader:
@@ -244,7 +251,7 @@ class Reader:
                     count += 1
                 if count > MOST_OBJECTS:
                     text = f"{place.url} has more than {MOST_OBJECTS} objects"
-                    raise BucketRefusal(f"{text}; name a folder with fewer, or pack the files into shards")
+                    raise BucketRefusal(f"{text}; specify a folder with fewer, or pack the files into shards")
             if values.get("IsTruncated") != "true":
                 return
             token = values.get("NextContinuationToken", "")
@@ -340,7 +347,7 @@ class Reader:
         except ssl.SSLCertVerificationError as error:
             self.close()
             text = f"the certificate of {place.server} is not trusted: {error.verify_message}"
-            raise BucketRefusal(f"{text}; set AWS_CA_BUNDLE in env to a file of its authority") from None
+            raise BucketRefusal(f"{text}; set AWS_CA_BUNDLE in env to a file with its CA") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
             raise Away(f"{place.server} does not answer: {_explain(error)}") from None
@@ -366,7 +373,7 @@ class Reader:
             return Changed(text)
         region = re.sub(r"[^-a-z0-9]", "", response.getheader("x-amz-bucket-region") or "")[:30]
         if region and region != place.region:
-            return BucketRefusal(f"{text}; the bucket is in another region: set {place.field}.region to {region}")
+            return BucketRefusal(f"{text}; the bucket is in a different region; set {place.field}.region to {region}")
         if status in (401, 403):
             hint = f"check the keys in {place.field}.secretName and what they may read (s3:ListBucket, s3:GetObject)"
             none = f"there are no credentials, so the request was not signed; set {place.field}.secretName"
@@ -440,7 +447,7 @@ def _object(element: ET.Element, place: BucketPlace, *, quoted: bool) -> Remote:
     values = {_tag(child): child.text or "" for child in element}
     if values.get("ETag", "").startswith("W/"):
         text = f"{place.server} has weak ETags ({values['ETag'][:100]})"
-        raise BucketRefusal(f"{text}, which cannot show that an object is unchanged; use a server with strong ETags")
+        raise BucketRefusal(f"{text}, which cannot prove that an object is unchanged; use a server with strong ETags")
     try:
         key, size = values["Key"], int(values["Size"])
         key = unquote(key.replace("+", " "), errors="strict") if quoted else key

@@ -52,7 +52,7 @@ class Shutdown:
         grace: float = 0.0,
         announce: Callable[[], None] | None = None,
     ) -> NoReturn:
-        """End the workers (SIGTERM, `grace`, SIGKILL), write the termination log, exit with
+        """End the workers (SIGTERM, `grace`, SIGKILL), write the termination log, and exit with
         `code`.
         """
         if not self._once.acquire(blocking=False):
@@ -86,7 +86,7 @@ def _attempt(act: Callable[[], None]) -> None:
     try:
         act()
     except Exception:
-        log(f"at its end:\n{tracebacks.format_exc()}")
+        log(f"while ending:\n{tracebacks.format_exc()}")
 
 
 def wait_for_the_end() -> NoReturn:
@@ -96,7 +96,7 @@ def wait_for_the_end() -> NoReturn:
 
 
 def watch_signals(on_signal: Callable[[signal.Signals], None]) -> None:
-    """Call `on_signal` on a separate thread as soon as the process is asked to end.
+    """Call `on_signal` on a separate thread as soon as the process is asked to stop.
 
     A Python handler would wait for the main thread, which may spend a minute in a store's blocking
     C++ call.
@@ -118,7 +118,7 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> None:
 
 
 def ignore_signal(number: int, frame: FrameType | None) -> None:
-    """Do nothing. This is only the signal's Python handler; the watching thread does the work."""
+    """Do nothing. This is only the signal's Python handler; the watching thread acts."""
 
 
 def die_with_parent() -> None:

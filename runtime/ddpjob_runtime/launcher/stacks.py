@@ -1,4 +1,4 @@
-"""Collects hung workers' Python stacks, which a signal makes them write even if blocked in C++."""
+"""Collects hung workers' Python stacks. On a signal, workers write them even if blocked in C++."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def collect(ranks: Mapping[int, int], record: bool = True) -> dict[int, str]:
 
 
 def strip_runtime_frames(text: str) -> str:
-    """Return the stack without frames of the runtime and of `python -m`."""
+    """Return the stack without the frames of the runtime and of `python -m`."""
     lines = text.splitlines(keepends=True)
     kept = [line for line in lines if not _OWN_FRAME.match(line)]
     return "".join(kept) if any(line.startswith("  File ") for line in kept) else text
@@ -117,7 +117,9 @@ class Activity:
         self._before: dict[int, tuple[float, int, float]] = {}
 
     def idle(self, pid: int) -> bool | None:
-        """Whether the worker was idle; None at the first look, or if the worker is gone."""
+        """Whether the worker was idle since the last look; None at the first, or if the worker is
+        gone.
+        """
         before, now = self._before.get(pid), _counters(pid)
         if before is None or now is None:
             return None
@@ -145,7 +147,7 @@ def _counters(pid: int) -> tuple[float, int, float] | None:
 
 
 def _processor_ticks(path: Path, session: int) -> int:
-    """Return the ticks of a process in the session and its ended children; 0 for others."""
+    """Return the ticks of a process and its ended children; 0 if it is not in the session."""
     try:
         fields = path.read_bytes().rpartition(b")")[2].split()
     except OSError:

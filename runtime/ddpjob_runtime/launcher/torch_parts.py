@@ -1,6 +1,6 @@
 """The private parts of torch that the launcher replaces or uses, and a check that they exist.
 
-torchrun has no hooks for a custom agent, so the launcher replaces five of its names, and does so
+torchrun has no hooks for a custom agent, so the launcher replaces five of its names. It does so
 only through this module's functions. All have existed since torch 2.6, the oldest supported
 version.
 
@@ -53,7 +53,7 @@ NAMES = {
     ELASTIC + "multiprocessing.errors": ("ProcessFailure.__post_init__",),
     ELASTIC + "multiprocessing.subprocess_handler": ("SubprocessHandler.close",),
 }
-"""Names that are replaced, overridden or called, by module."""
+"""Names to replace, override or call, for each module."""
 SET = {
     (ELASTIC + "agent.server.api", "SimpleElasticAgent"): ("_worker_group", "_remaining_restarts"),
     (ELASTIC + "agent.server.local_elastic_agent", "LocalElasticAgent"): ("_pcontext",),
@@ -117,7 +117,7 @@ def use_worker_handler(make: Callable[[Any], Callable[..., Any]]) -> bool:
 
 
 def tolerate_error_files() -> None:
-    """Make torch ignore an error file that it cannot read, which would otherwise end the launcher.
+    """Make torch ignore unreadable error files, which would otherwise end the launcher.
 
     A full disk leaves an empty file, and a killed worker leaves a partial one.
     """
@@ -144,7 +144,7 @@ def _replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
         place = getattr(place, owner, None)
     present = getattr(place, attribute, None)
     if present is None:
-        raise RuntimeError(f"this torch has no {module}.{name}; use an earlier version from 2.6 on")
+        raise RuntimeError(f"this torch has no {module}.{name}; use an earlier version, 2.6 or later")
     setattr(place, attribute, make(present))
 
 

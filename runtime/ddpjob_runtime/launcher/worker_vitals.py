@@ -1,8 +1,8 @@
 """Reads from /proc what workers have done since the last look, and what they wait for.
 
-A worker is judged with all processes of its session, because a data loader's processes or a program
-that it started may do its work. Activity that the kernel does not show is not counted. That is
-safe, because the stacks must also be equal, and the coordinator compares several looks
+A worker is judged together with all processes of its session, because its data-loader processes or
+a program that it started may do its work. Activity that the kernel does not show is not counted.
+That is safe, because the stacks must also be equal, and the coordinator compares several looks
 (`standstill`).
 
     stat         processor time, and whether a process is stopped (T) or waits in the kernel (D)
@@ -82,7 +82,7 @@ class Vitals:
     call: str = ""
 
     def since(self, before: Vitals | None) -> dict[str, object]:
-        """Return the fields of a RankLook that compare with the last look; 0 at the first."""
+        """Return the fields of a RankLook that compare with the last look; 0 at the first look."""
         start = self if before is None else before
         return {
             "seconds": self.at - start.at,
@@ -158,7 +158,7 @@ def _is_storage(name: str) -> bool:
 def _transferred_by_socket() -> dict[str, int]:
     """Return the number of bytes transferred by each TCP socket, by its name in `fd`.
 
-    The result is empty if the kernel refuses to report.
+    The result is empty if the kernel refuses to report them.
     """
     found: dict[str, int] = {}
     with contextlib.suppress(OSError, struct.error):

@@ -1,5 +1,5 @@
-"""Takes steps without end. Each process writes the round, its number of ranks and the time of each
-step to a file.
+"""Takes steps forever. Each process writes the round, its number of ranks and the time of each step
+to a file.
 
 Times are from the machine's monotonic clock, which all pods of the test cluster share.
 """

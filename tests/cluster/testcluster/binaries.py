@@ -65,7 +65,7 @@ ENVIRONMENT = {"CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"}
 
 
 def given_folder() -> Path | None:
-    """Return the folder of DDPJOB_CLUSTER_BIN, whose programs are used unchanged.
+    """Return the folder in DDPJOB_CLUSTER_BIN, whose programs are used unchanged.
 
     Raises ClusterError if one is missing.
     """

@@ -47,7 +47,7 @@ class Image:
     config: str
     """The OCI image configuration that the manifest names."""
     layers: tuple[Layer, ...]
-    """Layers of the image, beginning with the base."""
+    """Layers of the image, starting with the base."""
     size: int
     """Size of all layers in bytes, uncompressed."""
 
@@ -203,8 +203,8 @@ def _registry_access(settings: Settings) -> list[str]:
 
 
 def _pip_settings() -> dict[str, str]:
-    """Return pip's settings on this machine by their names in a file, such as `index-url` and
-    `cert`.
+    """Return pip's settings on this machine, by the names that they have in a configuration file,
+    such as `index-url` and `cert`.
     """
     settings = {}
     for line in run(sys.executable, "-m", "pip", "config", "list").splitlines():

@@ -173,7 +173,8 @@ class Cluster:
         added = tuple(name for name in wanted if name not in state.nodes)
         if not added:
             return
-        # Not ready until it is complete again: after a failure here, the next `up` rebuilds it.
+        # The cluster is not ready until it is complete again. After a failure here, the next `up`
+        # rebuilds it.
         self._record(replace(state, ready=False))
         authority = pki.load_authority(self.settings)
         for name in added:

@@ -1,8 +1,9 @@
 """Loads a built image into a node without a registry, an archive or a second copy of its files.
 
-An image as a tar in buildah's store, in an export, in each node's content store and unpacked in
-each node would take many gigabytes, and minutes. Here, a node's snapshots are hard links to the
-files of buildah's layers. The kernel's overlay only reads lower layers, so nodes can share them.
+Keeping an image as a tar in buildah's store, in an export, in each node's content store, and
+unpacked in each node would take many gigabytes, and minutes to write. Here, a node's snapshots are
+hard links to the files of buildah's layers. The kernel's overlay only reads lower layers, so nodes
+can share them.
 """
 
 from __future__ import annotations

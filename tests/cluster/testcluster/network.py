@@ -79,7 +79,7 @@ def set_link(settings: Settings, node: str, up: bool) -> None:
 
 
 def link_is_up(settings: Settings, node: str) -> bool:
-    """Return whether the link exists and is up, which is not so after `set_link(..., up=False)`."""
+    """Return whether the link exists and is up. After `set_link(..., up=False)` it is not."""
     command = ["ip", "-n", settings.control_plane_netns, "-j", "link", "show", "dev", node]
     done = subprocess.run(command, text=True, capture_output=True, check=False)
     return done.returncode == 0 and "UP" in json.loads(done.stdout)[0]["flags"]

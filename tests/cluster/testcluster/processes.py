@@ -1,5 +1,5 @@
-"""Starts the cluster's long-running programs, and ends them even if the processes that started them
-are gone.
+"""Starts the cluster's long-running programs, and terminates them even if the processes that
+started them are gone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from testcluster import cgroups
 from testcluster.settings import ClusterError, Settings
 
 WATCHES = Path("/proc/sys/fs/inotify/max_user_instances")
-"""Limit of inotify instances per user. Each kubelet, containerd and proxy needs some."""
+"""Limit of inotify instances per user. Each kubelet, containerd and proxy needs a few."""
 ENOUGH_WATCHES = 1024
 
 
@@ -167,7 +167,8 @@ def kill(pid: int) -> None:
 
 
 def end_all(settings: Settings, timeout: float = 20.0) -> None:
-    """End the recorded processes and the remaining ones in the cluster's cgroups: shims and pods.
+    """Kill the recorded processes, and then those that remain in the cluster's cgroups (shims and
+    pods).
 
     Raises ClusterError if a process remains.
     """

@@ -64,8 +64,8 @@ def play_gpus() -> None:
 
 
 def main_of_hydra(config_path: str, config_name: str, **_: Any) -> Any:
-    """Return a replacement for hydra.main that reads a file of groups of values and arguments
-    GROUP.KEY=VALUE.
+    """Return a replacement for hydra.main that reads a file with groups of values, and arguments of
+    the form GROUP.KEY=VALUE.
     """
 
     def decorate(function: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A script with its own loop that reports, saves when its pod must end, and resumes."""
+"""A script with its own loop that reports, saves when its pod is asked to stop, and resumes."""
 
 import argparse
 import time

@@ -51,8 +51,8 @@ def trainer():
 
 
 def agreed() -> tuple[bool, bool]:
-    """Return (whether any rank was asked to end, whether any rank has seen the file "enough"). This
-    is also the step's collective.
+    """Return (whether any rank was asked to stop, whether any rank has seen the file "enough").
+    This is also the step's collective.
     """
     flags = torch.tensor([float(asked_to_end), float((OUT / "enough").exists())])
     dist.all_reduce(flags)

@@ -213,7 +213,7 @@ FILE = {"path": "x", "size": 1, "sha256": "a"}
         b" " * (2**20 + 1),
     ],
 )  # fmt: skip
-def test_a_list_that_nobody_wrote_is_refused(text: bytes, store: Any) -> None:
+def test_a_forged_manifest_is_refused(text: bytes, store: Any) -> None:
     bucket = begun(store)
     obstore.put(store, Stored(1, 5).key, text)
     with pytest.raises(BucketError):
@@ -416,8 +416,8 @@ def test_an_upload_that_fails_for_an_unknown_reason_is_retried(tmp_path: Path, m
 def test_the_upload_of_a_removed_checkpoint_is_given_up(
     removed: str, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the upload was retried forever, and the process waited for it. If a part was
-    removed, the rest became a copy.
+    """Regression: the upload was retried forever, and the process waited for it. If only a part had
+    been removed, the rest counted as a complete copy.
     """
     bucket, said = Bucket(store, "memory://"), list[str]()
     bucket.take_term()

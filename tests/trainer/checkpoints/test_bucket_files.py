@@ -1,4 +1,4 @@
-"""Checkpoints as files in a bucket: where a start resumes if the bucket and the disk fail."""
+"""Checkpoints as files in a bucket: where training resumes if the bucket and the disk fail."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def snapshot(step: int) -> dict[str, Any]:
 
 
 def opened(tmp_path: Path, pod: str = "pod", incarnation: int = 1, **settings: Any) -> CheckpointFolder:
-    """Open the checkpoint folder like a start with a pod's own disk and the common bucket."""
+    """Open the checkpoint folder as the trainer does when it starts, with the pod's own disk and
+    the common bucket.
+    """
     config = CheckpointConfig(url=f"file://{tmp_path / 'store'}", shared=False, **settings)
     made = CheckpointFolder(config, tmp_path / pod, Group())
     made.claim(Claim(0, incarnation, incarnation))
@@ -98,7 +100,7 @@ def test_an_unreachable_bucket_ends_a_start_instead_of_taking_an_older_copy(
 
 
 def test_a_full_disk_ends_a_start_with_the_files_name(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: the start ended with a traceback."""
+    """Regression: the trainer exited with a traceback."""
     fails(monkeypatch, "fetch", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1)
     with pytest.raises(CheckpointError, match=r"another/step-000000009.pt cannot be fetched: No space left on device"):
         opened(two, "another", 2).newest()
@@ -180,8 +182,8 @@ def test_the_ranks_agree_to_wait_longer_for_the_last_copy(tmp_path: Path, monkey
 def test_the_ranks_agree_to_wait_longer_while_a_checkpoint_is_downloaded(
     two: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: only rank 0 knew of the download, so a large model on a slow line timed out at
-    each start.
+    """Regression: only rank 0 knew of the download, so with a large model and a slow line, every
+    attempt to start timed out.
     """
     slow = Slow(monkeypatch)
     monkeypatch.setattr(Bucket, "fetch", slow(Bucket.fetch))

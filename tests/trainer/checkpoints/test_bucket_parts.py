@@ -340,8 +340,8 @@ def test_a_single_process_saves_in_parts_and_continues_on_another_disk(url: str,
 def test_the_ranks_agree_to_wait_longer_while_one_downloads_its_part(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the others waited in a collective, so a large model with one slow line timed out
-    at each start.
+    """Regression: the others waited in a collective, so with a large model and one slow line, every
+    attempt to start timed out.
     """
     save(tmp_path, *begun(url), 7)
     at_once, slow = Bucket.fetch_file, Slow(monkeypatch)

@@ -1,4 +1,4 @@
-"""Checkpoints are atomic, checksummed, and written in parallel to training. A start resumes from
+"""Checkpoints are atomic, checksummed, and written in parallel to training. Training resumes from
 the newest complete one, whichever node holds it.
 """
 
@@ -200,7 +200,7 @@ def test_a_folder_that_is_not_writable_is_found_before_training(tmp_path: Path) 
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_with_a_folder_per_node_any_node_may_be_lost(lost: int, tmp_path: Path) -> None:
-    """Two nodes of one rank; after a stop, one node's folder is gone."""
+    """There are two nodes with one rank each. After a stop, one node's folder is gone."""
     arguments = [*TINY, "checkpoint.shared=false"]
 
     def node(rank: int) -> dict[str, str]:
@@ -215,7 +215,7 @@ def test_with_a_folder_per_node_any_node_may_be_lost(lost: int, tmp_path: Path) 
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
-# ------------------------------------------------------------ beside training
+# ------------------------------------------------------------ while training continues
 
 
 @pytest.fixture
@@ -281,8 +281,8 @@ def test_the_ranks_agree_to_wait_longer_for_a_slow_write(
 def test_the_ranks_agree_to_wait_longer_for_a_slow_read(
     format: Format, module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the ranks waited in a collective, which timed out, so no start could read a large
-    checkpoint.
+    """Regression: the ranks waited in a collective, which timed out, so training could not resume
+    from a large checkpoint.
     """
     writer = opened(tmp_path, format=format)
     save(writer, 1)
@@ -332,7 +332,7 @@ def test_a_save_that_is_due_during_a_write_is_postponed_and_not_dropped(
 @pytest.mark.parametrize(
     ("cost", "waits", "due"), [(0.0, 9.9, 10.1), (0.05, 9.9, 10.1), (0.5, 49.0, 51.0), (7.0, 299.0, 301.0)]
 )
-def test_saves_are_due_as_often_as_costs_a_hundredth_of_the_time(
+def test_saves_are_spaced_so_that_they_take_a_hundredth_of_the_time(
     cost: float, waits: float, due: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = opened(tmp_path)

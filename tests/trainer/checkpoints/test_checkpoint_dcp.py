@@ -1,5 +1,5 @@
-"""Format dcp: each rank writes its part. It has the guarantees of the single file, and any number
-of ranks or strategy can resume from it.
+"""The dcp format: each rank writes its part. It has the guarantees of the single file, and any
+strategy can resume from it on any number of ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def written(path: Path, step: int = 7) -> Path:
     return path
 
 
-def test_content_comes_back_with_its_types(tmp_path: Path) -> None:
+def test_loaded_content_keeps_its_types(tmp_path: Path) -> None:
     path = written(tmp_path / "step-000000007.dcp")
     metadata = dcp.check(path)
     assert (metadata.step, metadata.epoch, metadata.world) == (7, 2, 4) and dcp.read_metadata(path) == metadata
@@ -144,7 +144,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_fsdp_then_ddp_then_a_single_process_continue_from_each_other(
     formats: tuple[str, str, str], alone: list[float], tmp_path: Path
 ) -> None:
-    """Each start has a different strategy, number of ranks and format, on the same curve."""
+    """The strategy, the number of ranks and the format differ in each run, but the curve is the
+    same.
+    """
     incarnations = [(2, "fsdp", 5), (3, "ddp", 10), (1, "single", None)]
     for (world, strategy, stop), format in zip(incarnations, formats, strict=True):
         arguments = [*TINY, f"checkpoint.dir={tmp_path}", f"strategy={strategy}", f"checkpoint.format={format}"]
@@ -300,7 +302,7 @@ def test_a_save_that_cannot_be_read_back_fails_and_keeps_the_older_ones(
     ]
 
 
-def test_a_state_that_json_cannot_hold_is_refused_before_training_goes_on(tmp_path: Path) -> None:
+def test_a_state_that_json_cannot_represent_is_refused_at_once(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(CheckpointConfig(format=Format.DCP), tmp_path, Group())
     checkpoints.claim(Claim(0, 0, 1))
     with pytest.raises(CheckpointError, match=r"torch.dtype as a value at state\['kind'\]"):

@@ -59,7 +59,7 @@ def test_a_different_model_is_reported_with_its_tensors_and_the_keys_to_set(trai
     message = (
         r"the checkpoint of step 8 in .* belongs to a different model: features.0.weight is \(4, 1, 3, "
         r"3\) in the checkpoint and"
-        r" \(8, 1, 3, 3\) in the model; .*; and \d+ more\. To resume from it set model.width=4, with which it was made;"
+        r" \(8, 1, 3, 3\) in the model; .*; and \d+ more\. To resume from it set model.width=4, which it was made with;"
         r" to start from scratch set checkpoint.dir to a different folder"
     )
     folder = f"checkpoint.dir={trained}"
@@ -81,7 +81,7 @@ def test_a_different_seed_is_refused(trained: Path) -> None:
     refused(message, f"checkpoint.dir={trained}", "data.seed=3")
 
 
-def test_a_checkpoint_of_a_loop_of_ones_own_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_custom_loop_is_refused(tmp_path: Path) -> None:
     snapshot = {"step": 3, "model": {}, "optimizer": {}, "sampler": ElasticSampler(10, 4).state_dict()}
     torch_file.write(tmp_path / "step-000000003.pt", snapshot, Metadata(3))
     message = (
@@ -215,8 +215,8 @@ def test_averages_of_other_trainers_are_loaded(kind: str, trained: Path, tmp_pat
 
 
 def test_the_ranks_agree_to_wait_longer_while_rank_0_reads(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: the others waited in a collective, so a large file on a slow disk timed out at
-    each start.
+    """Regression: the others waited in a collective, so with a large file on a slow disk, every
+    attempt to start timed out.
     """
     slow = Slow(monkeypatch)
     monkeypatch.setattr(compatibility, "read_whole", slow(compatibility.read_whole))
@@ -284,7 +284,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_very_long_word_of_a_file_costs_no_time(tmp_path: Path) -> None:
-    """torch's own search for its message takes minutes for this file."""
+    """torch itself would search this file for minutes to write its message."""
     pickled = b"\x80\x02c" + b"a" * 100_000 + b"\nb\n."
     torch.save({}, tmp_path / "long.pt")
     with zipfile.ZipFile(tmp_path / "long.pt") as whole, zipfile.ZipFile(tmp_path / "words.pt", "w") as made:

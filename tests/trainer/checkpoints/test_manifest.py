@@ -1,4 +1,4 @@
-"""The manifest of format dcp: a written manifest can be read back, and any other content is
+"""The manifest of the dcp format: a written manifest can be read back, and any other content is
 refused.
 """
 
@@ -30,7 +30,7 @@ RECORDED: dict[str, Any] = {
 }
 
 
-def test_a_manifest_comes_back() -> None:
+def test_a_manifest_survives_a_round_trip() -> None:
     found = manifest.read(manifest.write(RECORDED))
     assert found.metadata.step == 7 and found.files["__0_0.distcp"] == manifest.CheckpointFile(124, "0" * 64)
     assert {name: stored.written() for name, stored in found.tensors.items()} == RECORDED["tensors"]
@@ -47,7 +47,7 @@ TREES = st.recursive(
 
 
 @given(tree=TREES)
-def test_every_structure_comes_back_with_its_types(tree: Any) -> None:
+def test_every_structure_survives_a_round_trip_with_its_types(tree: Any) -> None:
     found = manifest.decode(json.loads(json.dumps(manifest.encode(tree, lambda _, tensor: ""))), lambda path, name: "")
     assert repr(found) == repr(tree)
 

@@ -38,7 +38,7 @@ def other(name: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [matrix.CALLER, "3.12", "3.13"])
-def test_each_reads_what_the_other_has_written(name: str, tmp_path: Path) -> None:
+def test_each_python_reads_the_checkpoints_of_the_other(name: str, tmp_path: Path) -> None:
     python = other(name)
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "yaml").symlink_to(Path(yaml.__file__).parent)  # its Python half works for all of them

@@ -1,5 +1,5 @@
-"""A start from a large checkpoint: no tensor is in memory twice, each rank reads only its part, and
-each part is checked once.
+"""Resuming from a large checkpoint: no tensor is in memory twice, each rank reads only its part,
+and each part is checked once.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_a_file_is_in_memory_once_on_each_rank(tmp_path: Path) -> None:
         assert most < 1.25
 
 
-def test_of_a_folder_of_parts_each_rank_reads_its_own(tmp_path: Path) -> None:
+def test_each_rank_reads_its_own_part_of_a_folder_of_parts(tmp_path: Path) -> None:
     dcp.write(tmp_path / "step-000000001.dcp", 1, state(), Metadata(1, None, 1), None, lambda: None)
 
     def resume(group: Group) -> tuple[float, bool]:

@@ -50,7 +50,7 @@ def test_the_best_are_kept_in_addition_to_the_newest() -> None:
     assert left(entries(range(5, 45, 5)), scores, keep=1, keep_best=1, best_by=Metric.LOSS) == [10, 40]
 
 
-def test_among_equally_good_ones_the_first_is_kept() -> None:
+def test_the_first_of_equally_good_checkpoints_is_kept() -> None:
     assert left(entries(range(10, 50, 10)), {10: 0.5, 20: 0.9, 30: 0.9}, keep=1, keep_best=1) == [20, 40]
 
 
@@ -77,7 +77,7 @@ def test_a_score_that_is_not_a_number_is_the_worst(metric: Metric) -> None:
     keep_best=st.integers(0, 3),
     every=st.integers(0, 3),
 )
-def test_the_newest_whole_ones_are_always_kept(
+def test_the_newest_complete_checkpoints_are_always_kept(
     steps: set[int], broken: set[int], scores: dict[int, float], keep: int, keep_best: int, every: int
 ) -> None:
     found = [Entry(step, Path(str(step)), step // 10 if step % 10 == 0 else None, step not in broken) for step in steps]
@@ -103,7 +103,7 @@ def save(folder: CheckpointFolder, step: int, **scores: float) -> None:
     folder.finish()
 
 
-def test_a_whole_one_older_than_a_broken_one_is_not_deleted_for_it(tmp_path: Path) -> None:
+def test_a_complete_checkpoint_is_not_deleted_because_of_a_newer_broken_one(tmp_path: Path) -> None:
     """A broken newer file must not displace the only good one if keep=1."""
     folder = opened(tmp_path, keep=1)
     save(folder, 6)
@@ -204,7 +204,7 @@ def test_a_folder_in_the_place_of_the_best_link_does_not_stop_a_removal(
 
 
 @pytest.mark.parametrize("later", [{"keep_best": 0}, {"keep_best": 1, "best_by": Metric.LOSS}])
-def test_the_mark_of_a_best_one_that_is_no_longer_kept_is_removed(tmp_path: Path, later: dict[str, Any]) -> None:
+def test_the_mark_of_a_best_checkpoint_that_is_no_longer_kept_is_removed(tmp_path: Path, later: dict[str, Any]) -> None:
     """Loading and evaluating a folder follow the mark."""
     save(opened(tmp_path, keep=1, keep_best=1), 10, accuracy=0.4, loss=1.0)
     save(opened(tmp_path, keep=1, **later), 20)
@@ -222,7 +222,7 @@ def test_scores_that_are_not_numbers_are_null_in_the_file(tmp_path: Path) -> Non
     assert scores[30] == 0.5 and math.isnan(scores[10]) and math.isnan(scores[20])
 
 
-def test_scores_of_another_metric_or_a_damaged_file_are_discarded_with_a_message(
+def test_scores_of_a_different_metric_or_a_damaged_file_are_discarded_with_a_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(opened(tmp_path, keep_best=1), 10, accuracy=0.4, loss=1.0)
@@ -235,7 +235,7 @@ def test_scores_of_another_metric_or_a_damaged_file_are_discarded_with_a_message
     assert not capsys.readouterr().err, "no best checkpoint is chosen"
 
 
-def test_in_a_training_the_best_of_all_evaluations_is_marked(tmp_path: Path) -> None:
+def test_the_best_of_all_evaluations_is_marked_during_training(tmp_path: Path) -> None:
     arguments = [
         *TINY,
         "train.epochs=4",

@@ -125,7 +125,7 @@ def test_incarnations_of_a_job_are_in_order_whatever_the_clocks_of_its_nodes_sho
     assert verify(found).epochs == {1: 6}
 
 
-def test_command_line_prints_a_table_and_names_what_is_missing(
+def test_the_command_line_prints_a_table_and_reports_a_missing_ledger(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good(1, [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"])

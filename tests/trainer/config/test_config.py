@@ -23,7 +23,7 @@ from ddpjob_trainer.errors import ConfigError
 from ranks import TINY
 
 
-def test_arguments_override_files_files_the_environment_and_it_the_defaults(
+def test_arguments_override_files_and_then_the_environment_and_the_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "c.yaml"
@@ -87,7 +87,7 @@ def test_a_pattern_may_begin_with_a_star_and_follow_a_space() -> None:
     assert config.load(None, ["model.freeze=*.bias, norm.*"]).model.freeze == ("*.bias", "norm.*")
 
 
-def test_a_whole_number_stays_what_it_is() -> None:
+def test_a_whole_number_stays_unchanged() -> None:
     assert config.load(None, ["data.seed=9007199254740993"]).data.seed == 2**53 + 1
     assert config.load(None, ["train.epochs=1e3"]).train.epochs == 1000
 
@@ -106,12 +106,13 @@ def test_a_whole_number_stays_what_it_is() -> None:
         ("optim.lr=fast", "optim.lr: 'fast' is not valid: expected number"),
         ("train.epochs=1.5", "train.epochs: 1.5 is not valid: expected whole number"),
         ("train.epochs=0", "train.epochs: 0 is not above 0"),
+        ("train.eval_every=-1", "train.eval_every=-1: must be at least 0, which means never"),
         ("train.timeout_seconds=nan", "train.timeout_seconds: 'nan' is not valid: expected number"),
         ("checkpoint.every_seconds=.nan", "checkpoint.every_seconds: nan is not valid: expected number or auto"),
         ("checkpoint.every_seconds=often", "'often' is not valid: expected number or auto"),
         ("optim.milestones=[3,nan]", "optim.milestones: 'nan' is not valid: expected number"),
         ("train.timeout_seconds=inf", "train.timeout_seconds: inf is more than a month (2592000)"),
-        ("data.seed=99999999999999999999", "data.seed: 99999999999999999999 has more than 64 bits"),
+        ("data.seed=99999999999999999999", "data.seed: 99999999999999999999 needs more than 64 bits"),
         ("data.name=digit", "did you mean 'digits'?"),
         ("optim.nesterov=maybe", "expected true or false"),
         ("optim.lr", "is not key=value"),
@@ -196,7 +197,7 @@ def test_the_argument_of_torch_distributed_launch_is_the_local_rank(
     assert without_local_rank(["a=1", *argument.split(), "b=2"]) == ["a=1", "b=2"] and os.environ["LOCAL_RANK"] == "1"
     monkeypatch.setenv("LOCAL_RANK", "5")
     assert without_local_rank([argument.replace(" ", "=")]) == [] and os.environ["LOCAL_RANK"] == "5"
-    with pytest.raises(ConfigError, match="--local-rank: 'x' must be a rank's number"):
+    with pytest.raises(ConfigError, match="--local-rank: 'x' must be a rank number"):
         without_local_rank(["--local-rank=x"])
 
 
@@ -204,7 +205,7 @@ def test_the_argument_of_torch_distributed_launch_is_the_local_rank(
     ("word", "message"),
     [
         ("evalute", "'evalute' is neither a command nor key=value; did you mean 'evaluate'?"),
-        ("xyz", "the commands are ledger, preflight, checkpoint, evaluate, plot, shards"),
+        ("xyz", "the commands are ledger, preflight, checkpoint, evaluate, export, plot, shards"),
         ("train", "unknown command 'train'; to train, leave it out"),
     ],
 )
@@ -218,7 +219,7 @@ def test_unknown_commands_are_answered_with_the_nearest(word: str, message: str)
     ("text", "message"),
     [
         ("a: [", "is not YAML"),
-        ("- 1", "holds a list"),
+        ("- 1", "contains a list"),
         ("optim: {lr: x}", "c.yaml: optim.lr: 'x'"),
         ("3: 4", "is not a string"),
     ],
@@ -245,11 +246,13 @@ def test_keeping_the_best_epoch_requires_checkpoints_at_epochs() -> None:
         with pytest.raises(ConfigError, match=rf"train.eval_every={evaluated} .* to a multiple of 2$"):
             config.load(None, [*keys, f"train.eval_every={evaluated}"])
     assert config.load(None, [*keys, "train.eval_every=4"]).checkpoint.keep_best == 1
+    with pytest.raises(ConfigError, match=r"train.eval_every=0 means never; set train.eval_every=1"):
+        config.load(None, [*keys, "train.eval_every=0"])
 
 
 def test_missing_files_are_reported() -> None:
     with pytest.raises(
-        ConfigError, match=f"nothing.yaml does not exist in {re.escape(str(Path.cwd()))}; give an existing file"
+        ConfigError, match=f"nothing.yaml does not exist in {re.escape(str(Path.cwd()))}; pass an existing file"
     ):
         config.load("nothing.yaml", [])
     with pytest.raises(ConfigError, match="use a path or one of cifar10, cifar10-96, cifar10-fast, digits, imagenet"):

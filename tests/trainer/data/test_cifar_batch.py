@@ -53,13 +53,14 @@ def test_a_batch_is_read_whatever_python_and_numpy_wrote_it(writer: str) -> None
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("dump", [pickle.dumps, pickle._dumps], ids=["C", "Python"])  # type: ignore[attr-defined]
-def test_what_this_python_writes_is_read_as_its_own_unpickler_reads_it(dump: Any, protocol: int) -> None:
+def test_read_batch_agrees_with_this_pythons_unpickler(dump: Any, protocol: int) -> None:
     own = pixels()
     frozen = own.copy()
     frozen.setflags(write=False)
     for data in (own, np.asfortranarray(own), frozen, own[1:], own[:1]):
         for labels in ([1, 2**40, -5][: len(data)], np.arange(len(data))):
-            names = [f"{number}.png" for number in range(300)]  # more than the memo's one-byte indices
+            # more names than the pickle memo's one-byte indices can address
+            names = [f"{number}.png" for number in range(300)]
             content = dump({"filenames": names, "data": data, "labels": labels}, protocol=protocol)
             found = read_batch(content, "data", "labels")
             assert np.array_equal(found[0], data) and np.array_equal(found[1], labels)
@@ -132,7 +133,7 @@ def test_the_test_of_attributes_finds_a_machine_that_sets_them(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", NAMES, ids=".".join)
-def test_a_name_can_neither_be_called_as_numpy_does_not_nor_be_the_data(name: tuple[str, str]) -> None:
+def test_a_name_can_be_called_only_like_numpy_and_cannot_be_the_data(name: tuple[str, str]) -> None:
     for arguments in (b")", b"K\x01\x85", text("x") * 2 + b"\x86", text("u1") + b"\x85", text("V8") + b"\x89\x88\x87"):
         with pytest.raises(ValueError, match="it calls a function in a way that numpy does not"):
             read_batch(b"\x80\x02" + named(*name) + arguments + b"R.", "data")
@@ -201,7 +202,7 @@ def test_a_damaged_or_altered_batch_is_read_or_refused_with_one_kind_of_error() 
 
 
 @pytest.mark.parametrize("write", [write_cifar_python, write_cifar_binary])
-def test_a_file_larger_than_any_archive_s_is_refused_unread(write: Any, tmp_path: Path) -> None:
+def test_a_file_larger_than_any_real_archive_is_refused_unread(write: Any, tmp_path: Path) -> None:
     write(tmp_path)
     path = next(path for path in tmp_path.rglob("data_batch_1*"))
     os.truncate(path, 1 << 40)  # a sparse file, which takes no space

@@ -85,9 +85,7 @@ def trained(world: int, folder: Path, where: Path, prepare: Callable[[int], None
     return final_losses(where / "run")
 
 
-def test_training_is_that_of_a_plain_loop_over_the_readable_ones_on_1_2_and_3_ranks(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_training_equals_a_plain_loop_over_the_readable_images(folder: Path, tmp_path: Path) -> None:
     expected = reference(folder)
     for world in (1, 2, 3):
         np.testing.assert_allclose(
@@ -97,7 +95,7 @@ def test_training_is_that_of_a_plain_loop_over_the_readable_ones_on_1_2_and_3_ra
         assert (counts[3], counts[7]) == (len(CORRUPT), len(CORRUPT)), "reported with the progress, reset in each epoch"
 
 
-def test_the_ledger_shows_them(folder: Path, tmp_path: Path) -> None:
+def test_the_ledger_shows_unreadable_images(folder: Path, tmp_path: Path) -> None:
     good(2, arguments(folder, "train.ledger=true", f"checkpoint.dir={tmp_path / 'c'}"))
     summary = verify(read([tmp_path / "c"]))
     assert summary.unreadable == 2 * len(CORRUPT)
@@ -129,7 +127,7 @@ def test_the_comparison_finds_defects(defect: Callable[[int], None], folder: Pat
         np.testing.assert_allclose(trained(2, folder, tmp_path / "defect", defect), reference(folder), rtol=2e-5)
 
 
-def test_normalisation_statistics_and_mixed_images_do_not_see_the_ranks_either(folder: Path, tmp_path: Path) -> None:
+def test_normalization_and_mixing_do_not_depend_on_the_ranks_either(folder: Path, tmp_path: Path) -> None:
     more = ["model.norm=batch", "data.micro_batches=3", "data.mixup=0.4", "data.cutmix=1"]
     for world in (1, 2, 3):
         good(world, [*arguments(folder, *more), f"checkpoint.dir={tmp_path / str(world)}"])
@@ -153,7 +151,7 @@ def test_a_batch_keeps_its_size_and_the_label_says_that_it_weighs_nothing(folder
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_files_and_the_reasons_are_named_once(
+def test_each_file_and_its_reason_are_reported_once(
     workers: int, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = open_data(config.load(None, arguments(folder, f"data.workers={workers}")).data)
@@ -164,7 +162,7 @@ def test_the_files_and_the_reasons_are_named_once(
         assert reported.count(f"image {path_of(folder, number)} cannot be read (") == 1
 
 
-def test_of_many_a_few_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_few_of_many_files_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(SIZE):
         path_of(folder, number).write_bytes(b"")
     data = open_data(config.load(None, arguments(folder)).data)
@@ -181,13 +179,13 @@ def test_a_file_that_has_gone_is_unreadable(folder: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_corrupt_stop_names_the_first(workers: int, folder: Path) -> None:
+def test_corrupt_stop_reports_the_first_unreadable_image(workers: int, folder: Path) -> None:
     data = open_data(config.load(None, arguments(folder, "data.corrupt=stop", f"data.workers={workers}")).data)
     with pytest.raises(DataError, match=rf"^image {path_of(folder, 1)} cannot be read .*data.corrupt=skip"):
         list(data.train_batches([[0, 1]], 0))
 
 
-def test_too_many_end_the_training_at_the_same_step_on_any_number_of_ranks(folder: Path, tmp_path: Path) -> None:
+def test_too_many_unreadable_images_end_training_at_the_same_step(folder: Path, tmp_path: Path) -> None:
     """Three unreadable images of 24 are allowed. At the step that reads the fourth, every rank ends
     with the same message.
     """
@@ -201,7 +199,7 @@ def test_too_many_end_the_training_at_the_same_step_on_any_number_of_ranks(folde
         assert len(metrics(where / "run", "step")) == last
 
 
-def test_too_many_test_images_end_the_training_too(folder: Path, tmp_path: Path) -> None:
+def test_too_many_unreadable_test_images_end_training_too(folder: Path, tmp_path: Path) -> None:
     """The remaining images would be a different test set. If none remained, the loss would be 0,
     the best possible one.
     """
@@ -219,7 +217,7 @@ def test_too_many_test_images_end_the_training_too(folder: Path, tmp_path: Path)
         assert list(where.glob("step-*.pt")), "the epoch itself is saved"
 
 
-def test_a_result_says_of_how_many_test_images_it_is(
+def test_a_result_says_how_many_test_images_it_is_based_on(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first, *others = sorted((folder / "val").rglob("*.JPEG"))

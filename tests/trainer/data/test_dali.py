@@ -31,8 +31,8 @@ needs_dali = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _no_pipeline_stays() -> Iterator[None]:
-    """Collect pipelines after each test. A forked rank does not have a pipeline's threads, so
-    collecting one there would crash.
+    """Garbage-collect pipelines after each test. A forked rank does not have a pipeline's threads,
+    so collecting one there would crash.
     """
     yield
     gc.collect()
@@ -79,7 +79,7 @@ def test_dali_gives_the_same_crops_and_flips(folder: Path) -> None:
 
 
 @needs_dali
-def test_a_broken_image_is_named_and_the_others_continue(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_image_is_reported_and_the_others_continue(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder / "train" / "china.jpg" / "1.jpg"
     path.write_bytes(path.read_bytes()[:2000])
     (folder / "train" / "flower.jpg" / "2.jpg").write_bytes(b"text")

@@ -137,7 +137,7 @@ def test_jpeg_folder_trains_on_two_ranks_like_on_one(workers: int, tmp_path: Pat
     assert verify(read([tmp_path / "2"])).epochs == {1: 12, 2: 12}
 
 
-def test_digits_are_scikit_learns_and_the_split_is_stratified() -> None:
+def test_digits_match_scikit_learn_and_the_split_is_stratified() -> None:
     from ddpjob_trainer.data.digits import read_digits
     from sklearn.datasets import load_digits
 
@@ -160,7 +160,7 @@ def test_augmentation_depends_on_sample_and_epoch_only() -> None:
     assert torch.equal(shown(some, 0), whole[some]), "after another epoch, in another order, among others"
 
 
-def test_crop_and_flip_moves_and_mirrors_as_it_says() -> None:
+def test_crop_and_flip_moves_and_mirrors_images() -> None:
     image = torch.arange(1, 26, dtype=torch.uint8).view(1, 1, 5, 5)
     padded = torch.nn.functional.pad(image, (1, 1, 1, 1))[0, 0]
     expected = {
@@ -190,7 +190,7 @@ def test_crop_and_flip_takes_the_numbers_drawn_for_each_sample() -> None:
 
 
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (3, 2), (2**31, 10**6)])
-def test_numbers_that_a_device_draws_are_those_of_the_host_to_the_bit(seed: int, epoch: int) -> None:
+def test_numbers_drawn_on_a_device_are_bit_identical_to_those_of_the_host(seed: int, epoch: int) -> None:
     from ddpjob_trainer.data.randomness import uniform, uniform_for_all
 
     found = uniform_for_all(seed, epoch, 5000, 3, torch.device("cpu"))
@@ -223,7 +223,7 @@ def test_resized_crop_boxes_lie_inside_and_keep_the_ranges() -> None:
         assert 0.07 < height * width / 120000 <= 1 and 0.74 < width / height < 1.35
 
 
-def test_bad_folders_are_named_with_the_remedy(tmp_path: Path) -> None:
+def test_bad_folders_are_reported_with_the_remedy(tmp_path: Path) -> None:
     cases = [
         (["data.name=cifar10"], "needs data.dir"),
         (
@@ -238,7 +238,7 @@ def test_bad_folders_are_named_with_the_remedy(tmp_path: Path) -> None:
             train.run(config.load(None, arguments))
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
+def test_damaged_files_are_reported(tmp_path: Path) -> None:
     write_cifar_binary(tmp_path)
     path = tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin"
     whole = path.read_bytes()
@@ -280,7 +280,7 @@ def test_classes_of_train_and_val_must_agree(tmp_path: Path) -> None:
         opened("data.name=imagefolder", f"data.dir={tmp_path}")
 
 
-def test_values_that_make_no_sense_are_refused() -> None:
+def test_invalid_values_are_refused() -> None:
     for arguments, message in (
         (["data.batch=0"], "data.batch=0: must be at least 1"),
         (["data.name=synthetic", "data.shape=3,32"], "data.shape"),
@@ -289,7 +289,7 @@ def test_values_that_make_no_sense_are_refused() -> None:
             opened(*arguments)
 
 
-def test_a_small_set_lies_on_the_training_device(tmp_path: Path) -> None:
+def test_a_small_data_set_is_kept_on_the_training_device(tmp_path: Path) -> None:
     """`meta` stands for an accelerator: its tensors have no content and cannot be copied back to
     the CPU.
     """
@@ -444,7 +444,7 @@ def test_ranks_that_see_different_data_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["imagefolder", "cifar10", "shards"])
-def test_data_that_may_not_be_read_is_named_with_the_user(name: str, tmp_path: Path) -> None:
+def test_data_without_read_permission_is_reported_with_the_user(name: str, tmp_path: Path) -> None:
     root = tmp_path / "closed"
     root.mkdir(mode=0)
     before = os.geteuid()
@@ -472,7 +472,7 @@ def test_an_image_that_the_machine_cannot_read_is_not_taken_for_a_damaged_one(tm
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_the_names_of_all_images_are_no_list_that_workers_would_copy(tmp_path: Path) -> None:
+def test_the_names_of_images_are_not_a_list_that_workers_would_copy(tmp_path: Path) -> None:
     write_image_folder(tmp_path)
     strange = tmp_path / "train" / "n01440764" / os.fsdecode(b"z-\xff \xc3\xa4.jpg")
     strange.touch()

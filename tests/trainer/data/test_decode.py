@@ -48,7 +48,7 @@ def by_torchvision(content: bytes, where: Box, size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("where", [Box(3, 11, 300, 400), Box(0, 0, 427, 640), Box(100, 200, 64, 64), Box(7, 5, 20, 33)])
-def test_a_crop_is_torchvisions_where_no_reduced_size_fits(photograph: Image.Image, where: Box) -> None:
+def test_a_crop_matches_torchvision_if_no_reduced_size_fits(photograph: Image.Image, where: Box) -> None:
     content = encoded(photograph, quality=90)
     size = 224 if min(where.height, where.width) < 448 else 320
     pixels = crop(content, box(where.top, where.left, where.height, where.width), size)
@@ -78,7 +78,7 @@ def test_a_crop_at_reduced_size_is_nearly_the_same_picture(
     assert shifted.float().mean() > 5, "a crop that is off by two pixels is detected"
 
 
-def test_the_middle_is_torchvisions_resize_and_center_crop(photograph: Image.Image) -> None:
+def test_the_middle_matches_torchvisions_resize_and_center_crop(photograph: Image.Image) -> None:
     import torchvision.transforms.v2 as v2
 
     for shown in (
@@ -92,7 +92,7 @@ def test_the_middle_is_torchvisions_resize_and_center_crop(photograph: Image.Ima
         assert (middle(content, 224).int() - reference.int()).abs().max() <= 2
 
 
-def test_jpeg_pixels_are_pillows(photograph: Image.Image) -> None:
+def test_jpeg_pixels_match_pillow(photograph: Image.Image) -> None:
     for options in ({"quality": 90}, {"quality": 50, "subsampling": 0}, {"quality": 75, "progressive": True}):
         content = encoded(photograph, **options)
         pixels = crop(content, box(0, 0, 224, 224), 224)
@@ -100,7 +100,7 @@ def test_jpeg_pixels_are_pillows(photograph: Image.Image) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "BMP", "TIFF", "PPM", "GIF"])
-def test_other_formats_are_read_as_pillow_reads_them(photograph: Image.Image, kind: str) -> None:
+def test_other_formats_are_read_like_pillow(photograph: Image.Image, kind: str) -> None:
     small = photograph.resize((64, 48))
     content = encoded(small, kind, **({"lossless": True} if kind == "WEBP" else {}))
     pixels = crop(content, box(8, 8, 32, 32), 32)
@@ -139,7 +139,7 @@ def test_pixels_of_32_bits_are_refused_since_their_white_is_not_known(kind: type
         middle(encoded(image, "TIFF"), 8)
 
 
-def test_what_is_no_whole_image_is_unreadable(photograph: Image.Image) -> None:
+def test_a_truncated_image_is_unreadable(photograph: Image.Image) -> None:
     whole = encoded(photograph, quality=90)
     png = encoded(photograph.resize((64, 48)), "PNG")
     huge = encoded(Image.new("1", (40000, 10000)), "PNG")
@@ -259,7 +259,7 @@ def test_a_jpeg_of_thousands_of_scans_is_refused_undecoded(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", ["EPS", "ICO", "PCX", "TGA", "SGI", "PDF"])
-def test_formats_that_are_not_documented_are_not_opened(kind: str) -> None:
+def test_undocumented_formats_are_not_opened(kind: str) -> None:
     """Pillow has about forty decoders and chooses one by a file's bytes. Its EPS decoder runs
     Ghostscript.
     """

@@ -51,7 +51,7 @@ def names(root: Path, kept: Path) -> list[str]:
 
 
 def in_order(root: Path) -> list[str]:
-    """Return the files folder by folder, in the order of torchvision's ImageFolder."""
+    """Return the files folder by folder, ordered like torchvision's ImageFolder."""
     return [
         str(path) for path in sorted(root.rglob("*"), key=lambda path: (str(path.parent), path.name)) if path.is_file()
     ]
@@ -99,14 +99,14 @@ def a_class_moved_away(root: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [added, added_by_tar, removed, renamed, a_class_added, a_class_moved_away])
-def test_changed_data_are_seen(change, root: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_changed_data_is_noticed(change, root: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     before = names(root, tmp_path / "kept")
     change(root)
     after = names(root, tmp_path / "kept")
     assert after == in_order(root) != before
 
 
-def test_what_changed_just_now_is_not_kept(root: Path, tmp_path: Path, scans: list[str]) -> None:
+def test_a_listing_of_recently_changed_files_is_not_kept(root: Path, tmp_path: Path, scans: list[str]) -> None:
     """Another change within the clock's resolution may leave the modification time unchanged."""
     added(root)
     names(root, tmp_path / "kept")
@@ -115,7 +115,7 @@ def test_what_changed_just_now_is_not_kept(root: Path, tmp_path: Path, scans: li
     assert scans
 
 
-def test_where_folders_have_no_times_each_start_lists(
+def test_folders_without_modification_times_are_listed_at_each_start(
     root: Path, tmp_path: Path, scans: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some buckets that are mounted as file systems have no times."""

@@ -1,5 +1,5 @@
-"""Mixup, CutMix and RandAugment agree with torchvision's. They are functions of (seed, epoch,
-sample or micro-batch).
+"""Mixup, CutMix and RandAugment agree with torchvision's. Their results depend only on the seed,
+the epoch, and the sample or micro-batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def batch(count: int = 6) -> Batch:
 
 
 @pytest.mark.parametrize("key", range(8))
-def test_mixup_is_torchvisions_with_the_same_lambda(key: int) -> None:
+def test_mixup_matches_torchvision_with_the_same_lambda(key: int) -> None:
     mixed = mixup.mix(MIXUP, batch(), key, 4)
     share = float(mixed.labels[1, 1])
     transform = v2.MixUp(alpha=1.0, num_classes=4)
@@ -42,7 +42,7 @@ def test_mixup_is_torchvisions_with_the_same_lambda(key: int) -> None:
 
 
 @pytest.mark.parametrize("key", range(8))
-def test_cutmix_is_torchvisions_with_the_same_rectangle(key: int) -> None:
+def test_cutmix_matches_torchvision_with_the_same_rectangle(key: int) -> None:
     mixed = mixup.mix(CUTMIX, batch(), key, 4)
     changed = (mixed.images != batch().images).any(1).any(0)
     rows, columns = (torch.nonzero(changed.any(side)).flatten() for side in (1, 0))
@@ -55,7 +55,7 @@ def test_cutmix_is_torchvisions_with_the_same_rectangle(key: int) -> None:
     torch.testing.assert_close(mixed.labels, labels)
 
 
-def test_lambdas_and_areas_are_spread_as_the_papers_say() -> None:
+def test_lambdas_and_areas_follow_the_papers_distributions() -> None:
     """The weights follow Beta(0.3, 0.3) for mixup. The area for CutMix is 1 - Beta(1, 1), minus the
     part beyond the border.
     """
@@ -80,7 +80,7 @@ def test_with_both_each_micro_batch_gets_one_of_them() -> None:
     assert 150 < cut < 250
 
 
-def test_it_is_a_function_of_the_key_and_touches_no_other_generator() -> None:
+def test_mixing_depends_only_on_the_key_and_uses_no_other_generator() -> None:
     state = torch.get_rng_state()
     first, again, other = (mixup.mix(MIXUP, batch(), key, 4) for key in (5, 5, 6))
     assert torch.equal(first.images, again.images) and not torch.equal(first.images, other.images)
@@ -144,7 +144,7 @@ def test_the_comparison_finds_defects(defect: Callable[[int], None], tmp_path: P
         )
 
 
-def test_randaugment_is_torchvisions_and_a_function_of_seed_epoch_and_sample() -> None:
+def test_randaugment_matches_torchvision_and_depends_on_seed_epoch_and_sample() -> None:
     image = (torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0)) * 255).byte()
     augment = RandAugment.of(DataConfig(randaugment_ops=2, randaugment_magnitude=15))
     assert augment is not None
@@ -192,7 +192,7 @@ def test_randaugment_of_a_folder_does_not_depend_on_workers_or_company(workers: 
     assert torch.equal(test.images, plain_test.images), "test images are never augmented"
 
 
-def test_values_that_make_no_sense_are_refused() -> None:
+def test_invalid_values_are_refused() -> None:
     for arguments, message in (
         (["data.mixup=-1"], r"data.mixup=-1.0: must be a finite number of at least 0, for example 0.2"),
         (["data.cutmix=.inf"], r"data.cutmix=inf: must be a finite"),

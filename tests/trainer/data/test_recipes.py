@@ -31,7 +31,7 @@ def photographs() -> torch.Tensor:
     return torch.from_numpy(load_sample_image("china.jpg").copy()).permute(2, 0, 1)[:, 100:164, 200:264].contiguous()
 
 
-def test_trivialaugment_is_torchvisions() -> None:
+def test_trivialaugment_matches_torchvision() -> None:
     from torchvision.transforms import v2
 
     ours = RandAugment.of(DataConfig(trivialaugment=True))
@@ -50,7 +50,7 @@ def test_trivialaugment_is_torchvisions() -> None:
         RandAugment.of(DataConfig(trivialaugment=True, randaugment_ops=2))
 
 
-def test_random_erasing_is_torchvisions() -> None:
+def test_random_erasing_matches_torchvision() -> None:
     from torchvision.transforms import RandomErasing as Theirs
 
     numbers = list(range(400))
@@ -70,7 +70,7 @@ def test_random_erasing_is_torchvisions() -> None:
     assert torch.equal(RandomErasing(0.25, SEED)(images[some].clone(), some, EPOCH), found[some]), "whatever the batch"
 
 
-def test_cutout_is_the_papers() -> None:
+def test_cutout_matches_the_paper() -> None:
     """The paper's code cuts a square around a uniformly drawn center and clips it at the
     borders.
     """
@@ -93,13 +93,13 @@ def test_cutout_is_the_papers() -> None:
         ({"cutout": 4}, (5,), r"data.cutout=4: needs images"),
     ],
 )
-def test_wrong_values(keys: dict[str, float], shape: tuple[int, ...], message: str) -> None:
+def test_invalid_erasing_values_are_refused(keys: dict[str, float], shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_erasers(DataConfig(**keys), shape)  # type: ignore[arg-type]
     assert build_erasers(DataConfig(), (5,)) == []
 
 
-def test_what_is_erased_does_not_depend_on_the_ranks(tmp_path: object) -> None:
+def test_erased_areas_do_not_depend_on_the_ranks(tmp_path: object) -> None:
     keys = [*TINY, "train.epochs=1", "data.erase=0.5", "data.cutout=2", "data.mixup=0.2", "data.micro_batches=4"]
     for world in (1, 2, 3):
         good(world, [*keys, f"checkpoint.dir={tmp_path}/{world}"])
@@ -110,7 +110,7 @@ def test_what_is_erased_does_not_depend_on_the_ranks(tmp_path: object) -> None:
     np.testing.assert_allclose(curves[2], curves[0], rtol=1e-4)
 
 
-def test_binary_cross_entropy_of_mixed_images_is_timms() -> None:
+def test_binary_cross_entropy_of_mixed_images_matches_timm() -> None:
     theirs = pytest.importorskip("timm.loss").BinaryCrossEntropy(smoothing=0.0)
     torch.manual_seed(0)
     scores, shares = torch.randn(6, 5), torch.rand(6, 5).softmax(1)
@@ -119,7 +119,7 @@ def test_binary_cross_entropy_of_mixed_images_is_timms() -> None:
 
 
 @pytest.mark.parametrize(("size", "share", "short"), [(224, 0.875, 256), (224, 0.9655, 232), (160, 1.0, 160)])
-def test_the_test_image_is_torchvisions(size: int, share: float, short: int) -> None:
+def test_the_test_image_matches_torchvision(size: int, share: float, short: int) -> None:
     import io
 
     from sklearn.datasets import load_sample_image
@@ -209,7 +209,7 @@ def test_encoded_images_in_versions(more: list[str], tmp_path: Path) -> None:
     assert not any(torch.equal(a, b) for a, b in zip(one.images, two.images, strict=True))
 
 
-def test_repeats_that_make_no_sense_are_refused() -> None:
+def test_invalid_repeats_are_refused() -> None:
     for keys, error in (
         (["data.repeats=0"], r"data.repeats=0: must be from 1 to data.batch=128"),
         (["data.repeats=3", "data.batch=2"], r"data.repeats=3: must be from 1 to data.batch=2"),

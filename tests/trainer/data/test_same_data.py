@@ -47,7 +47,7 @@ def other_class_of_an_image(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [other_classes, other_image, other_class_of_an_image])
-def test_ranks_with_as_many_but_other_images_are_refused(
+def test_ranks_with_equally_many_but_different_images_are_refused(
     change: Callable[[Path], None], nodes: tuple[Path, Path], tmp_path: Path
 ) -> None:
     change(nodes[1])
@@ -60,12 +60,12 @@ def test_ranks_with_as_many_but_other_images_are_refused(
         assert f"rank 1: 8 training images, 8 test images, 2 classes ({second}), fingerprint " in end.error
 
 
-def test_the_same_images_at_another_place_are_the_same(nodes: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_same_images_in_a_different_folder_are_the_same(nodes: tuple[Path, Path], tmp_path: Path) -> None:
     keys = ["data.name=imagefolder", *TRAINING, f"checkpoint.dir={tmp_path / 'c'}"]
     good(2, keys, env=lambda rank: {"DDPJOB_DATA_DIR": str(nodes[rank])})
 
 
-def test_a_resume_on_as_many_other_images_says_so(
+def test_a_resume_on_equally_many_different_images_is_reported(
     nodes: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     other_image(nodes[1])

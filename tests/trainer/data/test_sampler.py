@@ -89,7 +89,7 @@ def counting(dealt: list[Step]) -> list[Micro]:
 
 
 def joined(dealt: list[Step]) -> list[int]:
-    """Return all ranks' samples in the order of the global batch."""
+    """Return all ranks' samples, ordered as in the global batch."""
     return [sample for micro in sorted(counting(dealt), key=lambda micro: micro.number) for sample in micro.samples]
 
 
@@ -115,7 +115,7 @@ def test_without_exactness_each_rank_takes_its_share_in_one_pass() -> None:
     dividing=st.sampled_from([Dividing.EXACT, Dividing.LOCAL]),
 )
 @example(samples=33, world=2, micro_batches=5, stretch=1.25, dividing=Dividing.EXACT)
-def test_where_whole_micro_batches_are_uneven_ranks_share_them_evenly(
+def test_ranks_share_micro_batches_evenly_if_whole_ones_are_uneven(
     samples: int, world: int, micro_batches: int, stretch: float, dividing: Dividing
 ) -> None:
     batch, state = list(range(1000, 1000 + samples)), SamplerState(seed=3, epoch=1, consumed=7)
@@ -184,7 +184,7 @@ def test_upcoming_steps_are_those_of_each_epoch() -> None:
 
 
 @given(st.lists(st.integers(0, 2**64), min_size=1, max_size=5))
-def test_keys_are_splitmix64s(parts: list[int]) -> None:
+def test_keys_match_splitmix64(parts: list[int]) -> None:
     """A different key would change the order and the initial weights of old checkpoints."""
     golden, state = 0x9E3779B97F4A7C15, 0
     for part in parts:
@@ -202,7 +202,7 @@ def test_share_gives_empty_parts_when_ranks_outnumber_samples() -> None:
     assert [share([7, 8], rank, 4) for rank in range(4)] == [[7], [8], [], []]
 
 
-def test_another_data_set_is_refused() -> None:
+def test_a_different_data_set_is_refused() -> None:
     sampler = ElasticSampler(10, 2, Dealing(), SamplerState())
     with pytest.raises(CheckpointError, match="11 training samples, but the data set has 10"):
         sampler.load_state_dict({"epoch": 0, "consumed": 0, "seed": 0, "size": 11})
@@ -246,7 +246,7 @@ def test_versions_are_the_same_in_the_same_order_over_any_sequence_of_worlds(
         assert len(whole) >= len(chosen) - 1, "all versions of each sample but for the last one's"
 
 
-def test_versions_are_those_of_timms_and_deits_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_match_the_samplers_of_timm_and_deit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each global batch has the same samples, for any number of ranks. torchvision's RASampler has
     the same code.
     """

@@ -81,6 +81,6 @@ def test_the_mirror_image_of_a_shape_is_of_its_class(name: str) -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(keys: list[str], message: str) -> None:
+def test_invalid_settings_are_refused(keys: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         opened(*keys)

@@ -57,7 +57,7 @@ def opened(*arguments: str) -> DataSet:
 
 
 def images(data: DataSet, count: int) -> dict[bytes, int]:
-    """Return the labels of the test images without augmentation, by the image's bytes."""
+    """Map the bytes of each test image, which is not augmented, to its label."""
     (batch,) = data.test_batches([list(range(count))])
     return {image.numpy().tobytes(): label for image, label in zip(batch.images, batch.labels.tolist(), strict=True)}
 
@@ -95,7 +95,7 @@ def test_an_index_made_by_reading_the_tars_is_the_one_that_packing_wrote(packed:
     assert {key: value.tolist() for key, value in np.load(packed / "train" / "index.npz").items()} == written
 
 
-def test_an_index_of_other_shards_is_made_anew(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_of_different_shards_is_rebuilt(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scans: list[str] = []
     scan = shard_index._scan
     monkeypatch.setattr(shard_index, "_scan", lambda url, *rest: scans.append(url) or scan(url, *rest))
@@ -122,7 +122,7 @@ def relabelled(shard: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", ["beside", "elsewhere"])
-def test_labels_that_were_mended_are_read_again(kept: str, packed: Path, tmp_path: Path) -> None:
+def test_corrected_labels_are_read_again(kept: str, packed: Path, tmp_path: Path) -> None:
     more = [f"data.index={tmp_path / 'index'}"] if kept == "elsewhere" else []
     if kept == "elsewhere":
         for part in ("train", "val"):
@@ -244,7 +244,9 @@ def test_a_failing_server_is_asked_again_and_is_never_a_corrupt_image(
         list(data.test_batches([[0, 1]]))
 
 
-def test_a_damaged_image_in_a_shard_is_named_by_its_place(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_image_in_a_shard_is_reported_with_its_position(
+    packed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = opened(f"data.dir={packed}")
     offset = int(np.load(packed / "val" / "index.npz")["offsets"][0])
     shard = packed / "val" / "shard-000000.tar"
@@ -283,7 +285,7 @@ def test_shards_of_other_tools_are_read(folder: Path, tmp_path: Path) -> None:
     assert (data.train_size, data.classes, batch.unreadable, sorted(batch.labels.tolist())) == (2, 2, 0, [0, 1])
 
 
-def test_bad_shards_are_named_with_the_remedy(folder: Path, tmp_path: Path) -> None:
+def test_bad_shards_are_reported_with_the_remedy(folder: Path, tmp_path: Path) -> None:
     jpeg, root = a_jpeg(folder), tmp_path / "bad"
 
     def fails(message: str, members: dict[str, bytes], classes: str | None = None) -> None:
@@ -405,17 +407,17 @@ def test_packing_keeps_the_names_of_classes(folder: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "other").exists()
 
 
-def test_a_damaged_index_is_named(packed: Path) -> None:
+def test_a_damaged_index_is_reported(packed: Path) -> None:
     index = packed / "train" / "index.npz"
     index.write_bytes(index.read_bytes()[:-40])
     with pytest.raises(DataError, match=rf"damaged .*remove {index}"):
         opened(f"data.dir={packed}")
 
 
-def test_where_a_file_system_has_no_locks_the_index_is_built_all_the_same(
-    packed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Lustre without its option flock has no locks. Regression: the message blamed permissions."""
+def test_the_index_is_built_on_a_file_system_without_locks(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre mounted without the flock option does not support locks. Regression: the message
+    blamed permissions.
+    """
 
     def refused(*_: Any) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -426,7 +428,7 @@ def test_where_a_file_system_has_no_locks_the_index_is_built_all_the_same(
     assert (packed / "train" / "index.npz").exists()
 
 
-def test_an_index_that_cannot_be_kept_is_named(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_cannot_be_kept_is_reported(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -438,13 +440,15 @@ def test_an_index_that_cannot_be_kept_is_named(packed: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"sha'])
-def test_a_damaged_plan_is_named(text: str, folder: Path, packed: Path) -> None:
+def test_a_damaged_plan_is_reported(text: str, folder: Path, packed: Path) -> None:
     (packed / "train" / "plan.json").write_text(text)
     with pytest.raises(DataError, match=r"plan.json is damaged .*; remove .*train, or choose a different folder"):
         pack_shards.pack(folder, packed, 20_000)
 
 
-def test_packing_continues_where_it_was_cut(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_continues_where_it_was_interrupted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     pack_shards.pack(folder, whole, 20_000)
     write, written = pack_shards._write, list[Path]()
@@ -492,7 +496,7 @@ def test_the_command_packs(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
         __main__.run(["shards", str(tmp_path / "nowhere"), str(tmp_path / "out2")])
 
 
-def test_a_folder_that_cannot_be_written_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable_is_reported(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     with pytest.raises(
         DataError, match=r"out/train: Not a directory; free some space or repair it, then run the command again"
@@ -544,9 +548,7 @@ def empty_array_of(shape: tuple[int, ...], kind: str) -> bytes:
         ({"stamps": lambda stamps: stamps[1:]}, "its columns differ in length"),
     ],
 )
-def test_an_index_that_points_outside_of_its_shards_is_refused(
-    changes: dict[str, Any], reason: str, packed: Path
-) -> None:
+def test_an_index_that_points_outside_its_shards_is_refused(changes: dict[str, Any], reason: str, packed: Path) -> None:
     columns = index_of(packed, **changes)
     np.savez(packed / "train" / "index.npz", **columns)
     with pytest.raises(DataError, match=rf"the index of \S+ is damaged \({reason}|is damaged \(an array {reason}"):
@@ -612,7 +614,7 @@ def test_a_label_does_not_choose_the_size_of_the_model(label: bytes, reason: str
         opened(f"data.dir={tmp_path}")
 
 
-def test_a_list_of_classes_is_not_read_whatever_its_size(packed: Path) -> None:
+def test_a_list_of_classes_above_the_size_limit_is_not_read(packed: Path) -> None:
     os.truncate(packed / "classes.txt", 1 << 40)
     with pytest.raises(DataError, match=r"classes.txt has more than 67,108,864 bytes"):
         opened(f"data.dir={packed}")

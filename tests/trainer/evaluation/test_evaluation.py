@@ -60,7 +60,8 @@ class Scores:
 def scores(size: int, classes: int, *, ties: bool = False, absent: int = 0) -> Scores:
     """Return random scores that are often right.
 
-    `ties` rounds them, so that few values differ. The last `absent` classes have no samples.
+    `ties` rounds the scores, so that many of them are equal. The last `absent` classes have no
+    samples.
     """
     generator = torch.Generator().manual_seed(size * classes)
     labels = torch.randint(0, classes - absent, (size,), generator=generator)
@@ -155,7 +156,7 @@ def test_equal_to_scikit_learn_on_any_number_of_ranks(world: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [PrKind.EXACT, PrKind.BINNED])
-def test_with_bce_a_score_alone_makes_its_class_s_probability(kind: PrKind) -> None:
+def test_with_bce_a_probability_depends_only_on_the_score_of_its_class(kind: PrKind) -> None:
     """This loss does not use softmax: a sample's other scores would change its position among all
     samples.
     """
@@ -195,7 +196,7 @@ def test_binned_is_exact_on_binned_scores_and_close_on_all(world: int) -> None:
     assert fine is not None and fine.average_precision == pytest.approx(wanted.tolist(), abs=2e-3)
 
 
-def test_bins_hold_apart_what_a_sure_model_is_sure_of() -> None:
+def test_bins_separate_the_scores_of_a_confident_model() -> None:
     sure = torch.tensor([[0.999, 0.9999, 0.99999, 1e-5, 1e-4, 0.0, 1.0]])
     places = curves.bin_of(sure, 1000)[0].tolist()
     assert len(set(places)) == 7 and max(places) == 999 and min(places) == 0
@@ -245,7 +246,7 @@ def test_every_rank_takes_part_in_every_round() -> None:
 # ------------------------------------------------------------ the checks can fail
 
 
-def test_a_padded_sample_is_noticed() -> None:
+def test_a_padded_sample_is_detected() -> None:
     """DistributedSampler pads like this: it repeats the first samples so that all ranks have the
     same number.
     """
@@ -298,7 +299,7 @@ def test_unreadable_samples_count_nowhere() -> None:
     assert (result.samples, result.unreadable) == (16, 4) and result.scalars() == pytest.approx(rest.scalars())
 
 
-def test_bad_input_is_named() -> None:
+def test_bad_input_is_reported() -> None:
     accumulator = Accumulator(5, EvalConfig())
     with pytest.raises(DataError, match=r"a label outside 0\.\.4: 1\.\.5; correct the labels"):
         accumulator.add(torch.zeros(2, 5), torch.tensor([1, 5]))
@@ -379,9 +380,7 @@ def test_a_training_leaves_the_evaluation_of_its_epochs(trained: Path) -> None:
     assert reported["samples"] == sum(entry["support"] for entry in reported["classes"]) == 359
 
 
-def test_the_command_gives_what_scikit_learn_gives_for_the_checkpoint(
-    trained: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_the_command_matches_scikit_learn_for_the_checkpoint(trained: Path, tmp_path: Path, capsys: Any) -> None:
     """The test covers the file, its configuration, the data, the model and the scores. The
     reference reads the file with torch.load only.
     """
@@ -431,7 +430,7 @@ def test_the_command_on_three_ranks_gives_the_same(
     assert three == alone
 
 
-def test_the_command_names_what_is_wrong(trained: Path, tmp_path: Path) -> None:
+def test_the_command_reports_the_mistake(trained: Path, tmp_path: Path) -> None:
     path = str(trained / "step-000000016.pt")
     with pytest.raises(CheckpointError, match=r"belongs to a different model: .*Set model\.\*"):
         evaluate_checkpoint.main([path, "model.width=8"])
@@ -441,7 +440,7 @@ def test_the_command_names_what_is_wrong(trained: Path, tmp_path: Path) -> None:
         evaluate_checkpoint.main([path, "eval.prr=exact"])
 
 
-def test_a_folder_that_cannot_be_written_is_named_before_the_evaluation(
+def test_a_folder_that_is_not_writable_is_reported_before_the_evaluation(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the only output was a traceback."""

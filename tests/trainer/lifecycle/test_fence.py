@@ -194,7 +194,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def died(folder: CheckpointFolder) -> None:
-    """End the owner's process without any notice."""
+    """Make the owner's process die without notice."""
     folder._ownership._ended.set()
 
 
@@ -226,7 +226,7 @@ def test_a_second_job_is_refused_and_disturbs_nothing(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_same_job_comes_back_at_once_in_any_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_job_reclaims_its_folder_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fence, "WATCH_SECONDS", 60.0)
     job(monkeypatch, tmp_path, "a", "uid-a", "0.1")
     save(job(monkeypatch, tmp_path, "a", "uid-a", "0.2"), 1)
@@ -286,7 +286,7 @@ def test_another_job_continues_when_the_first_has_ended(
         job(monkeypatch, tmp_path, "c", "uid-c")
 
 
-def test_a_refused_job_ends_with_a_code_that_is_not_retried_and_a_training_that_completes_lets_go(
+def test_a_refused_job_is_not_retried_and_a_completed_training_releases_the_folder(
     tmp_path: Path,
 ) -> None:
     names = {"DDPJOB_NAMESPACE": "team", "DDPJOB_NAME": "a", "DDPJOB_UID": "uid-a", "DDPJOB_POD": "a-0-0"}

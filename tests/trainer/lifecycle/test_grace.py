@@ -1,5 +1,5 @@
-"""How long a rank that must end waits for its peers, and why the processes that it starts still end
-on SIGTERM.
+"""How long a rank that was asked to stop waits for its peers, and why the processes that it starts
+still terminate on SIGTERM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from machine import slowness
 from ranks import TINY, finish, metrics, start, stop_at, until
 
 
-def test_patience_is_what_the_pod_is_given_less_what_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_patience_is_the_grace_period_less_the_time_for_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert grace_from_env() is None and StopRequest(Group())._patience() == 4.0
     for text, seconds in (("30", 27.0), ("600.5", 597.5), ("1", 0.5)):
         monkeypatch.setenv("DDPJOB_GRACE_SECONDS", text)
@@ -107,7 +107,7 @@ def test_slow_ranks_are_waited_for_as_long_as_they_answer(tmp_path: Path) -> Non
     assert [line["step"] for line in metrics(tmp_path / "run", "checkpoint")] == [3, 5]
 
 
-def test_a_checkpoint_under_way_is_waited_for_where_nobody_says_when_the_end_comes(tmp_path: Path) -> None:
+def test_without_a_deadline_a_started_checkpoint_is_completed(tmp_path: Path) -> None:
     """Writing takes 7 s, longer than the patience with a step. Rank 0 waits for it at the end of an
     epoch, and rank 1 waits for rank 0.
     """
@@ -155,7 +155,7 @@ def test_an_error_in_training_does_not_cut_the_checkpoint_under_way(tmp_path: Pa
     assert [path.name for path in tmp_path.glob("*.pt")] == ["step-000000003.pt"]
 
 
-def test_sigterm_at_the_very_end_does_not_cut_short_what_is_still_written(
+def test_sigterm_at_the_very_end_does_not_cut_short_the_last_write(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The ranks no longer agree on anything at this point. The patience with other ranks, 0.5 s
@@ -200,7 +200,7 @@ def stop() -> Any:
 
 
 @pytest.mark.parametrize("how", ["fork", "subprocess"])
-def test_what_a_rank_starts_ends_on_sigterm_and_does_not_stop_the_rank(how: str, stop: StopRequest) -> None:
+def test_a_child_of_a_rank_ends_on_sigterm_without_stopping_the_rank(how: str, stop: StopRequest) -> None:
     """A data-loader process may be terminated. If it inherited the rank's handler and pipe, it
     would survive, and the rank would stop instead.
     """
@@ -232,7 +232,7 @@ def test_a_second_loop_in_a_process_leaves_no_signal_blocked_after_a_fork(stop: 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and blocked == set()
 
 
-def test_who_blocks_sigterm_around_a_fork_has_it_blocked_in_the_child(stop: StopRequest) -> None:
+def test_sigterm_blocked_around_a_fork_is_blocked_in_the_child(stop: StopRequest) -> None:
     """Workers of the data loader start this way. The rank's own handling of a fork must not unblock
     the signal.
     """

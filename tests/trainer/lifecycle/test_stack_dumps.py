@@ -141,7 +141,9 @@ def test_the_profile_has_the_steps_that_were_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [8, 9])
-def test_a_profile_of_steps_that_are_never_taken_is_named_at_the_start(first: int, tmp_path: Path, capfd: Any) -> None:
+def test_a_profile_of_steps_that_are_never_taken_is_reported_at_the_start(
+    first: int, tmp_path: Path, capfd: Any
+) -> None:
     good(1, [*TINY, f"checkpoint.dir={tmp_path}", "train.epochs=1", f"report.profile_steps=[{first}, 2]"])
     said = "no profile, because report.profile_steps starts at step 9 but the last step is 8; set an earlier step"
     assert (said in capfd.readouterr().out) is (first == 9)

@@ -1,4 +1,4 @@
-"""What starting a rank costs: it imports no compiler and no scikit-learn, and selects devices and
+"""The cost of starting a rank: it imports no compiler and no scikit-learn, and selects devices and
 models by name.
 """
 
@@ -78,7 +78,7 @@ def test_training_imports_no_compiler_and_compiling_still_works(tmp_path: Path) 
         assert "2.0" in out and "_dynamo/__init__.py" in out and "torch._dynamo.config" in out
 
 
-def test_the_collector_is_off_during_imports_and_as_before_after_them() -> None:
+def test_the_collector_is_off_during_imports_and_restored_afterwards() -> None:
     with pytest.raises(ImportError), uncollected():
         assert not gc.isenabled()
         raise ImportError
@@ -116,7 +116,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_rank_forked_after_preload_trains_and_imports_nothing_of_ours(tmp_path: Path) -> None:
+def test_a_rank_forked_after_preload_trains_and_imports_none_of_our_modules(tmp_path: Path) -> None:
     """The compiler is replaced by its stand-in, and no thread runs that a fork would lose."""
     command = [
         sys.executable,

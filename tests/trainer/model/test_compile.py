@@ -86,14 +86,40 @@ def counted(folder: Path) -> Callable[[int], None]:
     return prepare
 
 
-@pytest.mark.parametrize(("world", "mode"), [(1, "default"), (2, "reduce-overhead")])
+OWN_IMAGES = """
+import torch
+
+
+def read(folder):
+    drawn = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (770, 1, 8, 8), generator=drawn, dtype=torch.uint8)
+    labels = torch.randint(0, 10, (770,), generator=drawn)
+    return (pixels[:650], labels[:650]), (pixels[650:], labels[650:]), 10
+
+
+def add_noise(images, labels, generator):
+    return images + torch.randn(images.shape, generator=generator), labels
+"""
+OWN = "data.name=compiled_images:read"
+
+
+@pytest.mark.parametrize(
+    ("world", "mode", "more"),
+    [
+        (1, "default", []),
+        (2, "reduce-overhead", [OWN]),
+        (1, "true", [OWN, "data.batch_transform=compiled_images:add_noise"]),
+    ],
+)
 def test_a_whole_training_compiles_one_graph_for_steps_and_one_for_evaluations(
-    world: int, mode: str, tmp_path: Path
+    world: int, mode: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last steps of both epochs and the last batches of both evaluations are smaller. The
     results are the same to the bit.
     """
-    keys = [*TINY, "model.norm=batch", "data.micro_batches=2", "train.eval_batch=50", "data.batch=300"]
+    (tmp_path / "compiled_images.py").write_text(OWN_IMAGES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    keys = [*TINY, "model.norm=batch", "data.micro_batches=2", "train.eval_batch=50", "data.batch=300", *more]
     good(world, [*keys, f"checkpoint.dir={tmp_path / 'plain'}"])
     good(
         world,
@@ -123,13 +149,13 @@ def test_channels_last_suits_images_in_16_bits_on_a_gpu(
     assert choose_layout(chosen.model, chosen.amp, shape, torch.device(device)).channels_last is False
 
 
-def test_without_a_compiler_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler_the_message_has_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     message = (
         r"model.compile: no C\+\+ compiler \(g\+\+, clang\+\+, c\+\+\) is installed; install g\+\+, set CXX to"
         r" one, or set"
-        r" model.compile=none"
+        r" model.compile=false"
     )
     with pytest.raises(ConfigError, match=message):
         train.run(config.load(None, [*ARGUMENTS, "model.compile=default", f"checkpoint.dir={tmp_path}"]))

@@ -79,7 +79,7 @@ def test_evaluation_leaves_nothing_out_and_a_copy_has_its_own() -> None:
         ({"name": "resnet18_cifar", "drop_path": 0.1, "sync_batchnorm": True}, r"leave out model.drop_path"),
     ],
 )
-def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_unsuitable_models_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_model(ModelConfig(**settings), (3, 32, 32), 10, 0)
 
@@ -121,7 +121,7 @@ def drawn_by_rank(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_1_2_and_3_ranks_train_the_same(tmp_path: Path) -> None:
+def test_1_2_and_3_ranks_train_identically(tmp_path: Path) -> None:
     """Each of 2 ranks takes whole micro-batches; 3 ranks share the four."""
     assert [sampler.Dealing(0, world, 4, dividing=sampler.Dividing.EXACT).passes(24) > 0 for world in (2, 3)] == [
         False,
@@ -138,6 +138,6 @@ def test_1_2_and_3_ranks_train_the_same(tmp_path: Path) -> None:
     assert distance(folders["1"], folders["defect"]) > 10 * TOLERANCE
 
 
-def test_the_shipped_recipe_that_has_it(tmp_path: Path) -> None:
+def test_the_shipped_recipe_with_stochastic_depth(tmp_path: Path) -> None:
     assert config.load("imagenet-lamb", [f"data.dir={tmp_path}"]).model.drop_path == 0.05
     assert models._LAST_NORMALIZATION.keys() >= {"Bottleneck", "BasicBlock"}

@@ -45,7 +45,7 @@ def test_which_sizes_are_refused(name: str, side: int, reason: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["torchvision:regnet_y_400mf", "torchvision:alexnet", "small_cnn"])
-def test_others_are_not(name: str) -> None:
+def test_other_sizes_are_accepted(name: str) -> None:
     check_image_size(ModelConfig(name=name), (3, 64, 64), 4, "K")
 
 
@@ -58,14 +58,14 @@ def test_training_names_the_size(folder: list[str], tmp_path: Path) -> None:
         assert "; take another model, such as resnet18_cifar" in end.error
 
 
-def test_the_size_of_test_images_is_looked_at_before_the_first_step(folder: list[str], tmp_path: Path) -> None:
+def test_the_size_of_test_images_is_checked_before_the_first_step(folder: list[str], tmp_path: Path) -> None:
     sizes = ["data.image_size=64", "data.test_image_size=32"]
     (end,) = run(1, [*folder, *sizes, "model.name=torchvision:alexnet"])
     assert "cannot take images of 32 x 32" in end.error and "; set data.test_image_size to" in end.error, end
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
-def test_the_evaluation_of_a_file_names_it_too(folder: list[str], tmp_path: Path) -> None:
+def test_the_evaluation_of_a_file_reports_the_image_size_too(folder: list[str], tmp_path: Path) -> None:
     weights = tmp_path / "weights.pt"
     keys = [*folder, "model.name=torchvision:alexnet", "data.image_size=64", "data.test_image_size=32"]
     torch.save(build_model(ModelConfig(name="torchvision:alexnet"), (3, 64, 64), 2, 0).state_dict(), weights)

@@ -46,7 +46,7 @@ def net(shape, classes):
 
 
 class Idle(Net):
-    """With a head that its forward pass does not use."""
+    """Has a head that its forward pass does not use."""
 
     def __init__(self, shape, classes):
         super().__init__(shape, classes)
@@ -62,7 +62,7 @@ def stages(shape, classes):
 
 
 class Scaled(Net):
-    """By a factor that is trained."""
+    """Scales by a factor that is trained."""
 
     def __init__(self, shape, classes):
         super().__init__(shape, classes)
@@ -77,7 +77,7 @@ def scaled(shape, classes):
 
 
 class Projected(Net):
-    """On directions that it draws from generators of numpy's, the global one and one of its own, which nobody seeds."""
+    """Projects on directions from two unseeded numpy generators, the global one and its own."""
 
     def __init__(self, shape, classes):
         super().__init__(shape, classes)
@@ -165,7 +165,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("somebodys_models", None)
 
 
-def test_it_trains_alike_on_1_2_1_ranks_and_on_one(own: str, tmp_path: Path) -> None:
+def test_an_own_model_trains_alike_on_1_2_1_ranks_and_on_one(own: str, tmp_path: Path) -> None:
     keys = [*TINY, f"model.name={own}:net", "data.micro_batches=4"]
     good(1, [*keys, f"checkpoint.dir={tmp_path / 'alone'}"])
     walk = [*keys, f"checkpoint.dir={tmp_path / 'walk'}"]
@@ -178,9 +178,9 @@ def test_it_trains_alike_on_1_2_1_ranks_and_on_one(own: str, tmp_path: Path) -> 
     assert len(losses[0]) == 16
 
 
-def test_a_model_in_evaluation_mode_trains_as_after_an_evaluation(own: str, tmp_path: Path) -> None:
-    """Functions that load pretrained weights often return models in this mode. Regression: until
-    the first evaluation after each start, statistics differed and dropout was off.
+def test_a_model_given_in_evaluation_mode_is_trained_in_training_mode(own: str, tmp_path: Path) -> None:
+    """Functions that load pretrained weights often return models in this mode. Regression: whenever
+    training started, statistics differed and dropout was off until the first evaluation.
     """
     for name in ("net", "evaluating"):
         good(1, [*TINY, f"model.name={own}:{name}", "train.epochs=1", f"checkpoint.dir={tmp_path / name}"])
@@ -200,7 +200,7 @@ def test_a_weight_without_a_gradient_is_refused_before_the_first_update(own: str
 
 
 @pytest.mark.parametrize("key", ["ddp.ordered=true", "strategy=fsdp"])
-def test_what_it_draws_by_itself_is_the_same_on_all_ranks(key: str, own: str, tmp_path: Path) -> None:
+def test_random_numbers_drawn_by_the_model_are_the_same_on_all_ranks(key: str, own: str, tmp_path: Path) -> None:
     """DDP broadcasts rank 0's weights. Regression: with other strategies, each rank silently
     trained a different model.
     """
@@ -269,7 +269,7 @@ def test_in_order_a_weight_without_a_gradient_keeps_its_values_on_all_ranks(own:
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "parameter_server"])
-def test_a_weight_without_a_gradient_keeps_its_values_where_gradients_come_as_one(
+def test_a_weight_without_a_gradient_keeps_its_values_if_gradients_are_one_vector(
     strategy: str, own: str, tmp_path: Path
 ) -> None:
     keys = [*TINY, f"model.name={own}:stages", "data.micro_batches=4", "optim.weight_decay=0.1", "pipeline.stages=1"]
@@ -290,7 +290,7 @@ def test_a_parameter_without_a_dimension_cannot_be_sharded(strategy: str, own: s
         ), ended
 
 
-def test_what_its_forward_draws_is_not_seen_so_it_gets_fixed_micro_batches(own: str) -> None:
+def test_a_forward_pass_that_draws_by_itself_gets_fixed_micro_batches(own: str) -> None:
     model = build_model(ModelConfig(name=f"{own}:net"), (1, 8, 8), 10, 3)
     assert is_tied_to_micro_batches(model)
     assert not can_be_shared(model), "each of which one rank takes as a whole"
@@ -315,7 +315,7 @@ def test_what_its_forward_draws_is_not_seen_so_it_gets_fixed_micro_batches(own: 
         ("smallcnn", r"use small_cnn, .* or package.module:function; did you mean 'small_cnn'\?"),
     ],
 )
-def test_mistakes_are_named(name: str, message: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_reported(name: str, message: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(ConfigError, match=message):
         build_model(ModelConfig(name=name), (1, 8, 8), 10, 0)
@@ -328,7 +328,7 @@ def test_mistakes_are_named(name: str, message: str, own: str, monkeypatch: pyte
         ("named", r"the model returns dict; return a tensor of scores"),
     ],
 )
-def test_another_output_ends_the_first_step(name: str, message: str, own: str, tmp_path: Path) -> None:
+def test_a_different_output_ends_the_first_step(name: str, message: str, own: str, tmp_path: Path) -> None:
     """Regression: this was found only in the first evaluation, after epochs of training on classes
     that do not exist.
     """

@@ -28,7 +28,7 @@ def network(name: str, shape: tuple[int, int, int]) -> nn.Module:
 
 @pytest.mark.parametrize("name", ["small_cnn", "resnet18_cifar", "torchvision:resnet18", "torchvision:alexnet"])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_the_parts_of_a_chain_give_what_the_model_gives(name: str, parts: int) -> None:
+def test_the_parts_of_a_chain_give_the_outputs_of_the_model(name: str, parts: int) -> None:
     shape = (3, 64, 64) if name == "torchvision:alexnet" else (3, 16, 16)
     model = network(name, shape).eval()
     layers = to_sequential(model)
@@ -42,6 +42,16 @@ def test_the_parts_of_a_chain_give_what_the_model_gives(name: str, parts: int) -
     assert skeleton.outputs(images.shape)[-1].shape == expected.shape
     names = [name for piece in pieces for name in piece.state_dict()]
     assert sorted(names) == sorted(model.state_dict()), "under the model's names, each in one part"
+
+
+def test_the_parts_of_a_channels_last_model_compute_in_that_layout() -> None:
+    """A part lacks the model's hook that converts images. A convolution takes the layout of its
+    weights.
+    """
+    model = build_model(ModelConfig(name="resnet18_cifar", channels_last=True), (3, 16, 16), 10, 0, CPU)
+    first = Stage(split(layers := to_sequential(model), MetaModel(layers).costs((3, 16, 16)), 3, "parts")[0])
+    values = first(torch.randn(2, 3, 16, 16))
+    assert values.is_contiguous(memory_format=torch.channels_last) and not values.is_contiguous()
 
 
 def test_a_sequence_keeps_a_module_in_both_of_its_places() -> None:
@@ -78,7 +88,7 @@ def twice(module: nn.Module) -> nn.Module:
         (twice(nn.BatchNorm1d(4, affine=False)), "layers 1 and 3 of the model share weights"),
     ],
 )
-def test_what_is_more_than_its_modules_one_after_the_other_is_refused(model: nn.Module, message: str) -> None:
+def test_a_model_that_is_not_a_chain_of_modules_is_refused(model: nn.Module, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         to_sequential(model)
 
@@ -176,7 +186,7 @@ def test_a_model_on_the_cpu_and_a_gpu_trains_as_on_the_cpu(monkeypatch: pytest.M
         torch.testing.assert_close(trained[1][name], value, rtol=1e-3, atol=1e-4)
 
 
-def test_devices_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_devices_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = configuration.load(None, ["strategy=ddp_mp", "ddp_mp.devices=4", "amp.level=O0"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
     assert [device.index for device in DdpMp(settings, Group(), torch.device("cuda", 0)).devices] == [0, 1, 2, 3]

@@ -134,8 +134,8 @@ def test_outputs_gradients_and_statistics_are_those_of_whole_micro_batches(world
 
 
 def test_ranks_that_share_nothing_exchange_nothing() -> None:
-    """4 micro-batches on 3 ranks in one pass involve only neighbours: 2 layers of images and 1 of
-    features, in both directions.
+    """In one pass of 4 micro-batches on 3 ranks, only neighbours exchange messages: for 2 layers of
+    images and 1 of features, in both directions.
     """
     assert shared(3, 2.0)["messages"] == [6, 12, 6]
 
@@ -184,7 +184,7 @@ def test_a_layer_that_gets_no_samples_says_what_to_set(layer: nn.Module) -> None
         model(IMAGES[micro.samples])
 
 
-def test_a_layer_that_drops_nothing_may_get_what_it_likes() -> None:
+def test_a_layer_that_drops_nothing_may_get_any_input() -> None:
     model = Windows(nn.Dropout(0.0))
     (micro, *_) = dealt(3)
     with SharedParts(model, Group(0, 3)).of_micro(micro):

@@ -30,8 +30,10 @@ def test_which_models_need_two(name: str, side: int, expected: bool) -> None:
 
 
 @pytest.mark.parametrize(("size", "world", "remedy"), [(33, 1, "data.batch=31"), (19, 2, "data.batch=15")])
-def test_it_is_refused_before_the_first_step(size: int, world: int, remedy: str, tmp_path: Path) -> None:
-    """33 = 32 + 1, and 19 = 16 + 3, of which one of two ranks gets a single sample."""
+def test_a_single_sample_is_refused_before_the_first_step(size: int, world: int, remedy: str, tmp_path: Path) -> None:
+    """The last batch has one sample (33 = 32 + 1), or three (19 = 16 + 3), of which one of two
+    ranks gets a single one.
+    """
     batch = 32 if world == 1 else 16
     keys = [*RESNET, f"data.size={size}", f"data.batch={batch}", f"checkpoint.dir={tmp_path}"]
     for end in run(world, keys):

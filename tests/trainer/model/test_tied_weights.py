@@ -58,7 +58,7 @@ def saved(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("form", ["torch", "dcp"])
-def test_shards_of_it_are_saved_and_loaded(form: str, tmp_path: Path) -> None:
+def test_shards_of_a_tied_weight_are_saved_and_loaded(form: str, tmp_path: Path) -> None:
     alone, walk = tmp_path / "alone", tmp_path / "walk"
     good(1, [*KEYS, "strategy=single", f"checkpoint.dir={alone}"])
     for incarnation, world in enumerate((2, 3)):
@@ -71,7 +71,7 @@ def test_shards_of_it_are_saved_and_loaded(form: str, tmp_path: Path) -> None:
         torch.testing.assert_close(saved(walk)["model"][name], weight, rtol=1e-3, atol=1e-4)
 
 
-def test_its_average_is_evaluated_in_its_place(tmp_path: Path) -> None:
+def test_the_average_of_a_tied_weight_is_evaluated_instead_of_the_weight(tmp_path: Path) -> None:
     good(1, [*KEYS, "strategy=single", f"checkpoint.dir={tmp_path}"])
     evaluate_checkpoint.main([str(tmp_path), "eval.pictures=false", "-o", str(tmp_path / "eval")])
     in_training = metrics(tmp_path / "run", "eval")[-1]["loss"]
@@ -79,7 +79,7 @@ def test_its_average_is_evaluated_in_its_place(tmp_path: Path) -> None:
     assert json.loads(result.read_text())["loss"] == pytest.approx(in_training, rel=1e-5)
 
 
-def test_its_copy_in_float32_is_what_is_saved(tmp_path: Path) -> None:
+def test_the_float32_copy_of_a_tied_weight_is_saved(tmp_path: Path) -> None:
     good(1, [*KEYS, "strategy=single", "amp.level=O2", "train.epochs=1", f"checkpoint.dir={tmp_path}"])
     weights = saved(tmp_path)["model"]
     assert weights["head.weight"].dtype is torch.float32

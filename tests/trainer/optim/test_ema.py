@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 AVERAGE = [*TINY, "model.norm=batch", "data.micro_batches=2", "optim.ema_decay=0.7"]
 
 
-def test_it_is_torchs_average() -> None:
+def test_the_average_matches_torch() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     running = [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point()]
@@ -46,7 +46,7 @@ def test_it_is_torchs_average() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_steps_that_are_left_out_do_not_count() -> None:
+def test_skipped_steps_do_not_count() -> None:
     """This holds whether the skip is known at once or only on the device."""
     weight = torch.zeros(3)
     known, later = MovingAverage(0.9, [("w", weight)]), MovingAverage(0.9, [("w", weight)])
@@ -125,7 +125,7 @@ def test_several_ranks_have_the_average_of_one(undisturbed: Path, tmp_path: Path
         torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4)
 
 
-def test_what_is_evaluated_is_the_average(undisturbed: Path) -> None:
+def test_the_average_is_evaluated(undisturbed: Path) -> None:
     settings = config.load(None, AVERAGE)
     data = open_data(settings.data)
     (batch,) = data.test_batches([list(range(data.test_size))])
@@ -140,6 +140,6 @@ def test_what_is_evaluated_is_the_average(undisturbed: Path) -> None:
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1])
-def test_decays_that_make_no_sense(decay: float) -> None:
+def test_invalid_decays_are_refused(decay: float) -> None:
     with pytest.raises(ConfigError, match=r"optim.ema_decay=.* for example 0.999"):
         MovingAverage(decay, [])

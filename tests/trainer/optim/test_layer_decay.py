@@ -20,7 +20,8 @@ from ddpjob_trainer.config.sections import ModelConfig, OptimConfig, OptimizerNa
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.model.depths import depths, describe_shares
 from ddpjob_trainer.model.models import SmallCnn, build_model
-from ddpjob_trainer.optim.optimizers import build_optimizer, set_learning_rate
+from ddpjob_trainer.optim.optimizers import build_optimizer
+from ddpjob_trainer.optim.parameter_groups import set_learning_rate
 from ranks import TINY, good
 from torch import nn
 
@@ -107,7 +108,7 @@ def test_a_model_without_blocks_counts_its_layers() -> None:
     assert found["features.3.weight"] == 1 and found["head.weight"] == found["head.bias"] == max(found.values()) == 3
 
 
-def test_frozen_layers_change_nobody_elses_rate() -> None:
+def test_frozen_layers_do_not_change_the_rates_of_other_layers() -> None:
     model, other = (torchvision.models.resnet18(num_classes=3) for _ in range(2))
     for name, weight in other.named_parameters():
         weight.requires_grad_(not name.startswith(("layer4", "conv1")))
@@ -132,7 +133,7 @@ class HeadFirst(nn.Module):
         self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(4, 2) for _ in range(3))
 
 
-def test_the_ends_are_said_so_that_a_head_in_the_wrong_place_is_seen() -> None:
+def test_the_first_and_last_rates_show_a_head_in_the_wrong_place() -> None:
     model = torchvision.models.VisionTransformer(16, 8, 4, 2, 8, 16, num_classes=3)
     assert describe_shares(depths(model), 0.5) == (
         "optim.layer_decay=0.5: 6 groups, from 0.0312 of optim.lr (class_token, conv_proj.weight, ...) to all of it"
@@ -162,7 +163,7 @@ def test_a_group_matcher_without_timm_is_an_error_with_a_remedy(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("form", ["torch", "dcp"])
-def test_another_value_at_a_resume(tmp_path: Path, form: str) -> None:
+def test_a_different_value_at_a_resume(tmp_path: Path, form: str) -> None:
     """The first half of the training has no layer decay. After the resume the rates are the new
     ones, and momentum is kept.
     """

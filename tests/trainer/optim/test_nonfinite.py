@@ -19,8 +19,10 @@ from ranks import TINY, final_losses, good, metrics, run
 WORSE = [*TINY, "train.epochs=1", "optim.lr=0.05"]
 
 
-def broken_at(steps: range, rank: int) -> Callable[[int], None]:
-    """Make the loss of one rank NaN at these steps (counted from 1)."""
+def broken_at(steps: range, rank: int, *, gradients: bool = True) -> Callable[[int], None]:
+    """Make the loss of one rank NaN at these steps, counted from 1. Without `gradients`, make it
+    infinite, but leave the gradients finite.
+    """
 
     def prepare(own: int) -> None:
         from ddpjob_trainer.optim import loss
@@ -29,7 +31,8 @@ def broken_at(steps: range, rank: int) -> Callable[[int], None]:
 
         def loss_sum(*arguments: Any, **more: Any) -> torch.Tensor:
             calls[0] += 1
-            return compute(*arguments, **more) * (torch.nan if own == rank and calls[0] in steps else 1.0)
+            broken, found = own == rank and calls[0] in steps, compute(*arguments, **more)
+            return found * (torch.nan if broken else 1.0) if gradients else found + (torch.inf if broken else 0.0)
 
         loss.loss_sum = loss_sum
 
@@ -37,7 +40,7 @@ def broken_at(steps: range, rank: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_step_is_left_out_on_all_ranks_and_reported(world: int, tmp_path: Path, capfd: Any) -> None:
+def test_a_step_is_skipped_on_all_ranks_and_reported(world: int, tmp_path: Path, capfd: Any) -> None:
     """The result equals a run in which steps 3 and 4 were never taken. If a single rank had kept
     its gradient, the ranks would differ.
     """
@@ -54,6 +57,16 @@ def test_a_step_is_left_out_on_all_ranks_and_reported(world: int, tmp_path: Path
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_an_infinite_loss_with_finite_gradients_is_left_out_too(strategy: str, tmp_path: Path) -> None:
+    micros = ["data.micro_batches=2"] if strategy == "pipeline" else []
+    steps = range(5, 7) if strategy == "pipeline" else range(3, 4)
+    arguments = [*WORSE, f"strategy={strategy}", *micros, f"checkpoint.dir={tmp_path}"]
+    good(2, arguments, prepare=broken_at(steps, 1, gradients=False))
+    assert [row["step"] for row in metrics(tmp_path / "run", "skipped")] == [3]
+    assert [row["step"] for row in metrics(tmp_path / "run", "step") if row["loss"] is None] == [3]
+
+
 def test_three_in_a_row_end_all_ranks_with_names(tmp_path: Path) -> None:
     ended = run(2, [*WORSE, f"checkpoint.dir={tmp_path}"], prepare=broken_at(range(4, 9), 1))
     assert [end.code for end in ended] == [1, 1]
@@ -65,7 +78,7 @@ def test_three_in_a_row_end_all_ranks_with_names(tmp_path: Path) -> None:
     assert [row["step"] for row in reported] == [4, 5] and len(named.split(", ")) == 16
 
 
-def test_the_count_begins_anew_after_a_good_step(tmp_path: Path) -> None:
+def test_the_count_restarts_after_a_finite_step(tmp_path: Path) -> None:
     def prepare(rank: int) -> None:
         broken_at(range(2, 4), 0)(rank)
         broken_at(range(5, 7), 0)(rank)
@@ -74,14 +87,14 @@ def test_the_count_begins_anew_after_a_good_step(tmp_path: Path) -> None:
     assert [row["step"] for row in metrics(tmp_path / "run", "skipped")] == [2, 3, 5, 6]
 
 
-def test_the_first_one_ends_it_when_asked(tmp_path: Path) -> None:
+def test_the_first_nonfinite_step_ends_the_training_if_configured(tmp_path: Path) -> None:
     (end,) = run(
         1, [*WORSE, f"checkpoint.dir={tmp_path}", "train.nonfinite_limit=1"], prepare=broken_at(range(2, 3), 0)
     )
     assert end.code == 1 and "step 2: the loss is not finite on rank 0" in end.error and "it was skipped" in end.error
 
 
-def test_without_leaving_out_the_weights_would_be_lost(tmp_path: Path) -> None:
+def test_without_skipping_the_weights_would_be_lost(tmp_path: Path) -> None:
     """Deliberate defect: the optimizer takes every step, whatever the gradient is."""
 
     def prepare(rank: int) -> None:
@@ -127,6 +140,21 @@ def test_a_dynamic_scale_may_overflow_while_it_adapts() -> None:
             take(watch, step, True, torch.nan)
 
 
+def test_a_sample_common_to_all_steps_with_a_broken_loss_is_reported() -> None:
+    texts: list[str] = []
+    watch = NonFiniteGuard(9, Group(), lambda step, text, samples: texts.append(text))
+
+    def skip(step: int, samples: list[int], loss: float = torch.nan) -> str:
+        watch.record(step, samples, torch.tensor(loss), 10, Update(1.0, True))
+        return texts[-1]
+
+    assert "may be the cause" not in skip(1, [7, *range(100, 150)])
+    assert "may be the cause" not in skip(2, [7, *range(120, 180)]), "they share 31 samples"
+    assert "may be the cause" not in skip(3, [1, 2], loss=1.0), "the gradient overflows"
+    assert "as in earlier steps with sample(s) 7, whose data may be the cause;" in skip(4, [7, 500, 501])
+    assert "may be the cause" not in skip(5, [8, 9]), "an unrelated step"
+
+
 def test_a_static_scale_or_none_may_not() -> None:
     watch, reported = guard(limit=2)
     take(watch, 1, True)
@@ -156,7 +184,7 @@ def test_a_limit_below_one_is_refused() -> None:
         guard(limit=0)
 
 
-def test_the_curve_continues_where_it_was(tmp_path: Path) -> None:
+def test_the_curve_continues_where_it_was_after_a_skipped_step(tmp_path: Path) -> None:
     """Step 1 is skipped on two ranks. The other losses equal those of a run that begins one step
     later with the same weights.
     """
@@ -166,7 +194,7 @@ def test_the_curve_continues_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline", "parameter_server"])
-def test_every_strategy_leaves_it_out_on_all_ranks(strategy: str, tmp_path: Path) -> None:
+def test_every_strategy_skips_the_step_on_all_ranks(strategy: str, tmp_path: Path) -> None:
     """Only the rank that computes the loss detects it: the last stage of a pipeline, or the worker
     of a parameter server.
     """

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from ddpjob_trainer.config.sections import OptimConfig, OptimizerName, ScheduleName
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.loss import loss_sum
-from ddpjob_trainer.optim.optimizers import Position, build_optimizer, learning_rate, set_learning_rate
+from ddpjob_trainer.optim.optimizers import Position, build_optimizer, learning_rate
+from ddpjob_trainer.optim.parameter_groups import set_learning_rate
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -50,17 +51,17 @@ def reference(make: Callable[[torch.optim.Optimizer], LRScheduler]) -> list[floa
     return values
 
 
-def test_cosine_is_torchs() -> None:
+def test_cosine_matches_torch() -> None:
     assert rates(OptimConfig(lr=0.4)) == pytest.approx(reference(lambda o: CosineAnnealingLR(o, T_max=TOTAL)))
 
 
-def test_step_is_torchs() -> None:
+def test_step_matches_torch() -> None:
     config = OptimConfig(lr=0.4, schedule=ScheduleName.STEP, milestones=(3.0, 8.0), gamma=0.2)
     assert rates(config) == pytest.approx(reference(lambda o: MultiStepLR(o, milestones=[21, 56], gamma=0.2)))
 
 
 @pytest.mark.parametrize(("rise", "start", "end"), [(0.3, 0.04, 4e-6), (0.25, 0.1, 1e-3), (0.5, 1.0, 0.0)])
-def test_one_cycle_is_torchs(rise: float, start: float, end: float) -> None:
+def test_one_cycle_matches_torch(rise: float, start: float, end: float) -> None:
     config = OptimConfig(lr=0.4, schedule=ScheduleName.ONE_CYCLE, rise=rise, start_factor=start, end_factor=end)
     final = start / end if end else 1e300
 
@@ -69,7 +70,7 @@ def test_one_cycle_is_torchs(rise: float, start: float, end: float) -> None:
         optimizer, max_lr=0.4, total_steps=TOTAL, pct_start=rise, div_factor=1 / start, final_div_factor=final
     )
     torchs_rates = [optimizer.param_groups[0]["lr"]]
-    for _ in range(TOTAL - 1):  # one step more, and torch's scheduler raises an error
+    for _ in range(TOTAL - 1):  # one step later, torch's scheduler raises an error
         optimizer.step()
         scheduler.step()
         torchs_rates.append(optimizer.param_groups[0]["lr"])
@@ -82,7 +83,7 @@ def test_one_cycle_of_few_steps() -> None:
     assert [learning_rate(config, Position(step, 2, 1, 1)) for step in range(2)] == pytest.approx([0.4, 0.4 * 4e-6])
 
 
-def test_warmup_and_what_follows_are_torchs() -> None:
+def test_the_warmup_and_the_schedule_after_it_match_torch() -> None:
     def torchs(optimizer: torch.optim.Optimizer) -> LRScheduler:
         rise = LinearLR(optimizer, start_factor=1 / 14, total_iters=13)
         return SequentialLR(optimizer, [rise, CosineAnnealingLR(optimizer, T_max=TOTAL - 14)], milestones=[14])
@@ -196,7 +197,7 @@ def split(model: nn.Module, decay: float) -> list[dict[str, object]]:
         ),
     ],
 )
-def test_optimizers_are_torchs(config: OptimConfig, torchs: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+def test_optimizers_match_torch(config: OptimConfig, torchs: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
     ours, theirs = trained(lambda model: build_optimizer(config, model.named_parameters())), trained(torchs)
     for own, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)  # fused kernels round once, others twice
@@ -237,7 +238,7 @@ def test_tokens_positions_and_layer_scales_are_not_decayed() -> None:
 
 
 @pytest.mark.parametrize("name", [OptimizerName.SGD, OptimizerName.ADAMW])
-def test_weights_in_parts_step_all_at_once(name: OptimizerName) -> None:
+def test_sharded_weights_take_a_step_all_at_once(name: OptimizerName) -> None:
     """torch itself steps through DTensors one by one."""
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
@@ -259,7 +260,7 @@ def test_weights_in_parts_step_all_at_once(name: OptimizerName) -> None:
         dist.destroy_process_group()
 
 
-def test_lars_is_the_papers_algorithm() -> None:
+def test_lars_matches_the_papers_algorithm() -> None:
     """The reference is algorithm 1 of You, Gitman, Ginsburg 2017 in float64 with numpy. Biases and
     normalization use plain SGD.
     """
@@ -285,7 +286,7 @@ def test_lars_is_the_papers_algorithm() -> None:
         np.testing.assert_allclose(weight.detach().numpy(), value, rtol=1e-5, atol=1e-6)
 
 
-def test_lamb_is_the_papers_algorithm() -> None:
+def test_lamb_matches_the_papers_algorithm() -> None:
     """The reference is algorithm 2 of You et al. 2019 with Adam's bias correction, in float64 with
     numpy. Parameters without decay use plain Adam.
     """
@@ -316,7 +317,7 @@ def test_lamb_is_the_papers_algorithm() -> None:
         np.testing.assert_allclose(weight.detach().numpy(), value, rtol=1e-5, atol=1e-6)
 
 
-def test_lamb_is_timms() -> None:
+def test_lamb_matches_timm() -> None:
     lamb = pytest.importorskip("timm.optim").Lamb
     config = OptimConfig(name=OptimizerName.LAMB, weight_decay=0.2, decay_norm_and_bias=False)
     ours = trained(lambda model: build_optimizer(config, model.named_parameters()))
@@ -389,6 +390,6 @@ def test_loss_of_numbers_shares_and_weights(smoothing: float) -> None:
         (OptimConfig(schedule=ScheduleName.ONE_CYCLE, rise=1.0), r"optim.rise=1.0 .* for example optim.rise=0.3"),
     ],
 )
-def test_values_that_make_no_sense(config: OptimConfig, message: str) -> None:
+def test_invalid_values_are_refused(config: OptimConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_optimizer(config, named([nn.Parameter(torch.zeros(1))]))

@@ -97,7 +97,9 @@ def same(ours: nn.Module, by_hand: nn.Module) -> None:
 
 @pytest.mark.parametrize("wrong_order", [False, True])
 @pytest.mark.parametrize(("dtype", "scale"), [("float16", 65536.0), ("bfloat16", 1.0)])
-def test_o1_is_autocast_with_gradscaler_and_clips_what_is_unscaled(dtype: str, scale: float, wrong_order: bool) -> None:
+def test_o1_is_autocast_with_gradscaler_and_clips_unscaled_gradients(
+    dtype: str, scale: float, wrong_order: bool
+) -> None:
     strategy = opened("amp.level=O1", f"amp.dtype={dtype}", "optim.clip_norm=0.5")
     updates = steps(strategy, range(5))
     model = plain()
@@ -176,7 +178,7 @@ def test_o3_is_all_in_half(dtype: str, scale: str) -> None:
     assert {parameter.dtype for parameter in strategy.model.parameters()} == {HALVES[dtype]}
 
 
-def test_o0_clips_as_torch_does() -> None:
+def test_o0_clips_like_torch() -> None:
     strategy = opened("optim.clip_norm=0.5")
     updates = steps(strategy, range(4), parts=2)
     model = plain()
@@ -283,7 +285,7 @@ def test_images_that_are_not_finite_spoil_no_running_statistics(level: str) -> N
     assert all(torch.equal(value, before[name]) for name, value in strategy.model.named_buffers() if name in before)
 
 
-def test_the_dynamic_scale_falls_and_grows_as_gradscaler_says() -> None:
+def test_the_dynamic_scale_falls_and_grows_like_gradscalers() -> None:
     strategy = opened("amp.level=O1", "amp.dtype=float16", "amp.scale_window=3")
     scale = lambda: strategy.precision.state()["scaler"]["scale"]  # noqa: E731
     steps(strategy, range(2))
@@ -307,7 +309,7 @@ def test_the_dynamic_scale_falls_and_grows_as_gradscaler_says() -> None:
     )
 
 
-def test_another_window_counts_from_a_resume_on() -> None:
+def test_a_different_window_applies_after_a_resume() -> None:
     """Regression: the checkpoint's window was used silently."""
     keys = "amp.level=O1", "amp.dtype=float16"
     before, after = opened(*keys, "amp.scale_window=2000"), opened(*keys, "amp.scale_window=3")
@@ -350,7 +352,7 @@ def overflow_on_the_last_rank(step: int, folder: Path, defect: bool) -> object:
     ("amp", "defect"),
     [(["amp.level=O0"], False), (["amp.level=O0"], True), (["amp.level=O2", "amp.dtype=float16"], False)],
 )
-def test_all_ranks_leave_out_the_same_step(amp: list[str], defect: bool, tmp_path: Path) -> None:
+def test_all_ranks_skip_the_same_step(amp: list[str], defect: bool, tmp_path: Path) -> None:
     arguments = [
         *TINY,
         *amp,
@@ -462,12 +464,14 @@ def test_another_level_continues_from_a_checkpoint() -> None:
         (AmpConfig(loss_scale="dynamic", scale_window=0), r"amp.scale_window=0: must be at least 1"),
     ],
 )
-def test_values_that_make_no_sense(amp: AmpConfig, message: str) -> None:
+def test_invalid_values_are_refused(amp: AmpConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Precision(amp)
 
 
-def test_a_device_that_cannot_is_named_before_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_device_without_the_format_is_reported_before_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """torch has no float16 convolution for some processors."""
 
     def refuse(*_: object, **__: object) -> torch.Tensor:
@@ -486,7 +490,7 @@ def test_a_device_that_cannot_is_named_before_training(monkeypatch: pytest.Monke
             Precision(AmpConfig(level=AmpLevel.O3), device=torch.device("cuda"))
 
 
-def test_auto_is_apexs_format_and_scale() -> None:
+def test_auto_uses_apexs_format_and_scale() -> None:
     assert Precision(AmpConfig(level=AmpLevel.O1)).dtype is torch.bfloat16
     assert "scaler" not in Precision(AmpConfig(level=AmpLevel.O1)).state()
     for level, dynamic in ((AmpLevel.O0, False), (AmpLevel.O1, True), (AmpLevel.O2, True), (AmpLevel.O3, False)):
@@ -566,7 +570,14 @@ def test_auto_is_one_format_on_all_ranks(
     assert all(f"the devices of rank(s) {rank} have no bfloat16" in out for rank in without)
 
 
-def test_the_default_is_float32_to_the_bit_on_the_cpu(tmp_path: Path) -> None:
+def test_a_format_that_the_device_does_not_use_by_default_is_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    good(1, [*TINY, "train.epochs=1", "amp.dtype=bfloat16", f"checkpoint.dir={tmp_path}"])
+    assert "amp.dtype=bfloat16: has no effect on this device with amp.level=auto; set" in capfd.readouterr().out
+
+
+def test_the_default_on_the_cpu_is_bit_identical_to_float32(tmp_path: Path) -> None:
     saved = []
     for number, keys in enumerate([[], ["amp.level=O0"], ["amp.level=O1"]]):
         folder = tmp_path / str(number)

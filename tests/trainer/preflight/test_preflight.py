@@ -191,7 +191,7 @@ def test_ranks_compare_which_backend_for_nccl_they_have(
     assert facts.versions(None).same["NCCL"] == f"2.29.1{shown}"  # type: ignore[arg-type]
 
 
-def test_another_torch_version_is_named_before_a_group_is_tried(tmp_path: Path) -> None:
+def test_a_different_torch_version_is_reported_before_a_group_is_tried(tmp_path: Path) -> None:
     flown = fly(tmp_path, 3, prepare=on(2, lambda: setattr(torch, "__version__", "1.7.0")))
     flown.assert_only(
         "versions", "FAIL", "rank 2 on node-c", "but 1.7.0 on 1 of 3", f"install torch {torch.__version__} there"
@@ -202,7 +202,7 @@ def test_another_torch_version_is_named_before_a_group_is_tried(tmp_path: Path) 
     )
 
 
-def test_another_python_is_a_warning(tmp_path: Path) -> None:
+def test_a_different_python_is_a_warning(tmp_path: Path) -> None:
     import platform
 
     flown = fly(tmp_path, 2, prepare=on(1, lambda: setattr(platform, "python_version", lambda: "3.9.1")))
@@ -272,7 +272,7 @@ def test_full_packets_that_are_lost(tmp_path: Path) -> None:
     flown.assert_only("reachability", "FAIL", "node-b (in)", "full packets are lost", remedy)
 
 
-def test_a_rank_that_cannot_reach_rank_0_says_so_and_is_named(nodes: Network, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_reach_rank_0_is_reported_by_itself_and_others(nodes: Network, tmp_path: Path) -> None:
     nodes.run(0, "ip route add blackhole 10.77.0.3/32")
     flown = fly(tmp_path, 3, "preflight.join_seconds=4", place=nodes)
     assert flown.codes == [1, 1, 1]
@@ -332,7 +332,7 @@ def test_rank_0_that_never_comes(tmp_path: Path) -> None:
     assert flown.codes == [1] and "check that rank 0 runs" in flown.said[0]
 
 
-def test_a_rank_that_stops_on_the_way_is_named_with_what_it_was_at(tmp_path: Path) -> None:
+def test_a_rank_that_stops_is_reported_with_its_last_check(tmp_path: Path) -> None:
     """The rank stops permanently in the middle of its checks. It cannot be asked for the cause, and
     the others end without it.
     """
@@ -420,12 +420,12 @@ def test_checkpoint_folder_that_is_not_shared(tmp_path: Path) -> None:
     flown.assert_only("shared folder", "FAIL", "node-b", "is not rank 0's there", "or set checkpoint.shared=false")
 
 
-def test_checkpoint_folder_that_is_shared_against_the_configuration(tmp_path: Path) -> None:
+def test_a_shared_checkpoint_folder_that_contradicts_the_configuration(tmp_path: Path) -> None:
     flown = fly(tmp_path, 2, "checkpoint.shared=false")
     flown.assert_only("shared folder", "FAIL", "node-b", "is rank 0's there", "set checkpoint.shared=true")
 
 
-def test_folders_of_each_node_that_are_not_shared_are_right_when_the_configuration_says_so(tmp_path: Path) -> None:
+def test_a_folder_per_node_is_accepted_if_the_configuration_sets_it(tmp_path: Path) -> None:
     all_ok(
         fly(
             tmp_path,
@@ -487,7 +487,7 @@ def test_data_folder_with_fewer_files_on_one_rank(tmp_path: Path) -> None:
     flown.assert_only("data folder", "FAIL", "node-b", "files 4, but 3 on 1 of 3", "copy the data there again")
 
 
-def test_a_file_system_that_does_not_answer_is_named_in_time(tmp_path: Path) -> None:
+def test_a_file_system_that_does_not_respond_is_reported_in_time(tmp_path: Path) -> None:
     """Opening a pipe without a writer blocks forever, like a dead NFS mount."""
     folder = tmp_path / "dead"
     folder.mkdir()
@@ -503,7 +503,7 @@ def test_a_file_system_that_does_not_answer_is_named_in_time(tmp_path: Path) -> 
 # ---------------------------------------------------------------- the all-reduce
 
 
-def test_a_wrong_sum(tmp_path: Path) -> None:
+def test_a_wrong_sum_is_reported(tmp_path: Path) -> None:
     plain = Group.sum
 
     def bent(self: Group, values: torch.Tensor) -> torch.Tensor:
@@ -610,7 +610,7 @@ def test_the_folder_goes_while_torch_opens_its_file(tmp_path: Path, monkeypatch:
     assert flown.codes == [1, 1] and flown.seconds < 15 * slowness()
 
 
-def test_a_file_system_that_does_not_answer_when_its_file_is_opened(tmp_path: Path) -> None:
+def test_a_file_system_that_does_not_respond_when_a_file_is_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # opening it for writing waits for a reader, like a dead NFS mount
     where = {"DDPJOB_TRAINER_INIT": f"file://{tmp_path}/pipe"}
     flown = fly(tmp_path, 2, "preflight.join_seconds=1", env=lambda _: where)

@@ -1,4 +1,4 @@
-"""What preflight concludes for machines that are not available here."""
+"""The conclusions of preflight for machines that are not available here."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def merged(name: str, *findings: RankFinding, per_node: int = 1) -> Result:
     return checks.merge(check, dict(zip(range(0, ranks, step), findings, strict=True)), layout(ranks, per_node))
 
 
-def test_what_is_well_everywhere_names_nobody() -> None:
+def test_a_healthy_group_blames_no_rank() -> None:
     """Findings come from JSON, so their status is a plain string."""
     ok = merged("checkpoint folder", *(RankFinding("written", "OK") for _ in range(2)))  # type: ignore[arg-type]
     assert (ok.status, ok.culprit) == (Status.OK, ())
@@ -238,7 +238,7 @@ def test_data_that_is_too_much_to_count(tmp_path: Path, monkeypatch: pytest.Monk
     assert facts.count(tmp_path, 3) == {entries: "8"}, "known after three folders, before any that lies deeper"
 
 
-def test_entries_that_are_no_data(tmp_path: Path) -> None:
+def test_entries_that_are_not_data(tmp_path: Path) -> None:
     """The index of the shards and files left by desktops and file systems are not counted. An empty
     folder is a fault.
     """
@@ -371,7 +371,7 @@ def test_a_listener_that_is_another_program() -> None:
     assert peers.connect(where, 2).problem == "Connection refused"
 
 
-def test_clocks_are_only_blamed_for_what_is_sure() -> None:
+def test_clocks_are_blamed_only_for_certain_differences() -> None:
     """A slow round trip proves little: a difference of 2 s, known to within 1.5 s, may be 0.5 s.
     Either direction is enough.
     """
@@ -418,7 +418,7 @@ def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     assert PreflightReport(1, 1, 1.0, report.results[1:]).failure == ""
 
 
-def test_what_takes_too_long_is_left_behind() -> None:
+def test_a_check_that_takes_too_long_is_abandoned() -> None:
     began = time.monotonic()
     with pytest.raises(PreflightError, match="no response within 0 s while asking"):
         within(0.1, "asking", lambda: time.sleep(30))

@@ -99,7 +99,7 @@ def test_copies_are_posted_by_themselves_and_displace_no_progress(coordinator: A
     assert [post[2] for post in posts] == [{"metrics": {"copyStep": 1}}, {"step": 3}, {"metrics": {"copyStep": 2}}]
 
 
-def test_another_coordinator_is_told_who_lags_too(coordinator: Any) -> None:
+def test_a_new_coordinator_also_receives_the_slow_ranks(coordinator: Any) -> None:
     """A new coordinator takes over the round in Fast mode, and the state of the previous one is
     lost.
     """
@@ -117,7 +117,7 @@ def test_another_coordinator_is_told_who_lags_too(coordinator: Any) -> None:
     assert [post[2] for post in posts] == [{"step": 0}, lag, {"step": 1}, {"step": 2}, lag, {"step": 3}]
 
 
-def test_what_is_posted_names_its_round(coordinator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_post_contains_its_round(coordinator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     port, posts, _ = coordinator
     monkeypatch.setenv("DDPJOB_FENCE", "2.17")
     link = ProgressClient(f"127.0.0.1:{port}", "secret")
@@ -247,7 +247,7 @@ def test_the_log_survives_restarts_and_a_cut_line(tmp_path: Path) -> None:
     assert both.read_text().count(f"<!-- {tmp_path.name}") == 2, "each run has its place in the legend"
 
 
-def test_what_a_script_of_ones_own_has_reported_is_drawn(tmp_path: Path) -> None:
+def test_metrics_that_a_users_script_reports_are_drawn(tmp_path: Path) -> None:
     rows = [
         {"event": "start", "step": 4, "world": 2},
         {"event": "step", "step": 4, "loss": 2.0, "lr": 0.1},
@@ -260,6 +260,18 @@ def test_what_a_script_of_ones_own_has_reported_is_drawn(tmp_path: Path) -> None
     assert plot_runs.main([str(tmp_path), "-o", str(target)]) == 0
     drawn = target.read_text()
     assert "<!-- not reported -->" in drawn and "test accuracy 50.00%" in drawn
+
+
+@pytest.mark.parametrize(("run", "named"), [("d/run", "d"), ("runs/a", "runs/a/checkpoints"), ("runs/a", "runs/a")])
+def test_a_run_is_found_by_its_folder_and_by_that_of_its_checkpoints(run: str, named: str, tmp_path: Path) -> None:
+    for folder in (run, named):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    rows = [{"event": "start", "step": 0, "world": 1}, {"event": "step", "step": 1, "loss": 2.0}]
+    lines = (json.dumps({**row, "time": float(number)}) for number, row in enumerate(rows))
+    (tmp_path / run / "metrics.jsonl").write_text("\n".join(lines))
+    assert len(history.read(tmp_path / named).steps[0]) == 1
+    with pytest.raises(TrainerError, match=r"name the run folder, which contains metrics.jsonl"):
+        history.read(tmp_path)
 
 
 def test_a_regression_is_drawn_without_accuracy(tmp_path: Path) -> None:
@@ -320,7 +332,7 @@ PLOTTED = (
         ("none/plot.png", r"none/plot\.png cannot be written \(No such file or directory\)"),
     ],
 )
-def test_a_plot_that_cannot_be_written_is_named(target: str, message: str, tmp_path: Path) -> None:
+def test_a_plot_that_cannot_be_written_is_reported(target: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(PLOTTED)
     with pytest.raises(TrainerError, match=message):
         plot_runs.main([str(tmp_path), "-o", str(tmp_path / target)])
@@ -336,7 +348,7 @@ def test_lines_of_something_else_are_passed_over(line: bytes, tmp_path: Path) ->
         plot_runs.main([str(file)])
 
 
-def test_plot_of_nothing_says_what_to_name(tmp_path: Path) -> None:
+def test_plot_without_arguments_reports_what_to_specify(tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match="name the run folder"):
         history.read(tmp_path)
 
@@ -352,7 +364,7 @@ def test_an_exploding_loss_stops_the_run(tmp_path: Path) -> None:
     assert ended.code == 1 and "3 steps in a row were skipped" in ended.error and "Lower optim.lr" in ended.error
 
 
-def test_lines_show_what_is_odd_only_when_there_is_some() -> None:
+def test_log_lines_mention_anomalies_only_if_there_are_any() -> None:
     usual = TrainingStatus(
         epoch=1,
         epochs=2,
@@ -430,7 +442,7 @@ def test_a_terminal_gets_the_live_view(tmp_path: Path) -> None:
     assert "step 16/16" in text and "samples/s" in text and "ranks 1" in text and "epoch 2/2: test accuracy" in text
 
 
-def test_an_error_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+def test_an_error_restores_the_terminal(tmp_path: Path) -> None:
     """The live view hides the cursor, and the shell would not show it again."""
     terminal, side = pty.openpty()
 

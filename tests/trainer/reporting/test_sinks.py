@@ -41,7 +41,9 @@ def need(package: str) -> None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait longer at a stop, because the first import of a sink takes long on a busy machine."""
+    """Wait longer at a stop, because the first import of a sink takes a long time on a busy
+    machine.
+    """
     monkeypatch.setattr(background, "_STOPPING_SECONDS", 60.0)
 
 
@@ -192,7 +194,7 @@ def test_every_number_of_an_evaluation_has_a_metric() -> None:
         ),
     ],
 )
-def test_a_missing_package_is_named(
+def test_a_missing_package_is_reported(
     values: dict[str, Any], package: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
@@ -201,7 +203,7 @@ def test_a_missing_package_is_named(
         background.check_report(ReportConfig(**values))
 
 
-def test_values_that_make_no_sense_are_named(tmp_path: Path, capfd: Any) -> None:
+def test_invalid_values_are_reported(tmp_path: Path, capfd: Any) -> None:
     with pytest.raises(ConfigError, match=r"report\.prometheus_port=70000: must be a port"):
         background.check_report(ReportConfig(prometheus_port=70000))
     for steps in ("[5]", "[0, 2]", "[3, 0]"):

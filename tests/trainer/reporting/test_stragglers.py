@@ -36,7 +36,7 @@ LATE = 0.1
 
 
 def slow(rank: int, where: str) -> Callable[[int], None]:
-    """Return a hook for `good`: this rank sleeps before, during or after its own work."""
+    """Return a hook for `good` that makes this rank sleep before, during or after its own work."""
 
     def prepare(own: int) -> None:
         from ddpjob_trainer.optim.precision import Precision
@@ -102,7 +102,7 @@ def test_the_late_rank_has_the_time_and_the_others_wait(
 
 
 @pytest.mark.parametrize("more", [["strategy=fsdp"], SYNCHRONIZED, ["strategy=pipeline"]])
-def test_where_waits_are_not_seen_nobodys_own_time_is_known(more: list[str], tmp_path: Path) -> None:
+def test_without_observed_waits_no_ranks_own_time_is_known(more: list[str], tmp_path: Path) -> None:
     """Accelerators do not show waits. A phase that contains waits is not reported as waiting for
     data, even with several micro-batches in a step.
     """
@@ -197,7 +197,7 @@ def named(found: tuple[Straggler, ...]) -> list[int]:
     return [straggler.rank for straggler in found]
 
 
-def test_a_rank_is_named_after_a_while_and_unnamed_after_a_while() -> None:
+def test_a_slow_rank_is_reported_after_a_while_and_withdrawn_after_a_while() -> None:
     judge = Stragglers(1.5, 30)
     assert [named(judge.add(now, [1, 1, 1.8, 1])) for now in (0, 10, 20, 29, 30)] == [[], [], [], [], [2]]
     assert named(judge.add(31, [1, 1, 1, 1])) == [2], "one fast report is not enough"
@@ -205,7 +205,7 @@ def test_a_rank_is_named_after_a_while_and_unnamed_after_a_while() -> None:
     assert [named(judge.add(now, [1, 1, 1.1, 1])) for now in (50, 60, 70, 80)] == [[2], [2], [2], []]
 
 
-def test_a_short_or_a_single_lag_is_nothing() -> None:
+def test_a_short_or_a_single_lag_is_ignored() -> None:
     judge = Stragglers(1.5, 30)
     for now in range(0, 1000, 10):
         times = [1.0, 1.0, 1.0, 9.0 if now % 30 == 0 else 1.0]
@@ -214,7 +214,7 @@ def test_a_short_or_a_single_lag_is_nothing() -> None:
     assert [named(rare.add(now, [1, 1, 9])) for now in (0, 100, 200)] == [[], [], [2]], "three reports at least"
 
 
-def test_two_ranks_and_the_one_that_waits_for_nobody() -> None:
+def test_the_slower_of_two_ranks_is_found_and_a_single_rank_is_never_slow() -> None:
     judge = Stragglers(1.5, 0)
     assert [named(judge.add(now, [1.0, 2.0])) for now in range(3)][-1] == [1]
     alone = Stragglers(1.5, 0)
@@ -236,7 +236,7 @@ def test_a_stage_is_compared_with_itself() -> None:
     assert [named(mixed.add(now, [1, 9, 0, 27], stages=2)) for now in range(3)][-1] == [3]
 
 
-def test_who_has_more_or_fewer_samples_does_not_lag() -> None:
+def test_a_rank_with_more_or_fewer_samples_is_not_slow() -> None:
     """One rank has two samples and the other one. Passes take the same time for both, or time in
     proportion to the samples.
     """
@@ -248,7 +248,7 @@ def test_who_has_more_or_fewer_samples_does_not_lag() -> None:
     assert [named(judge.add(now, [6.0, 1.0, 1.0], [3.0, 1.0, 1.0])) for now in range(3)][-1] == [0]
 
 
-def test_few_are_named_the_slowest_first() -> None:
+def test_only_a_few_ranks_are_reported_the_slowest_first() -> None:
     judge = Stragglers(1.5, 0)
     times = [1.0] * 30 + [2.0 + rank for rank in range(20)]
     for now in range(3):
@@ -256,7 +256,7 @@ def test_few_are_named_the_slowest_first() -> None:
     assert named(found) == list(range(49, 49 - NAMED, -1)) and found[0].slowdown == 21.0
 
 
-def test_whatever_is_named_is_taken_by_any_coordinator() -> None:
+def test_every_report_of_a_slow_rank_is_accepted_by_any_coordinator() -> None:
     """The machines are random, with ranks that become slow, recover, and become faster than the
     median.
     """
@@ -307,8 +307,8 @@ def posts() -> Iterator[tuple[int, list[dict[str, Any]], list[int]]]:
 
 
 def recovering(rank: int, after: int) -> Callable[[int], None]:
-    """Return a hook for `good`: this rank sleeps long in its first `after` forward passes. All
-    ranks sleep for long enough that the noise of a busy machine is small in comparison.
+    """Return a hook for `good` that makes this rank sleep for long in its first `after` forward
+    passes. All ranks sleep for long enough that the noise of a busy machine is small in comparison.
     """
 
     def prepare(own: int) -> None:
@@ -398,7 +398,7 @@ def late_in(data: range, forward: range, rank: int, passes: int, stages: int) ->
         (4, ["strategy=pipeline", "pipeline.stages=2", "pipeline.micro_batches=2"], 1, 2),
     ],
 )
-def test_the_rank_that_lags_is_named_and_no_other(
+def test_only_the_rank_that_lags_is_reported(
     world: int, more: list[str], rank: int, passes: int, tmp_path: Path
 ) -> None:
     """No rank is reported while all are equally fast. "whole" means that ranks cannot share
@@ -427,7 +427,7 @@ def said(taken: list[dict[str, Any]]) -> list[list[dict[str, float]]]:
 
 
 @pytest.mark.parametrize(("codes", "times"), [([503, 0, 200], 1), ([400], 0), ([200], 1)])
-def test_who_lags_is_said_until_a_coordinator_has_answered(posts: Any, codes: list[int], times: int) -> None:
+def test_slow_ranks_are_reported_until_a_coordinator_has_responded(posts: Any, codes: list[int], times: int) -> None:
     port, taken, answers = posts
     answers[:] = codes
     link = ProgressClient(f"127.0.0.1:{port}", "secret")
@@ -444,7 +444,7 @@ def test_who_lags_is_said_until_a_coordinator_has_answered(posts: Any, codes: li
 # ------------------------------------------------------------ the share of the peak
 
 
-def test_flops_are_those_by_hand_and_nothing_is_computed() -> None:
+def test_flops_match_a_count_by_hand_and_nothing_is_computed() -> None:
     settings = config.load(None, ["model.width=8"])
     state = torch.get_rng_state()
     found = flops.flops_per_sample(settings, (1, 8, 8), 10)
@@ -475,7 +475,7 @@ def test_flops_are_counted_once_per_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert [found("model.name=mine:model"), found("model.name=mine:model")] == [4, 5]
 
 
-def test_a_models_own_trouble_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fails_while_flops_are_counted_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> nn.Module:
         raise RuntimeError("needs values")
 
@@ -560,7 +560,7 @@ def test_without_one_ranks_peak_there_is_no_share(
     assert capfd.readouterr().out.count(f"no MFU, because the peak of rank {peaks.index(0)}'s device is unknown") == 1
 
 
-def test_flops_that_cannot_be_counted_are_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_uncountable_flops_are_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def prepare(_: int) -> None:
         def broken(*_: Any) -> nn.Module:
             raise RuntimeError("needs values")

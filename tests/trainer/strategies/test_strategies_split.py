@@ -63,8 +63,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# The comparison is exact where one process adds up the gradients, in the order of the
-# micro-batches.
+# The comparison is exact where a single process adds up the gradients, in micro-batch order.
 CASES = {
     "dp": (1, [], True),
     "fsdp": (2, [], False),
@@ -116,7 +115,7 @@ def test_ranks_without_samples_take_part(world: int, keys: list[str], tmp_path: 
 
 
 def held(folder: Path) -> Callable[[int], None]:
-    """Return a hook: each rank records the names and sizes of the weights that it holds."""
+    """Return a hook that makes each rank record the names and sizes of the weights that it holds."""
 
     def prepare(rank: int) -> None:
         from ddpjob_trainer.train import Trainer
@@ -236,7 +235,7 @@ def test_a_defect_shows(what: str, world: int, keys: list[str], alone: Path, tmp
         (2, ["strategy=fsdp", "ddp.ordered=true"], "ddp.ordered: strategy=fsdp adds gradients up"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_training(
+def test_unsuitable_settings_are_refused_before_training(
     world: int, keys: list[str], message: str, tmp_path: Path
 ) -> None:
     ended = run(world, [*PROBLEM, *keys, f"checkpoint.dir={tmp_path}"])

@@ -81,7 +81,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         ("O2 and a loss scale", "parameter_server"),
     ],
 )
-def test_an_option_comes_out_as_in_one_process(
+def test_an_option_has_the_results_of_one_process(
     option: str, strategy: str, alone: Callable[[str], Path], tmp_path: Path
 ) -> None:
     keys, tolerance = OPTIONS[option]
@@ -141,7 +141,7 @@ def overflow(folder: Path) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("keys", [[], ["amp.level=O1", "amp.loss_scale=128"]], ids=["plain", "scaled"])
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
-def test_a_step_that_is_not_finite_on_one_rank_is_left_out_on_all(
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
     strategy: str, keys: list[str], tmp_path: Path
 ) -> None:
     good(2, [*PROBLEM, *keys, f"strategy={strategy}", f"checkpoint.dir={tmp_path}"], prepare=overflow(tmp_path))
@@ -150,7 +150,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_left_out_on_all(
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
-def test_a_torch_that_cannot_do_it_is_named_with_the_one_that_can(
+def test_a_torch_that_is_too_old_is_reported_with_the_version_needed(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: with torch 2.6, FSDP2 failed in the first backward pass, and a pipeline while its

@@ -20,7 +20,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.parametrize(("strategy", "world"), [("dp", 1), ("fsdp", 2), ("ddp_mp", 2)])
-def test_torchrun_starts_it(strategy: str, world: int, alone: list[float], tmp_path: Path) -> None:
+def test_torchrun_starts_a_split_strategy(strategy: str, world: int, alone: list[float], tmp_path: Path) -> None:
     agent = torchrun(
         world, [*PROBLEM, "train.epochs=1", f"strategy={strategy}", f"checkpoint.dir={tmp_path}"], tmp_path
     )

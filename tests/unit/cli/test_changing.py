@@ -1,4 +1,4 @@
-"""Commands that change a job, which may meanwhile end or become unreachable."""
+"""Commands that change a job, while the job may finish or become unreachable."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_a_name_is_refused_together_with_all_namespaces(
 ) -> None:
     """Regression: one namespace was searched, and the error said that no namespace has the job."""
     assert called(monkeypatch, OneJob("Running"), "get", "-A", "j") == 2
-    assert "-A lists jobs; name the job's namespace with -n" in capsys.readouterr().err
+    assert "-A lists jobs; specify the job's namespace with -n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [("describe", "j"), ("why", "j")])
@@ -350,7 +350,7 @@ def test_a_manifest_that_run_refuses_cannot_control_the_terminal(
 
 
 class Ended(ClusterBackend):
-    """A cluster with the ended job j, whose script is in a ConfigMap that it owns."""
+    """A cluster with the finished job j, whose script is in a ConfigMap that it owns."""
 
     where = "here"  # type: ignore[assignment]
 
@@ -434,7 +434,7 @@ def test_a_fresh_rerun_gets_a_checkpoint_folder_that_no_job_has_used(
     (job,) = backend.done[1]
     assert job["spec"]["storage"] == {"checkpoints": {**checkpoints, field: value}, "sharedMemory": "1Gi"}
     said = capsys.readouterr().out
-    assert f"storage.checkpoints.{field} is now {value}, and the old checkpoints stay" in said
+    assert f"storage.checkpoints.{field} is now {value}, and the old checkpoints are kept" in said
 
 
 def test_a_fresh_rerun_without_a_volume_is_fresh_anyway(monkeypatch: pytest.MonkeyPatch) -> None:

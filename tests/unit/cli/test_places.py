@@ -70,7 +70,7 @@ def test_the_environment_variable_decides(monkeypatch: pytest.MonkeyPatch) -> No
         HERE.is_local()
 
 
-def test_a_current_folder_that_was_removed_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_removed_current_folder_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder.rmdir()
     assert main(["get"]) == 2
     assert capsys.readouterr().err == "the current folder no longer exists; change to a different folder\n"

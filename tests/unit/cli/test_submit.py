@@ -237,7 +237,7 @@ def test_options_that_convert_leaves_out_are_reported(folder: Path, capsys: pyte
     assert main(["convert", "torchrun.yaml"]) == 0
     out, err = capsys.readouterr()
     assert read(out)[0]["spec"]["script"] == "a.py"
-    assert "torchrun.yaml: left out MPIJob, ConfigMap, because only PyTorchJob, TrainJob can be" in err
+    assert "torchrun.yaml: skipped MPIJob, ConfigMap, because only PyTorchJob, TrainJob can be" in err
     (folder / "mpi.yaml").write_text(mpi)
     assert main(["convert", "mpi.yaml"]) == 2
     assert "contains no PyTorchJob or TrainJob, only MPIJob; for other kinds, convert" in capsys.readouterr().err
@@ -272,7 +272,7 @@ def test_notes_on_a_job_with_a_generated_name_can_be_followed(folder: Path, caps
 def test_convert_without_an_image_reports_only_the_missing_image(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "--", "torchrun", "--nnodes=2", "train.py"]) == 1
     [note] = capsys.readouterr().err.splitlines()
-    missing = "a command line does not name one; write an image with Python, PyTorch and the script"
+    missing = "a command line does not contain one; specify an image with Python, PyTorch and the script"
     assert note == f"# converted: spec.image: {missing}"
 
 

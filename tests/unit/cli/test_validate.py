@@ -77,13 +77,13 @@ REFUSED = {
     ),
     "a line": (
         JOB.replace("script: b.py", "script: python b.py --lr 0.1"),
-        "spec.script: 'python b.py --lr 0.1' is more than the name of a file; write script: b.py and args: "
+        "spec.script: 'python b.py --lr 0.1' contains more than a file name; write script: b.py and args: "
         '["--lr", "0.1"] (',
     ),
     "torchrun": (JOB.replace("script: b.py", "script: torchrun b.py"), "write script: b.py ("),
     "torchrun alone": (
         JOB.replace("script: b.py", "module: torchrun"),
-        "spec.module: torchrun is a launcher, and the job has its own; name only the program that it starts (`ddpjob ",
+        "spec.module: torchrun is a launcher, and the job has its own; specify only the program that it starts (",
     ),
     "an interpreter": (
         JOB.replace("script: b.py", "script: /usr/bin/python3"),
@@ -91,7 +91,7 @@ REFUSED = {
     ),
     "a shell script": (
         JOB.replace("script: b.py", "script: run.sh"),
-        "spec.script: run.sh is a shell script, and torchrun starts only Python scripts; name the Python "
+        "spec.script: run.sh is a shell script, and torchrun starts only Python scripts; specify the Python "
         "script that it starts, "
         'or write command: ["bash", "run.sh"] instead of script (',
     ),
@@ -109,13 +109,16 @@ REFUSED = {
     ),
     "16gi": (in_spec("resources: {limits: {memory: 16gi}}"), "did you mean 16Gi?"),
     "nfs": (in_spec("storage: {checkpoints: {nfs: 'host:/a'}}"), "write {server: host, path: /a}"),
-    "label": (JOB.replace("name: t", "name: t, labels: {a: 'my team!'}"), "metadata.labels.a: 'my team!' cannot be"),
+    "label": (
+        JOB.replace("name: t", "name: t, labels: {a: 'my team!'}"),
+        "metadata.labels.a: 'my team!' is not a valid label value",
+    ),
     "mount": (trainer("volumeMounts: [{name: x, mountPath: /x}]"), "volumeMounts[0].name: there is no volume x"),
     "mount without a name": (trainer("volumeMounts: [{mountPath: /x}]"), "volumeMounts[0].name: missing"),
     "variable without a name": (trainer("env: [{value: x}]"), "env[0].name: required, but missing"),
     "two mounts": (
         trainer("volumeMounts: [{name: ddpjob-shm, mountPath: /x}, {name: ddpjob-shm, mountPath: /x}]"),
-        "is already the folder of a mount",
+        "something is already mounted at ",
     ),
     "requests": (in_spec("resources: {requests: {cpu: 4}, limits: {cpu: 2}}"), "4 is more than the limit, 2"),
     "devices without a limit": (
@@ -152,13 +155,13 @@ REFUSED = {
     ),
     "one node's claim": (
         making_claim("accessModes: [ReadWriteOnce]"),
-        "claimTemplate.spec.accessModes: a claim with ReadWriteOnce serves one Kubernetes node, and the job has 2 pods",
+        "claimTemplate.spec.accessModes: a claim with ReadWriteOnce serves one Kubernetes node, but the job has 2 pods",
     ),
     "a claim's class": (
         making_claim("accessModes: [ReadWriteMany], storageClassName: My_NFS"),
         "claimTemplate.spec.storageClassName: 'My_NFS' is not a valid object name",
     ),
-    "space": (JOB.replace("image: a", "image: 'my image'"), "is not the name of an image: it contains a space"),
+    "space": (JOB.replace("image: a", "image: 'my image'"), "is not a valid image name: it contains a space"),
     "upper case": (JOB.replace("image: a", "image: Ghcr.io/Me/Train:1"), "did you mean ghcr.io/me/train:1?"),
     "no tag": (JOB.replace("image: a", "image: 'train:'"), "the tag after ':' is missing"),
     "two trainers": (
@@ -283,7 +286,7 @@ def test_a_folder_without_manifests_is_an_error(capsys: pytest.CaptureFixture[st
     code, _, err = checked(capsys, "https://example.com/job.yaml")
     assert code == 2 and "curl -fsSL https://example.com/job.yaml | ddpjob" in err
     code, _, err = checked(capsys)
-    assert code == 2 and "name a FILE" in err
+    assert code == 2 and "specify a FILE" in err
 
 
 def test_standard_input_that_is_not_text_is_refused(

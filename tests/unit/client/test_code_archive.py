@@ -63,7 +63,7 @@ def test_files_like_secrets_are_left_out_with_a_note(tmp_path: Path) -> None:
     )
 
 
-def test_links_to_files_are_sent_as_files_and_links_to_folders_are_named(tmp_path: Path) -> None:
+def test_links_to_files_are_sent_as_files_and_links_to_folders_are_reported(tmp_path: Path) -> None:
     folder = tmp_path / "project"
     write(tmp_path, {"outside/a.py": "a", "project/train.py": ""})
     (folder / "a.py").symlink_to(tmp_path / "outside" / "a.py")

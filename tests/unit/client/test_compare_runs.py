@@ -42,7 +42,7 @@ def test_arguments_are_compared_by_name() -> None:
     assert len(arguments([f"--a{number}" for number in range(10_000)])) == 200
 
 
-def test_what_differs_is_told_from_the_rest() -> None:
+def test_differing_settings_are_separated_from_equal_ones() -> None:
     one = body("one", args=["--lr", "0.1"], nodes=2, procsPerNode=4, image="a:1")
     two = body("two", args=["--lr=0.2"], nodes=2, procsPerNode=8, image="a:1")
     rows = {row.label: row for row in compare([one, two], utc_now())}

@@ -303,7 +303,7 @@ def _of_four_gpus(command: list[str], **spec: Any) -> dict[str, Any]:
         (["python", "a.py"], 1),
     ],
 )
-def test_torchrun_starts_as_many_processes_as_before(command: list[str], processes: int | None) -> None:
+def test_torchrun_starts_the_same_number_of_processes(command: list[str], processes: int | None) -> None:
     made = convert(_of_four_gpus(command))
     assert valid(made.job).get("procsPerNode") == processes
     assert any("procsPerNode: 1, as before" in note for note in made.notes) == (processes == 1)
@@ -613,7 +613,7 @@ def test_settings_that_a_train_job_leaves_to_its_runtime_are_reported() -> None:
 
 
 def test_resources_are_read_under_the_name_of_the_container() -> None:
-    """Regression: the kubelet found no container pytorch."""
+    """Regression: the kubelet did not find a container named pytorch."""
     job = _of_four_gpus(["torchrun", "a.py"])
     pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
 
@@ -662,7 +662,7 @@ def test_replicas_that_are_null_count_as_one() -> None:
         (2, {"affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}}, False),
     ],
 )
-def test_pods_may_share_a_node_as_before(workers: int, pod: dict[str, Any], shared: bool) -> None:
+def test_pods_may_still_share_a_node(workers: int, pod: dict[str, Any], shared: bool) -> None:
     """Regression: four pods with one GPU each waited for three Kubernetes nodes that do not
     exist.
     """

@@ -38,7 +38,7 @@ def test_branches_tags_and_commits_are_resolved_to_a_commit(server: GitServer) -
         assert job["spec"]["module"] == "pkg.train" and job["spec"]["code"]["git"]["secretName"] == "t"
 
 
-def test_what_cannot_be_resolved_is_refused_without_showing_a_password(server: GitServer) -> None:
+def test_an_unresolvable_ref_is_refused_without_showing_a_password(server: GitServer) -> None:
     commit(server.root / "p", {"train.py": "1"})
     for text, said in (
         (f"{server.url}/p@gone", "has no branch or tag gone; write a branch"),

@@ -156,14 +156,14 @@ def test_mistakes_are_reported_before_anything_is_created(local: bool, monkeypat
     train = client(place).train
     wrong: list[tuple[Any, Mapping[str, Any], str]] = [
         (lambda: None, {}, "a lambda"),
-        ("no-such.py", {}, "no such file or folder here"),
+        ("no-such.py", {}, "no such file or folder on this machine"),
         (fit, {"args": {"epochs": 1}, "nodes": 0}, r"spec\.nodes: 0 is less than 1"),
         (fit, {"args": {"epochs": 1}, "name": "A b"}, "a name has at most 40 characters"),
         (fit, {"args": {"epochs": 1}, "settings": {"recovry.mode": "Fast"}}, "did you mean recovery"),
         (
             fit,
             {"args": {"epochs": 1}, "entry": "train.py"},
-            r"entry .* names a script in a folder, and " r"fit is not a folder",
+            r"entry .* is for a script in a folder, but fit is not a folder",
         ),
         ("m", {"env": {"A": "1"}, "settings": {"env": []}}, r"env \(--set\): is also set by another option"),
         ("m", {"args": [object()]}, r"args\[0\]: <object .* is not text"),
@@ -229,7 +229,7 @@ def test_a_watch_shows_each_state_until_the_end() -> None:
         client(Place(False, (job(), False))).wait("j", timeout=1)
 
 
-def test_a_wait_decides_by_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_decides_by_the_final_state(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(False, (job(), False))
     for phase, conditions in (("Complete", []), ("Failed", [FAILED])):
         monkeypatch.setattr(place, "job", lambda name, p=phase, c=conditions: job(phase=p, conditions=c))
@@ -389,7 +389,7 @@ def test_a_plot_is_a_curve_that_a_notebook_shows_and_a_file(tmp_path: Path) -> N
     curve = seen.plot(output=tmp_path / "a.svg")
     assert repr(curve) == "<MetricCurve: loss from 2 to 0.5, steps 1 to 2>" and "<polyline" in curve._repr_html_()
     assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
-    with pytest.raises(Mistake, match="j has no recall of two steps yet; its metrics are eval_accuracy, loss"):
+    with pytest.raises(Mistake, match="fewer than two values of recall so far; its metrics are eval_accuracy, loss"):
         seen.plot("recall")
     with pytest.raises(Mistake, match=r"must end in \.svg; `ddpjob plot j"):
         seen.plot(output="a.png")

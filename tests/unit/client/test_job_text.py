@@ -189,6 +189,11 @@ def test_a_failed_job_with_its_remedy() -> None:
         ("Hang", "no step for 60 s", "Look for ranks that wait in different collectives."),
         ("OOMKilled", "rank 0 was killed", "`storage.sharedMemory`"),
         ("WorkerFailed", "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "accumulate gradients"),
+        (
+            "WorkerFailed",
+            "RuntimeError: [enforce fail at inline_container.cc:671] . unexpected pos",
+            "The disk is full",
+        ),
         ("WorkerFailed", "ValueError: x", "Read the traceback in the message."),
     ],
 )

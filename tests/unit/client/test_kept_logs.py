@@ -73,9 +73,13 @@ def test_the_output_of_a_hostile_pod_lists_nothing(text: str) -> None:
 class OfCluster(ClusterBackend):
     """A backend whose pods are this machine. Their checkpoint folder is `folder`."""
 
-    def __init__(self, folder: Path, checkpoints: Json, pods: tuple[str, ...] = ("j-0-11", "j-1-1")) -> None:
+    def __init__(
+        self, folder: Path, checkpoints: Json, pods: tuple[str, ...] = ("j-0-11", "j-1-1"),
+        ended: tuple[str, ...] = (), **spec: object,
+    ) -> None:  # fmt: skip
         super().__init__(api=None, namespace="ml")  # type: ignore[arg-type]
-        self.folder, self.checkpoints, self.names, self.asked = folder, checkpoints, pods, list[str]()
+        self.folder, self.names, self.ended, self.asked = folder, pods, ended, list[str]()
+        self.spec = {"storage": {"checkpoints": checkpoints}, "runPolicy": {"logsKept": 3}, **spec}
 
     def jobs(self) -> list[Json]:
         return [self.job("j")]
@@ -83,10 +87,14 @@ class OfCluster(ClusterBackend):
     def job(self, name: str) -> Json:
         if name != "j":
             raise NoSuchJob(f"no job {name}")
-        return {"metadata": {"name": "j", "uid": UID}, "spec": {"storage": {"checkpoints": self.checkpoints}}}
+        return {"metadata": {"name": "j", "uid": UID}, "spec": self.spec}
 
     def pods(self, name: str) -> list[PodLine]:
-        return [PodLine(pod, "node", int(pod.split("-")[1]), "Running") for pod in self.names]
+        states = {**dict.fromkeys(self.ended, "Error (1)"), **dict.fromkeys(self.names, "Running")}
+        return [
+            PodLine(pod, "node", int(pod.split("-")[1]), state, ended=pod in self.ended)
+            for pod, state in states.items()
+        ]
 
     def run_in(self, pod: PodLine, code: str) -> str:
         self.asked.append(pod.name)
@@ -121,8 +129,37 @@ def test_a_message_says_where_logs_are_that_no_running_pod_can_read(
     assert called(ended, monkeypatch, "logs", "j-1-0") == 2
     said = capsys.readouterr().err
     assert "no pod j-1-0 of job j" in said and f"cat /c/{LOGS_FOLDER}/POD.*" in said
-    assert called(OfCluster(folder, {}), monkeypatch, "logs", "j", "--ended") == 1
+    assert called(ended, monkeypatch, "logs", "j", "--ended") == 2
+
+
+def test_ended_pods_are_listed_although_kept_logs_cannot_be_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = OfCluster(folder, {"claimName": "c", "mountPath": "/c"}, pods=(), ended=("j-0-11",))
+    assert called(failed, monkeypatch, "logs", "j", "--ended") == 0
+    out, said = capsys.readouterr()
+    assert out == "j-0-11  Error (1)\n" and f"no running pod can read /c/{LOGS_FOLDER}" in said
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "spec"),
+    [({}, {}), ({"claimName": "c"}, {"runPolicy": {"logsKept": 0}}), ({"claimName": "c"}, {"command": ["a"]}),
+     ({"claimName": "c", "readOnly": True}, {}), ({"url": "s3://b/f"}, {"command": ["a"]})],
+)  # fmt: skip
+def test_a_job_that_keeps_no_logs_does_not_claim_to_have_them(
+    checkpoints: Json, spec: Json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = OfCluster(tmp_path, checkpoints, pods=(), **spec)
+    assert called(backend, monkeypatch, "logs", "j", "--ended") == 1
     assert "j: no log of an ended pod is kept" in capsys.readouterr().err
+
+
+def test_a_rank_cannot_choose_lines_of_a_kept_log(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = OfCluster(folder, {"claimName": "c", "mountPath": "/c"})
+    assert called(backend, monkeypatch, "logs", "j-1-0", "--rank", "0") == 2
+    assert "--rank: pod j-1-0 is gone" in capsys.readouterr().err
 
 
 def test_each_host_is_asked_where_it_has_its_own_files(folder: Path) -> None:

@@ -42,7 +42,7 @@ def recorded(runs: Path, monkeypatch: pytest.MonkeyPatch, **local: Any) -> JobFo
 
 def test_a_job_given_instead_of_a_pod_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded(tmp_path, monkeypatch)
-    with pytest.raises(Mistake, match=r"^j is a job; name one of its pods, such as j-0-0 \(`ddpjob describe j`\)$"):
+    with pytest.raises(Mistake, match=r"^j is a job; specify one of its pods, such as j-0-0 \(`ddpjob describe j`\)$"):
         ProcessBackend().kill("j")
     with pytest.raises(Mistake, match=r"^no job k was run in"):
         ProcessBackend().kill("k-0-0")
@@ -226,7 +226,9 @@ def test_checkpoints_behind_a_link_are_deleted_with_the_job(tmp_path: Path, monk
 
 
 def test_an_interrupted_deletion_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: the record was deleted in the order of the disk, and then the job was unknown."""
+    """Regression: files were deleted in directory order, and once the record was gone, the job was
+    unknown.
+    """
     folder = recorded(tmp_path, monkeypatch)
     folder.run("r").pods.mkdir(parents=True)
     rmtree, listed, fails = process_backend.shutil.rmtree, Path.iterdir, [True]
@@ -277,7 +279,7 @@ def test_a_stopped_run_is_not_resumed_by_a_field_of_its_spec(tmp_path: Path, mon
         assert ProcessBackend().job("j")["status"]["conditions"][0]["message"] == said
 
 
-def test_of_two_simultaneous_submissions_the_second_finds_the_job_running(
+def test_the_second_of_two_simultaneous_submissions_finds_the_job_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the second one wrote to the first one's log and replaced its manifest."""
@@ -285,7 +287,7 @@ def test_of_two_simultaneous_submissions_the_second_finds_the_job_running(
     folder, started, running = job_folder("j"), list[Any](), ExitStack()
 
     class Started:
-        """A `ddpjob run` that takes long to write its record."""
+        """A `ddpjob run` that takes a long time to write its record."""
 
         pid, returncode = 1, None
 

@@ -167,7 +167,7 @@ def test_messages_of_the_launcher_are_parsed() -> None:
         (250, "exit code 250: Error"),
     ],
 )
-def test_the_signal_that_ended_a_program_is_named(code: int, how: str) -> None:
+def test_the_signal_that_ended_a_program_is_reported(code: int, how: str) -> None:
     assert explain_end(pod(ended(code)), launcher=False).message == f"pod job-0-0 ended with {how}"
 
 
@@ -220,7 +220,7 @@ def test_a_pod_that_is_starting_is_not_stuck() -> None:
     assert find_stuck(waiting("ContainerCreating"), has_run=False) is None
 
 
-def test_a_failed_init_container_is_named_with_its_last_lines() -> None:
+def test_a_failed_init_container_is_reported_with_its_last_lines() -> None:
     end = explain_end(
         pod(phase="Failed", init_containers={"fine": ended(0), "prep": ended(3, message="one\nno such bucket")})
     )
@@ -309,7 +309,9 @@ def test_an_image_for_a_different_platform_is_recognized_in_each_runtimes_words(
     waits = waiting("ErrImagePull", said)
     end, why = find_wrong_platform(waits), find_stuck(waits, has_run=False)
     assert end is not None and (end.cause, is_about_platform(end)) == (Cause.START_ERROR, True)
-    assert end.message.startswith("the image of pod job-0-0 is not for Kubernetes node ") and end.message.endswith(said)
+    assert end.message.startswith(
+        "the image of pod job-0-0 is not for the architecture or operating system of Kubernetes node "
+    ) and end.message.endswith(said)
     assert why is not None and not why.final
     assert find_wrong_platform(waiting("ErrImagePull", "manifest unknown")) is None
 
@@ -355,7 +357,7 @@ Root Cause (first observed failure):
     ],
     ids=["a rank", "cannot start", "shared memory", "torchrun's table", "no rank", "a truth", "no code", "hostile"],
 )
-def test_a_rank_of_torchrun_in_a_command_is_named(message: str, expected: tuple[Any, ...]) -> None:
+def test_a_failed_rank_of_torchrun_in_a_command_is_reported(message: str, expected: tuple[Any, ...]) -> None:
     end = explain_end(pod(ended(1, message=message)), launcher=False)
     assert (end.cause, end.rank, end.exit_code, end.message) == expected
 

@@ -45,7 +45,7 @@ def causes(job: DDPJob) -> list[tuple[str, str, int | None, bool]]:
 
 
 @pytest.mark.parametrize("first", [MINE, PEERS])
-def test_of_two_ends_the_rank_with_its_own_error_is_the_cause(first: str) -> None:
+def test_the_rank_with_its_own_error_is_the_cause_of_two_ends(first: str) -> None:
     """torchrun notices the end of a worker within a tenth of a second, so either pod may be the
     first to end.
     """
@@ -112,8 +112,8 @@ def test_a_pod_that_hangs_next_to_a_finished_one_is_reported_within_minutes() ->
     assert [e.reason for e in decision.events if e.warning] == [], "it makes steps"
     job, decision = seen(working, 191, there, forming())
     (event,) = (e for e in decision.events if e.warning)
-    assert event.reason == "NodeFinishedEarly" and "pod job-0-0 has ended with exit code 0" in event.message
-    assert "pod job-1-0 still runs" in event.message and event.message == event_text(event.message)
+    assert event.reason == "NodeFinishedEarly" and "pod job-0-0 ended with exit code 0" in event.message
+    assert "pod job-1-0 is still running" in event.message and event.message == event_text(event.message)
     assert job.status.holds(ConditionType.RUNNING)
     _, decision = seen(job, 300, there, forming())
     assert not decision.events

@@ -308,7 +308,7 @@ def test_the_endpoint_of_a_coordinator_with_an_ipv6_address_has_brackets() -> No
 
 
 def large_loss(lost: int = 37) -> Decision:
-    """Return the view of a job of which this many of 100 pods have vanished at once."""
+    """Return the view of a job that has lost this many of its 100 pods at once."""
     job = a_job(nodes=100, recovery={"mode": "Fast"})
     coordinator = PodView(
         name="job-coordinator-0",
@@ -395,7 +395,7 @@ def test_a_suspended_job_reports_which_pod_should_have_ended(placed: dict[str, s
     suspended = after(job, a_pod(1, deleted_at=NOW), held).status.condition(ConditionType.SUSPENDED)
     assert suspended is not None
     said = "2 pods still terminating; pod job-0-0 should have ended by 2025-12-31T23:59:51Z"
-    assert suspended.message == f"{said}: {why}"
+    assert suspended.message == f"{said}, but {why}"
 
 
 @pytest.mark.parametrize("trained", [True, False])

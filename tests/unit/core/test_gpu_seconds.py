@@ -1,4 +1,4 @@
-"""GPU seconds: held GPUs times the time between reconciles, written seldom and never twice."""
+"""GPU seconds: held GPUs times the time between reconciles, written rarely, and never twice."""
 
 from __future__ import annotations
 

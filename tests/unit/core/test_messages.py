@@ -38,7 +38,7 @@ def test_numbers_agree_with_their_nouns() -> None:
     assert message(job.status, ConditionType.RUNNING) == "1 of 1 node runs and is joining the rendezvous"
     job, pods = running(1)
     job, _ = seen(job, 3, pods, replace(report(CoordinatorState.FORMING), attempt=1))
-    said = "1 of 1 node runs and continues to train, while it connects to a new coordinator"
+    said = "1 of 1 node runs and continues to train while it connects to a new coordinator"
     assert message(job.status, ConditionType.RUNNING) == said
     job, _ = seen(job_of(2, elastic={"minNodes": 1}), 1, (), None)
     assert message(job.status, ConditionType.RUNNING) == "0 of 2 nodes run, 1 is needed"

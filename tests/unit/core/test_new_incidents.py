@@ -145,7 +145,7 @@ def test_a_rank_that_found_dev_shm_full_gets_advice_to_raise_it(signal: str | No
 def test_ranks_of_several_pods_with_the_same_error_fail_everywhere(
     failures: list[tuple[int, str, float]], everywhere: bool
 ) -> None:
-    """Digits may be specific to a rank. After the others were asked to end, at 7.01, an error may
+    """Digits may be specific to a rank. After the others were asked to stop, at 7.01, an error may
     be a consequence.
     """
     trace = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n'

@@ -212,6 +212,13 @@ def test_selectors_from_the_queues_flavor_count_like_those_of_the_template() -> 
     assert judged(queued, pods, others) == [(1, "NoOtherNode")], "its quota is for machines of a different flavor"
 
 
+def test_a_pod_whose_node_the_queue_chooses_does_not_move_without_a_spare() -> None:
+    job, pods = running(2, gpusPerNode=8)
+    added = PodChanges(annotations={"kueue.x-k8s.io/workload": "w"})
+    queued = replace(job, status=replace(job.status, queue=QueueStatus(workload="w", uid="w", pods=2, node=added)))
+    assert judged(job, pods, hosts(1)) == [(1, "")] and judged(queued, pods, hosts(1)) == [(1, "NoOtherNode")]
+
+
 def test_a_node_with_too_many_taints_to_check_fits_no_pod() -> None:
     host = HostView.read(node(taints=tuple(f"t{number}" for number in range(1000))))
     assert len(host.taints) == 50 and not host.schedulable

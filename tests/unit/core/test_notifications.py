@@ -121,7 +121,7 @@ def test_earlier_occurrences_are_not_sent_when_notifications_are_added() -> None
     assert not sent(decision) and not decision.status.notifications
 
 
-def test_nobody_is_notified_when_the_field_is_removed() -> None:
+def test_no_receiver_is_notified_when_the_field_is_removed() -> None:
     job, _ = completed()
     job = replace(job, spec=replace(job.spec, notify=None))
     _, decision = decided(job, 20, ended_pods(0))
@@ -195,10 +195,10 @@ def body_of(message: str, **world: object) -> dict[str, object]:
     return dict(sent(decision)[0].body)
 
 
-def test_the_message_has_what_a_person_needs() -> None:
+def test_the_message_has_everything_that_a_person_needs() -> None:
     body = body_of("ValueError: lunch")
     assert (body["job"], body["namespace"], body["uid"], body["state"]) == ("job", "space", "uid", "Restarting")
-    assert body["reason"] == "BudgetNearlySpent" and "1 of recovery.maxRestarts = 1 is used up" in str(body["message"])
+    assert body["reason"] == "BudgetNearlySpent" and "1 of 1 restart is used up" in str(body["message"])
     assert "ValueError: lunch" in str(body["message"]) and body["restarts"] == {"counted": 1, "total": 1, "max": 1}
     assert str(body["text"]).startswith("DDPJob space/job: BudgetNearlySpent (BudgetNearlySpent); restarts 1/1")
 
@@ -207,7 +207,7 @@ def test_the_message_has_what_a_person_needs() -> None:
     "hostile",
     ["<!channel> <https://evil.example|click>", "```\n<!here>", "@channel @here @all", "\x1b[2J\u202e", "x" * 100_000],
 )
-def test_the_training_scripts_text_can_mention_nobody_and_hide_nothing(hostile: str) -> None:
+def test_the_training_scripts_text_cannot_mention_users_or_hide_text(hostile: str) -> None:
     body = body_of(hostile)
     text = str(body["text"])
     assert len(text.encode()) < 4000 and len(str(body["message"]).encode()) <= 1000

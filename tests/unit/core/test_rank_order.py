@@ -187,7 +187,7 @@ def test_the_condition_says_whether_the_running_group_follows_the_order() -> Non
     job, pods = running(4, rankOrder=[RACK])
     right, early = running_report(order_mark(IN_ORDER), [0, 2, 1, 3]), running_report(order_mark(IN_ORDER))
     assert condition(job, pods, RACKS, right) == (
-        True, "InOrder", "nodes of one place have neighbouring ranks (2 x example.com/rack)",
+        True, "InOrder", "Kubernetes nodes with the same labels have neighbouring ranks (2 x example.com/rack)",
     )  # fmt: skip
     assert condition(job, pods, RACKS, early)[:2] == (False, "NextRound")
     moved = {**RACKS, "n3": host("n3", rack="a")}
@@ -195,7 +195,7 @@ def test_the_condition_says_whether_the_running_group_follows_the_order() -> Non
     bare = {**RACKS, "n1": host("n1"), "n3": host("n3")}
     holds, reason, message = condition(job, pods, bare, right)
     assert (holds, reason) == (False, "LabelsMissing")
-    assert "without a value of example.com/rack: n1 and 1 more" in message
+    assert "without label example.com/rack: n1 and 1 more" in message
     assert condition(job, pods, None, right)[:2] == (False, "NodesUnknown")
 
 

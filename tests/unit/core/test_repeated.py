@@ -119,7 +119,7 @@ def test_a_resumption_does_not_change_the_account_of_the_previous_restart() -> N
     assert makes_new_steps(one.status), "it has trained before"
 
 
-def test_of_many_pods_lost_at_once_a_listed_one_keeps_the_account() -> None:
+def test_a_listed_pod_keeps_the_account_if_many_are_lost_at_once() -> None:
     one = Restarted()
     one.breaks(40, "NodeLost", *["PeerLost"] * 15)
     one.look(42, 3, {"start": {**KEPT, "seconds": 0.4}, "step": 92})

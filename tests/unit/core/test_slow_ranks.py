@@ -82,8 +82,8 @@ def test_a_rank_that_hardly_slows_the_steps_is_left_alone(figures: dict[str, flo
 
 
 def test_slow_ranks_are_only_reported_if_the_script_reports_no_costs() -> None:
-    assert "only named" in why(seen({2: {"slowdown": 2.0}}))
-    assert "only named" in why(seen({2: SLOW}, spec={"script": None, "command": ["torchrun", "train.py"]}))
+    assert "only reported" in why(seen({2: {"slowdown": 2.0}}))
+    assert "only reported" in why(seen({2: SLOW}, spec={"script": None, "command": ["torchrun", "train.py"]}))
 
 
 def test_one_pod_moves_at_a_time_and_many_slow_pods_do_not_move() -> None:
@@ -109,9 +109,9 @@ def test_without_a_spare_on_another_node_the_rank_stays() -> None:
 def test_no_rank_and_no_node_is_left_twice_within_an_hour() -> None:
     ago = -APART.total_seconds()
     assert "the same rank" in why(seen({2: SLOW}, **restarts((2, "n9", ago))))
-    assert "has left this Kubernetes node" in why(seen({2: SLOW}, **restarts((1, "n2", ago))))
+    assert "the job left this Kubernetes node" in why(seen({2: SLOW}, **restarts((1, "n2", ago))))
     left = AvoidedNode(node="n2", until=later(999), reason="SlowRank on it within an hour")
-    assert "has left this Kubernetes node" in why(seen({2: SLOW}, avoided_nodes=(left,)))
+    assert "the job left this Kubernetes node" in why(seen({2: SLOW}, avoided_nodes=(left,)))
     assert moved(seen({2: SLOW}, **restarts((2, "n2", -3600)))) == [2]
     three = restarts(*((0, f"n{number}", ago) for number in (7, 8, 9)))
     assert "3 moves" in why(seen({2: SLOW}, **three))
@@ -133,7 +133,7 @@ def test_a_group_that_does_not_train_or_finishes_moves_nothing() -> None:
 
 def test_the_coordinators_pod_is_not_moved() -> None:
     master = {"rendezvous": {"placement": "Master"}}
-    assert "has the coordinator" in why(seen({0: SLOW}, spec=master))
+    assert "runs the coordinator" in why(seen({0: SLOW}, spec=master))
     assert moved(seen({1: SLOW}, spec=master)) == [1]
 
 

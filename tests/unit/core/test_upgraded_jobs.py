@@ -117,7 +117,7 @@ def test_pods_of_a_different_release_are_kept(release: str, kind: Json) -> None:
 
 @pytest.mark.parametrize("kind", [{}, {"recovery": {"mode": "Fast"}}, {"command": ["train"]}], ids=str)
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_lost_pod_of_theirs_begins_a_generation_with_our_runtime(release: str, kind: Json) -> None:
+def test_a_lost_pod_of_another_release_begins_a_generation_with_our_runtime(release: str, kind: Json) -> None:
     """A single pod of ours could not talk to its peers."""
     decision = after(begun(release, **kind), *pods(0))
     status = decision.status
@@ -164,7 +164,7 @@ def test_pods_that_the_other_release_had_only_planned_begin_a_generation_too() -
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_suspended_job_of_theirs_resumes_with_our_runtime(release: str) -> None:
+def test_a_suspended_job_of_another_release_resumes_with_our_runtime(release: str) -> None:
     job = begun(release)
     suspend = replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True))
     suspended = after(replace(job, spec=suspend), *pods(0, 1)).status
@@ -177,7 +177,7 @@ def test_a_suspended_job_of_theirs_resumes_with_our_runtime(release: str) -> Non
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_different_spec_or_key_replaces_their_pods_like_ours(release: str) -> None:
+def test_a_different_spec_or_key_replaces_pods_of_any_release(release: str) -> None:
     assert after(begun(release), *pods(0, 1), key_mark="other").status.restarts.recent[-1].reason == "KeyChanged"
     job = begun(release)
     changed = replace(job, spec=begun(release, image="another").spec)

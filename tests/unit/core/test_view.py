@@ -53,7 +53,7 @@ def test_the_view_follows_the_status() -> None:
     assert second.pods == (None,) and (second.job, second.world, second.now) == (first.job, first.world, first.now)
 
 
-def test_of_a_report_of_another_generation_only_the_progress_counts() -> None:
+def test_only_the_progress_in_another_generations_report_counts() -> None:
     old, current = (Report(n, CoordinatorState.RUNNING, 2, 2, (1.0, 60.0), progress={"step": 3}) for n in (1, 2))
     assert view(World(report=current)).report is current
     assert view(World(report=old)).report is None

@@ -126,7 +126,7 @@ def test_a_folder_belongs_to_the_job_that_began_with_it() -> None:
     assert find_folder_user(waited, [first]).startswith("first") and find_folder_user(first, [waited]) == ""
 
 
-def test_of_two_jobs_that_begin_at_once_the_older_one_gets_the_folder() -> None:
+def test_the_older_of_two_jobs_that_start_at_once_gets_the_folder() -> None:
     one, two = (naming(name, subPath="same", created=n) for n, name in enumerate(("one", "two")))
     assert find_folder_user(one, [one, two]) == "" and find_folder_user(two, [one, two]).startswith("one")
     waits = with_condition(JobStatus(), ConditionType.SCHEDULED, False, "FolderTaken", "", NOW)
@@ -158,13 +158,13 @@ def test_the_jobs_own_claim_and_one_kept_for_it_can_be_used() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"made_by": "", "made_for": ""}, "was not made by a job of this name"),
-        ({"made_for": "other"}, "was not made by a job of this name"),
+        ({"made_by": "", "made_for": ""}, "was not created by a job with this name"),
+        ({"made_for": "other"}, "was not created by a job with this name"),
         (
             {"made_by": "earlier", "template": "another"},
-            "kept from an earlier job of this name and made from a different",
+            "kept from an earlier job with this name, and was created from a different",
         ),
-        ({"template": "another"}, "made by this job from a different claimTemplate"),
+        ({"template": "another"}, "created by this job from a different claimTemplate"),
         ({"made_by": "earlier", "owners": ("earlier",)}, "an earlier job"),
         ({"owners": ("x",)}, "will be deleted with its owner"),
         ({"owners": ("uid",)}, "to keep it, run kubectl patch pvc job-checkpoints --namespace space --patch '{"),

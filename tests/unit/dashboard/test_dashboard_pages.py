@@ -134,7 +134,7 @@ async def test_filters_sorting_and_wrong_queries(names: list[str]) -> None:
         assert re.findall(r'href="/jobs/default/([^"]+)"', await web.get("/?q=RESNET50+0008")) == [
             "resnet50-imagenet-0008"
         ]
-        assert "No job fits" in await web.get("/?q=nowhere")
+        assert "No job matches" in await web.get("/?q=nowhere")
         for query in (
             "page=99999999",
             "page=-1",
@@ -381,7 +381,7 @@ async def test_a_change_is_announced_and_shown_on_the_page(names: list[str], fol
         await web.get(f"/jobs/default/{name}", 404)
 
 
-async def test_a_log_follows_until_its_reader_leaves(names: list[str], folder: Path) -> None:
+async def test_a_log_is_streamed_until_its_reader_disconnects(names: list[str], folder: Path) -> None:
     name = next(name for name in names if record_of(name)["status"]["phase"] == "Running")
     [pod, *_] = record_of(name)["local"]["pods"]
     log = JobFolder(folder / name).run("1").log(pod["name"], "trainer")
@@ -491,7 +491,7 @@ def test_an_outage_of_the_backend_is_shown_and_ends(names: list[str], monkeypatc
         assert len(fleet.rows()) == 30
 
 
-def test_a_job_deleted_before_the_first_list_is_removed(
+def test_a_job_deleted_before_the_first_list_disappears(
     names: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the deleted job stayed forever, because the list that lacked it was the first one

@@ -70,7 +70,7 @@ class Recording:
 
 
 async def applied(cluster: Recording, *actions: Action, events: int = 0) -> list[str]:
-    """Return the calls in the order of their start, and the rejected ones."""
+    """Return the calls in the order in which they started, and the rejected calls."""
     decision = Decision(JOB.status, actions, tuple(Event(False, "Reason", str(n)) for n in range(events)))
     return [r.object for r in (await apply(cluster, JOB, decision)).rejections]  # type: ignore[arg-type]
 

@@ -147,7 +147,7 @@ def test_a_missing_script_is_reported(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     Path("code/there.py").touch()
     [problem] = fitted(tmp_path, script="there.py").problems
-    assert problem == f"spec.script: there.py is not in {tmp_path}; name its folder with --workdir DIR"
+    assert problem == f"spec.script: there.py is not in {tmp_path}; specify its folder with --workdir DIR"
     (tmp_path / "three.py").touch()
     [problem] = fitted(tmp_path, script="there.py").problems
     assert problem == f"spec.script: there.py is not in {tmp_path}; did you mean three.py?"
@@ -225,7 +225,7 @@ def test_the_variables_of_a_buckets_secret_are_taken_from_this_shell(
     assert not fitted(tmp_path, storage=storage).problems
 
 
-def test_data_of_a_bucket_have_a_separate_folder_below_the_jobs(
+def test_bucket_data_has_a_separate_folder_below_the_jobs_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
@@ -284,15 +284,13 @@ def test_code_from_a_bucket_is_looked_for_in_the_folder_that_it_is_fetched_to(tm
         assert (local.spec.script, local.working_dir) == expected
 
 
-def test_workdir_runs_the_code_of_this_machine_in_place_of_the_bucket_s(tmp_path: Path) -> None:
+def test_workdir_runs_the_code_of_this_machine_instead_of_the_buckets(tmp_path: Path) -> None:
     local = fitted(tmp_path, Options(working_dir=tmp_path), code=CODE)
     assert local.code is None and local.spec.code is None and local.working_dir == tmp_path
     assert any("spec.code: is not fetched; the code in --workdir" in warning for warning in local.warnings)
 
 
-def test_keys_of_the_code_s_bucket_are_named_if_this_shell_has_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_keys_of_the_code_bucket_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
     local = fitted(tmp_path, code={**CODE, "secretName": "keys"})
     assert any(problem.startswith("spec.code.secretName: Secret keys cannot be read") for problem in local.problems)

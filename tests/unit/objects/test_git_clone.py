@@ -129,7 +129,9 @@ def test_a_password_is_sent_to_the_repository_and_is_not_kept(server: GitServer,
     assert not kept
 
 
-def test_what_cannot_be_cloned_is_named(server: GitServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_that_cannot_be_cloned_is_reported(
+    server: GitServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit(server.root / "p", {"train.py": "1"})
     monkeypatch.setattr(git_clone, "PAUSES", "0 0")
     done = run(tmp_path / "a", GitCode(url=f"{server.url}/p", commit=COMMIT, ref="main"))

@@ -1,5 +1,5 @@
-"""What isolates a job: the Secret with its token, and its NetworkPolicy, evaluated as a network
-would.
+"""The isolation of a job: the Secret with its token, and its NetworkPolicy, evaluated as a network
+would evaluate it.
 """
 
 from __future__ import annotations

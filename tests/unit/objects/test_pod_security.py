@@ -142,7 +142,7 @@ def test_the_coordinator_states_requests_and_limits(given: Json, limits: Json) -
         ({"requests": {}}, {"cpu": "50m", "memory": "400Mi"}),
     ],
 )
-def test_a_limit_that_nobody_wrote_is_not_the_coordinators_request(given: Json, requests: Json) -> None:
+def test_an_unset_limit_is_not_the_coordinators_request(given: Json, requests: Json) -> None:
     """If there is no request, Kubernetes requests the limit, which would be 2 CPUs for a process
     that mostly waits.
     """

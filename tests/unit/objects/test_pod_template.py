@@ -28,7 +28,7 @@ from ddpjob.objects.strategic_merge import merge
     [
         (
             {"spec": {"tolerationz": []}},
-            "spec.podTemplate.spec.tolerationz: there is no such field; did you mean tolerations?",
+            "spec.podTemplate.spec.tolerationz: no such field; did you mean tolerations?",
         ),
         ({"spec": {"tolerations": {}}}, "spec.podTemplate.spec.tolerations: must be a list, not a mapping"),
         (
@@ -209,7 +209,7 @@ def test_torchrun_in_a_command_lets_its_workers_save_for_the_pods_grace_period()
 
 
 def test_logs_are_kept_where_a_launcher_can_write_them() -> None:
-    """Not in the folder that is lost with the pod."""
+    """Logs are not kept in a folder that is lost with the pod."""
     claim = {"checkpoints": {"claimName": "c"}}
     assert environment(node(storage=claim))["DDPJOB_LOGS_KEPT"] == "3"
     assert environment(node(storage=claim, runPolicy={"logsKept": 7}))["DDPJOB_LOGS_KEPT"] == "7"

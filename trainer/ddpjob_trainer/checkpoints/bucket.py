@@ -1,8 +1,8 @@
-"""Copies a checkpoint folder to an object store, from which a start may fetch checkpoints.
+"""Copies a checkpoint folder to an object store, from which a starting job can fetch checkpoints.
 
 Copies are uploaded in the background. If a checkpoint is in parts, each rank uploads the files that
-it has written. Before the upload, all ranks know the manifest, which lists every file with size and
-checksum. Rank 0 writes the manifest to the bucket once the bucket itself lists all of these files.
+it has written. Before the upload, all ranks know the manifest, which lists every file with its size
+and checksum. Rank 0 uploads the manifest once the bucket itself lists all of these files.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ T = TypeVar("T")
 class FetchError(CheckpointError):
     """An intact copy could not be fetched: the bucket is unreachable or the disk is full.
 
-    Continuing from an older checkpoint would lose this one, because the bucket keeps only the
+    Continuing from an older checkpoint would lose the newer one, because the bucket keeps only the
     history that the newest incarnation continues.
     """
 
@@ -67,12 +67,12 @@ class Share:
     """Uploads this rank's files of multi-part checkpoints. Rank 0 uses `Copies` instead."""
 
     def __init__(self, bucket: Bucket, term: int, mark: str) -> None:
-        """Upload under rank 0's `term` and `mark`, as in its `Copies`."""
+        """Prepare to upload under rank 0's `term` and `mark`, as in its `Copies`."""
         self._bucket, self._mark, bucket.term = bucket, mark, term
         self._uploads = Uploads(bucket, lambda: None, _warn, publish=self._publish, in_turn=True)
 
     def offer(self, path: Path, step: int, names: Iterable[str]) -> None:
-        """Upload files of a checkpoint on disk in the background, after those offered earlier."""
+        """Upload a checkpoint's files from disk in the background, after those offered earlier."""
         if names := tuple(names):
             self._uploads.offer(Waiting(path, step, names=names))
 
@@ -91,7 +91,7 @@ class Share:
 class Offered:
     """A complete checkpoint that the bucket has.
 
-    It is either a file that has been fetched, or in parts that the ranks read together.
+    The checkpoint is either a file that has been fetched, or in parts that the ranks read together.
     """
 
     entry: Stored
@@ -103,7 +103,7 @@ class Offered:
         return self.manifest.name.endswith(dcp.SUFFIX)
 
     def written(self) -> bytes:
-        """Return this in text form for the other ranks."""
+        """Return this checkpoint in text form, for the other ranks."""
         return f"{self.entry.term} ".encode() + self.manifest.written(self.entry.step)
 
     @classmethod
@@ -118,8 +118,8 @@ class Offered:
     def fetcher(self, bucket: Bucket, folder: Path, first: int) -> dcp.Fetch:
         """Return a function that fetches this checkpoint's missing or damaged files into a folder.
 
-        Processes that share a folder do not fetch a file twice; `first` makes each begin with a
-        different file. The function raises CheckpointError and FetchError.
+        Processes that share a folder do not fetch a file twice. Each begins with a different file,
+        which `first` determines. The function raises CheckpointError and FetchError.
         """
         files = {file.path.partition("/")[2]: file for file in self.manifest.files}
         certain = set[str]()
@@ -150,8 +150,7 @@ class Copies:
         self._fetched: Stored | None = None
         """The last result of `fetch_newer`."""
         self.on_copied: Callable[[], None] = lambda: None
-        """This is called in the upload thread once a checkpoint is in the bucket and included in
-        `figures`."""
+        """Called in the upload thread once the bucket and `figures` include a new checkpoint."""
         self._there = -1
         """Step of the newest complete checkpoint in the bucket when this process began."""
 
@@ -164,7 +163,8 @@ class Copies:
         """Become the newest incarnation that writes to the bucket, and return the scores in it.
 
         `mark` is eight hexadecimal digits that identify this incarnation. Raises CheckpointError if
-        the bucket is unreachable, because a start must know which checkpoints the bucket has.
+        the bucket is unreachable, because a starting job must know which checkpoints the bucket
+        has.
         """
         _patiently(self._bucket.take_term)
         self._mark = mark
@@ -195,8 +195,8 @@ class Copies:
                 return offered
         if newer and step < 0:
             raise CheckpointError(
-                f"no checkpoint in {self._bucket.url} can be read (the warnings name each); nothing was overwritten."
-                " Restore one, or set checkpoint.url to a different prefix to start from scratch"
+                f"no checkpoint in {self._bucket.url} can be read (see the warnings); nothing was overwritten. Restore "
+                "one, or set checkpoint.url to a different prefix to start from scratch"
             )
         self._there = max((entry.step for entry in entries if entry not in newer), default=-1)
         return None
@@ -222,7 +222,7 @@ class Copies:
         _warn(f"warning: checkpoint {offered.manifest.name} of {name} is {problem}; trying the next older one")
 
     def pass_over(self, step: int) -> None:
-        """Do not fetch this step's file again, because the fetched copy cannot be read."""
+        """Do not fetch the file of this step again, because the fetched copy cannot be read."""
         if self._fetched is not None and self._fetched.step == step:
             self._unreadable.add(self._fetched)
 
@@ -240,14 +240,14 @@ class Copies:
             self._uploads.offer(Waiting(entry.path, entry.step, entry.epoch, time.time(), tuple(names)))
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` until everything offered is in the bucket.
+        """Wait up to `seconds` until all offered checkpoints are in the bucket.
 
-        Return whether everything is there.
+        Return whether they are.
         """
         return self._uploads is None or self._uploads.wait(seconds)
 
     def holds(self, path: Path) -> bool:
-        """Return whether a file is still to be uploaded."""
+        """Return whether a file still has to be uploaded."""
         return self._uploads is not None and self._uploads.holds(path)
 
     def completed(self) -> list[int]:
@@ -268,14 +268,14 @@ class Copies:
     def finish(self, scores: dict[int, float], waited: float) -> bool:
         """Return whether the bucket has the last checkpoint, and print a warning if not.
 
-        `waited` is how many seconds the caller waited for its upload at most.
+        `waited` is the maximum number of seconds for which the caller waited for its upload.
         """
         if self._uploads is None:
             return True
         self._scores = scores
         if not self._uploads.wait(0.0) or self._uploads.lost:
             newest = self._uploads.newest
-            there = "no checkpoint from this process is there" if newest is None else f"latest: step {newest}"
+            there = "it has no checkpoint from this process" if newest is None else f"latest: step {newest}"
             _warn(f"warning: the last checkpoint is not in {self._bucket.url} after {waited:.0f} s ({there})")
             return False
         try:
@@ -287,7 +287,7 @@ class Copies:
     def _publish(self, waiting: Waiting) -> None:
         """Upload a checkpoint.
 
-        A multi-part one is complete once all ranks have uploaded their parts.
+        A multi-part checkpoint is complete once all ranks have uploaded their parts.
         """
         if not waiting.names:
             self._bucket.publish(waiting.path, waiting.step, waiting.epoch)
@@ -339,7 +339,7 @@ def _patiently(act: Callable[[], T]) -> T:
 
 def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) -> None:
     """Fetch a file, unless it exists. Another process on this machine may be fetching it."""
-    # The files are next to the folder, where a start removes leftovers.
+    # The files are next to the folder. A starting job removes leftovers there.
     start = f".{path.parent.name}.{path.name}"
     with _disk(path), alone(path.parent.parent / f"{start}.lock.tmp"):
         if path.is_file() and path.stat().st_size == file.size and sha256_of(path) == file.sha256:

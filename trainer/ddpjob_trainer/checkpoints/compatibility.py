@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib
 import io
 import pickle
 import re
@@ -47,7 +48,7 @@ def list_differences(saved: Tensors, wanted: Tensors) -> list[str]:
 
 
 def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping[str, Any], folder: Path) -> None:
-    """Raise CheckpointError if training with these settings and tensors cannot resume."""
+    """Raise CheckpointError unless training with these settings and tensors can resume."""
     if missing := {"step", "model", "optimizer", "config"} - snapshot.keys():
         raise CheckpointError(
             f"the newest checkpoint in {folder} has no {min(missing)}: it was saved by your own training loop,"
@@ -69,18 +70,25 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
     if not found:
         return
     remedy = (
-        f"set {' '.join(changed)}, with which it was made" if changed else "use the configuration that it was made with"
+        f"set {' '.join(changed)}, which it was made with" if changed else "use the configuration that it was made with"
     )
     raise CheckpointError(
-        f"the checkpoint of step {snapshot['step']} in {folder} belongs to a different model: {_summary(found)}."
+        f"the checkpoint of step {snapshot['step']} in {folder} belongs to a different model: {summarize(found)}."
         f" To resume from it {remedy}; to start from scratch set checkpoint.dir to a different folder"
     )
 
 
 def changed_keys(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the checkpoint's `key=value` for each key that shapes tensors and has changed."""
-    shaping = (key for key in was if key.startswith(_SHAPING))
+    fixed = () if was.get("data.name") == "synthetic" else ("data.shape", "data.classes")  # The data set fixes these.
+    shaping = (key for key in was if key.startswith(_SHAPING) and key not in fixed)
     return [f"{key}={_written(was[key])}" for key in shaping if key in now and was[key] != now[key]]
+
+
+def describe_changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the settings that differ from a checkpoint's: `optim.lr 0.1 -> 0.05, ...`."""
+    changed = (key for key in now if key in was and was[key] != now[key])
+    return ", ".join(f"{key} {_written(was[key])} -> {_written(now[key])}" for key in changed)
 
 
 def load_weights(
@@ -94,16 +102,25 @@ def load_weights(
 ) -> dict[str, torch.Tensor]:
     """Return the complete weights to start from, by name, on every rank.
 
-    They come from the checkpoint (with `average`, from its moving average, if any). Tensors whose
-    names match `keep` retain the model's own values. Rank 0 reads the file, and prints whether it
-    uses the average; `alive` is called meanwhile. Raises CheckpointError on every rank if the
-    weights cannot be read or do not fit.
+    The weights come from the checkpoint (with `average`, from its moving average, if any). Tensors
+    whose names match `keep` retain the model's own values. Rank 0 reads the file, and prints
+    whether it uses the average. In the meantime, `alive` is called repeatedly. Raises
+    CheckpointError on every rank if the weights cannot be read or do not fit.
+    """
+    return share_weights(lambda: _take_fitting(path, keep, model, average), model, group, alive)
+
+
+def share_weights(
+    take: Callable[[], dict[str, torch.Tensor]], model: Tensors, group: Group, alive: Callable[[], None]
+) -> dict[str, torch.Tensor]:
+    """Return the complete weights by name: those that `take` returns on rank 0, plus the model's.
+
+    In the meantime, `alive` is called repeatedly. Raises CheckpointError on every rank if `take`
+    does.
     """
     weights: dict[str, torch.Tensor] = {}
     problem = ""
-    reading = done_in_thread(
-        group, "weights", lambda: _take_fitting(path, keep, model, average) if group.rank == 0 else {}, alive
-    )
+    reading = done_in_thread(group, "weights", lambda: take() if group.rank == 0 else {}, alive)
     if group.rank == 0:
         try:
             weights = reading.result()
@@ -143,45 +160,49 @@ def _take_fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bo
     if wrong := list_differences(weights, wanted):
         names = ",".join(dict.fromkeys(text.split()[0] for text in wrong))
         raise CheckpointError(
-            f"checkpoint.load: the weights in {path} do not fit the model: {_summary(wrong)}. Set model.* to the "
+            f"checkpoint.load: the weights in {path} do not fit the model: {summarize(wrong)}. Set model.* to the "
             f"values of that training, or keep the initial values of these tensors: "
             f"checkpoint.load_except={names[:200]}"
         )
-    if broken := [name for name, tensor in weights.items() if tensor.isnan().any()]:
-        raise CheckpointError(
-            f"checkpoint.load: {len(broken)} of the {len(weights)} tensors in {path} contain NaN (the first is"
-            f" {broken[0]}), because that training diverged. Use an earlier checkpoint"
-        )
+    check_finite("checkpoint.load", path, weights)
     return weights
 
 
-def read_whole(path: Path) -> Any:
+def check_finite(key: str, path: Path | str, weights: Tensors) -> None:
+    """Raise CheckpointError if a tensor contains NaN."""
+    if broken := [name for name, tensor in weights.items() if tensor.isnan().any()]:
+        raise CheckpointError(
+            f"{key}: {len(broken)} of the {len(weights)} tensors in {path} contain NaN (the first is"
+            f" {broken[0]}), because that training diverged. Use an earlier checkpoint"
+        )
+
+
+def read_whole(path: Path, key: str = "checkpoint.load") -> Any:
     """Return everything in a checkpoint or a state dict.
 
-    `path` is one of this trainer's checkpoints (a file, a dcp folder, or the checkpoint folder,
-    whose best or newest is used), or a torch.save file with a state dict, at the top level or under
-    a key in `_WHERE`. Raises CheckpointError.
+    `path` may be one of this trainer's checkpoints: a file, a dcp folder, or the checkpoint folder,
+    whose best or newest checkpoint is then used. It may also be a safetensors file, or a torch.save
+    file with a state dict at the top level or under a key in `_WHERE`. Raises CheckpointError,
+    whose message names `key`.
     """
     try:
         path = _choose_checkpoint(path)
         return _read(path)
     except CheckpointError as error:
-        raise CheckpointError(f"checkpoint.load: {path} is {error}; choose a different checkpoint") from error
+        raise CheckpointError(f"{key}: {path} is {error}; choose a different checkpoint") from error
     except OSError as error:
-        raise CheckpointError(
-            f"checkpoint.load: {path} cannot be read: {error.strerror}; set it to an existing file"
-        ) from error
+        raise CheckpointError(f"{key}: {path} cannot be read: {error.strerror}; set it to an existing file") from error
     except Exception as error:  # torch's reader fails in many ways on arbitrary files.
         if found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", str(error)):
             raise CheckpointError(
-                f"checkpoint.load: {path} contains a {found[1]}, which would run code when loaded; use a file"
+                f"{key}: {path} contains a {found[1]}, which would run code when loaded; use a file"
                 " that contains only the state dict, written by "
                 f"torch.save(model.state_dict(), FILE)"
             ) from error
         # torch advises weights_only=False for a pickle, which does not help users who do not call
         # torch.load themselves.
         why = "" if isinstance(error, pickle.UnpicklingError) else f": {first_line(error)}"
-        raise CheckpointError(f"checkpoint.load: {path} is damaged, or torch.save did not write it{why}") from error
+        raise CheckpointError(f"{key}: {path} is damaged, or torch.save did not write it{why}") from error
 
 
 def has_average(found: Any) -> bool:
@@ -192,7 +213,7 @@ def has_average(found: Any) -> bool:
     return bool(own.get("updates")) if isinstance(own, dict) else any(key in found for key in _AVERAGES)
 
 
-def weights_in(found: Any, path: Path, *, average: bool) -> dict[str, torch.Tensor]:
+def weights_in(found: Any, path: Path, *, average: bool, key: str = "checkpoint.load") -> dict[str, torch.Tensor]:
     """Return the model's tensors, by name, from the content of `path`.
 
     With `average`, return their moving average instead, if there is one. The names are those of the
@@ -208,9 +229,9 @@ def weights_in(found: Any, path: Path, *, average: bool) -> dict[str, torch.Tens
             averages = found["average"]["averages"]
         else:
             wanted = (*_AVERAGES, *_WHERE)
-    for key in wanted:
-        if isinstance(found, dict) and isinstance(found.get(key), dict):
-            found = found[key]
+    for place in wanted:
+        if isinstance(found, dict) and isinstance(found.get(place), dict):
+            found = found[place]
             break
     if isinstance(found, dict):  # torch's AveragedModel counts its updates among its tensors.
         found = {name: value for name, value in found.items() if name != "n_averaged"}
@@ -220,7 +241,7 @@ def weights_in(found: Any, path: Path, *, average: bool) -> dict[str, torch.Tens
         or not all(isinstance(tensor, torch.Tensor) for tensor in found.values())
     ):
         raise CheckpointError(
-            f"checkpoint.load: {path} does not contain a state dict (a mapping from names to tensors), neither"
+            f"{key}: {path} does not contain a state dict (a mapping from names to tensors), neither"
             " at the top level nor under"
             f" {', '.join(_WHERE)}"
         )
@@ -251,13 +272,15 @@ def _read(path: Path) -> Any:
     if path.is_dir():
         dcp.check(path)
         return dcp.read(path)
+    if path.suffix == ".safetensors":
+        return importlib.import_module("safetensors.torch").load_file(path)
     content = path.read_bytes()
     if torch_file.is_ours(content):
         torch_file.check(content)
     return torch_file.decode(content)
 
 
-def _summary(found: list[str]) -> str:
+def summarize(found: list[str]) -> str:
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return "; ".join(found[:_SHOWN]) + more
 
@@ -267,6 +290,8 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def _written(value: Any) -> str:
+    if value is None or value == "":
+        return "(none)"
     return (
         str(value).lower()
         if isinstance(value, bool)

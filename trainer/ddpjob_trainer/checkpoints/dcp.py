@@ -1,4 +1,4 @@
-"""Format dcp: a checkpoint is a torch.distributed.checkpoint folder; each rank writes its shard.
+"""The dcp format: a torch.distributed.checkpoint folder, into which each rank writes its shard.
 
 torch writes the files and an index that its own reader needs. The index is a pickle, which can run
 code, so this module does not read it. Instead, the manifest records where each tensor's values are
@@ -72,8 +72,8 @@ def write(
     try:
         begun = together(group, lambda: _begin(temporary, may_write) if rank == head else None)
         stored = _write_tensors(tensors, temporary, group)
-        # The structure comes from rank 0. Numbers in it may differ between ranks, but all ranks
-        # must write the same manifest.
+        # The structure comes from rank 0. Numbers in the structure may differ between ranks, but
+        # all ranks must write the same manifest.
         mine = together(group, lambda: (_checksums(temporary, rank), stored, state if rank == 0 else None))
         files = [found for found, _, _ in mine]
         listed = {name: found.written() for name, found in _merge([found for _, found, _ in mine]).items()}
@@ -120,7 +120,7 @@ def check_sizes(path: Path) -> Metadata:
 
 
 def check_share(path: Path, rank: int, world: int) -> None:
-    """Verify the checksums of this rank's share of the files. Shares have about equal sizes.
+    """Verify the checksums of this rank's share of the files. Shares are of about equal size.
 
     Raises OSError, or CheckpointError with the reason.
     """
@@ -174,7 +174,7 @@ def read(path: Path, layout: Layout | None = None, fetch: Fetch | None = None) -
 
     If `layout` gives a DTensor for a tensor, the result contains this rank's shard in that layout;
     other tensors are complete. `fetch` is called with the names of files before they are read, and
-    makes sure that they exist. So a rank whose folder lacks files gets only the files that it
+    makes sure that they exist. A rank whose folder lacks files thus gets only the files that it
     reads. Raises CheckpointError if this node does not see the folder or its content does not match
     its manifest, and the errors that `fetch` raises.
     """
@@ -228,7 +228,7 @@ class _Target:
 
     @property
     def content(self) -> Any:
-        """The value for the snapshot."""
+        """The tensor to put into the snapshot."""
         return self.tensor if self.like is None else with_local(self.like, self.tensor)
 
     def overlapping(self, stored: StoredTensor) -> list[TensorChunk]:
@@ -330,7 +330,7 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
     class Planner(DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> Any:
             data: Any = super().resolve_data(write_item)
-            return data.contiguous()  # The manifest promises row-major order.
+            return data.contiguous()  # The manifest says that values are in row-major order.
 
     class PartsWriter(FileSystemWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
@@ -347,12 +347,12 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
 
     if group is None:  # With a single process, this is intended.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    # If some tensors are sharded, rank 0 writes the few tensors that all ranks have. If they were
-    # spread over all files, each rank would have to fetch every file at a start. If no tensor is
+    # If some tensors are sharded, rank 0 writes the few tensors that all ranks have. If these were
+    # spread over all files, each rank would have to fetch every file at startup. If no tensor is
     # sharded, all ranks write and read in the same way.
     planner = Planner(dedup_save_to_lowest_rank=any(map(is_sharded, tensors.values())))
     writer = PartsWriter(temporary, overwrite=True)
-    # torch 2.6 lacks this argument, and detects by itself that there is no group.
+    # torch 2.6 lacks this argument, but detects that there is no group.
     alone = {"no_dist": True} if group is None and "no_dist" in inspect.signature(save).parameters else {}
     try:
         save(tensors, storage_writer=writer, planner=planner, process_group=group, **alone)
@@ -365,7 +365,9 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
 
 
 def _stored(folder: Path, item: Any, place: Any, before: StoredTensor | None) -> dict[str, StoredTensor]:
-    """Return the tensor of torch's `item`, with the chunks `before` and the new one at `place`."""
+    """Return the tensor of torch's `item`: its chunks so far (`before`), and the new one at
+    `place`.
+    """
     data = item.tensor_data
     dtype, sizes = data.properties.dtype, tuple(data.chunk.sizes)
     size = math.prod(sizes) * dtype.itemsize
@@ -444,8 +446,8 @@ def _checksums(temporary: Path, rank: int) -> dict[str, dict[str, Any]]:
 def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any], may_write: Check) -> None:
     """Check the folder, write the manifest, and rename the folder to its final name.
 
-    `parts` has the size and checksum of each file, by the rank that wrote it, for the ranks that
-    see this folder.
+    `parts` maps each rank that sees this folder to the size and checksum of the files that it
+    wrote.
     """
     for rank, files in parts.items():
         for name, entry in files.items():

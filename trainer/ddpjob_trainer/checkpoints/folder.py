@@ -44,7 +44,7 @@ _ERROR_SECONDS, _LOST_PEER_SECONDS = 30.0, 2.0
 class CheckpointFolder:
     """The checkpoints in one folder, as seen by one rank.
 
-    `writes` is whether this rank maintains the folder.
+    `writes` indicates whether this rank maintains the folder.
     """
 
     def __init__(self, config: CheckpointConfig, path: Path, group: Group) -> None:
@@ -62,13 +62,15 @@ class CheckpointFolder:
         self._parts_group: Any = None
         self._ownership = Ownership(path)
         self._heads: list[int] | None = None
-        """The first rank that sees each rank's folder. None means that `shared` decides."""
+        """First rank that sees the folder, for each rank's folder. None means that `shared`
+        decides.
+        """
         self._bucket = open_bucket(config) if config.url and (group.rank == 0 or self._parts) else None
         # Every writing rank has the same checkpoint, so one rank copies it. If it is in parts, each
         # rank copies its own part.
         self.copies = Copies(self._bucket, config) if self._bucket is not None and group.rank == 0 else None
         self.alive: Callable[[], None] = lambda: None
-        """This is called repeatedly while the ranks wait for a disk or the bucket."""
+        """Called repeatedly while the ranks wait for a disk or the bucket."""
         self._share: Share | None = None
         self._copied: Path | None = None
         """The multi-part checkpoint last offered to the bucket."""
@@ -158,7 +160,7 @@ class CheckpointFolder:
     def _take_together(self) -> None:
         """Claim the folder for this job.
 
-        It may take longer than train.timeout_seconds to watch a former owner, so the waiting ranks
+        Watching a former owner may take longer than train.timeout_seconds. So the waiting ranks
         agree twice a second to keep waiting.
         """
         watching, taking = True, self._ownership.take() if self.writes else iter(())
@@ -172,7 +174,7 @@ class CheckpointFolder:
 
         `epoch` is the number of epochs completed by then, or None within an epoch; `last` means
         that training is complete. If a save becomes due while another is in progress, it is
-        postponed to a later step, unless retention needs exactly this one.
+        postponed to a later step, unless retention needs exactly this step.
         """
         if self._group.rank != 0:
             return Due.NO
@@ -203,7 +205,7 @@ class CheckpointFolder:
         """Copy the result of `make`, and write it to disk in the background.
 
         The result of `make` is a dict of tensors, numbers, text, and dicts, lists and tuples of
-        these. It has the sampler's `state_dict()` under "sampler". Raises CheckpointError for
+        these. It includes the sampler's `state_dict()` as "sampler". Raises CheckpointError for
         anything else, because a resume could not read it.
 
         This waits for any save in progress, and does nothing if the state after `step` steps has
@@ -236,7 +238,7 @@ class CheckpointFolder:
     def finish(self, seconds: float | None = None) -> None:
         """Wait until every save is on disk, on every rank. All ranks must call this together.
 
-        It also waits up to `seconds` for the last copy to checkpoint.url. None means
+        Also waits up to `seconds` for the last copy to checkpoint.url. None means
         checkpoint.url_wait_seconds; the copy is then required, unless checkpoint.shared is set.
         Raises CheckpointError on all ranks if one rank failed.
         """
@@ -299,9 +301,9 @@ class CheckpointFolder:
             self.alive()
 
     def _in_thread(self, act: Callable[[], _T]) -> Future[_T]:
-        """Return the outcome of `act()`, whose duration depends on the disk or the bucket.
+        """Run `act()` in a thread, and return its outcome.
 
-        All ranks must call this together.
+        The duration depends on the disk or the bucket. All ranks must call this together.
         """
         return done_in_thread(self._group, "checkpoint", act, self.alive)
 
@@ -340,7 +342,7 @@ class CheckpointFolder:
         entry, names = Entry(metadata.step, path, metadata.epoch), list[str]()
         try:
             # All ranks must notice a lost claim together; otherwise, the others would wait for this
-            # one.
+            # rank.
             if self._parts:
                 incarnation, group = self._claim.incarnation, self._parts_group
                 names = dcp.write(path, incarnation, taken, metadata, group, self._check_claim, self._heads)
@@ -412,7 +414,7 @@ class CheckpointFolder:
                 {entry.step: scores[entry.step] for entry in order},
                 order[0].path if order else None,
             )
-        # The mark was made by an earlier start with keep_best.
+        # The mark was made by an earlier run with keep_best.
         elif best.find_marked(self.path) in [entry.path for entry in doomed]:
             best.unmark(self.path)
         for entry in doomed:
@@ -444,9 +446,8 @@ class CheckpointFolder:
         if max(steps) < 0:
             if BROKEN in steps and newer_than == NOTHING:
                 raise CheckpointError(
-                    f"no checkpoint in {self.path} is intact (the warnings of rank {steps.index(BROKEN)} name each);"
-                    " nothing was overwritten. Restore one. To start from scratch, move them away or set"
-                    " checkpoint.dir"
+                    f"no checkpoint in {self.path} is intact (the warnings of rank {steps.index(BROKEN)} list each); "
+                    "nothing was overwritten. Restore one. To start from scratch, move them away or set checkpoint.dir"
                 )
             return None
         newest = max(steps)
@@ -560,9 +561,9 @@ class CheckpointFolder:
     def _is_kept(self, step: int, path: Path | None) -> bool:
         """Return whether the state after `step` steps need not be saved again.
 
-        That is the case if the bucket has the state, or if this rank's file of the state, `path`,
-        will be uploaded. A file that is only on another node's disk does not count, because it will
-        not be uploaded from there.
+        This is so if the bucket has the state, or if this rank's file of the state, `path`, will be
+        uploaded. A file that is only on another node's disk does not count, because it will not be
+        uploaded from there.
         """
         kept = True
         if self.copies is not None:
@@ -608,10 +609,11 @@ class CheckpointFolder:
         return self._group.broadcast_bytes(said, source).decode()
 
     def _read_parts(self, path: Path, layout: Layout | None) -> tuple[Snapshot | None, str]:
-        """Return (this rank's data, read from the folder itself; why any rank cannot read).
+        """Return (this rank's data, why any rank cannot read). The data is read from the folder
+        itself.
 
         All ranks must call this together. If one rank does not see the folder, the checkpoint is
-        not the cause, so CheckpointError is raised on all ranks.
+        not at fault, so CheckpointError is raised on all ranks.
         """
         seen = self._group.gather(self._in_thread(partial(os.path.exists, path)).result())
         if not all(seen):

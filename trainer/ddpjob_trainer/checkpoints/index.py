@@ -14,7 +14,7 @@ from ddpjob_trainer.checkpoints.retention import Entry
 from ddpjob_trainer.errors import CheckpointError
 
 NOTHING, BROKEN = -1, -2
-"""Values instead of a step: the folder has no checkpoint, or no intact one."""
+"""Values used instead of a step, if the folder has no checkpoint or no intact one."""
 _NAME = re.compile(r"step-(\d{9})(\.pt|\.dcp)")
 
 
@@ -61,7 +61,8 @@ class CheckpointIndex:
     def entries(self) -> list[Entry]:
         """Return all checkpoints, newest first. Raises OSError.
 
-        At a start, only the newest ones are fully checked; for older ones, the metadata is trusted.
+        At startup, only the newest checkpoints are fully checked. For older ones, the metadata is
+        trusted.
         """
         return [self._known.get(path) or self._read(step, path) for step, path in self._found()]
 
@@ -82,7 +83,9 @@ class CheckpointIndex:
             print(f"warning: checkpoint {entry.path} cannot be removed: {error.strerror}", file=sys.stderr, flush=True)
 
     def forget_parts_after(self, step: int) -> None:
-        """Delete later steps' folders that lack parts, because they would count as the newest."""
+        """Delete later steps' incomplete folders, because these would count as the newest
+        checkpoint.
+        """
         for later, path in self._found():
             if later <= step or path.suffix != dcp.SUFFIX:
                 continue

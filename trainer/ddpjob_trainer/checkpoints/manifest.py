@@ -8,7 +8,8 @@
      "sha256": "..."}
 
 A chunk records where its part of the tensor begins, the part's sizes, and the file and byte at
-which its values begin. The values are in row-major order, so the sizes and dtype give their length.
+which its values begin. The values are in row-major order, so their length follows from the sizes
+and dtype.
 
 `state` is the structure around the tensors. Numbers, text, true, false, null and lists stand for
 themselves; an object has one key, which names a type that JSON lacks: `dict` (pairs of key and
@@ -122,7 +123,7 @@ def read(data: bytes) -> CheckpointManifest:
 
 
 def _recorded(data: bytes) -> dict[str, Any]:
-    """Return a manifest's JSON after verifying only its checksum. Raises CheckpointError."""
+    """Return a manifest's JSON. Only the checksum is verified. Raises CheckpointError."""
     if len(data) > LARGEST:
         raise _corrupt(f"it has {len(data)} bytes, more than {LARGEST}")
     try:
@@ -162,7 +163,7 @@ def _manifest(recorded: dict[str, Any]) -> CheckpointManifest:
 
 
 def _files(recorded: dict[str, Any]) -> dict[str, CheckpointFile]:
-    """Return the files that a manifest lists. Raises CheckpointError."""
+    """Return the files listed in a manifest. Raises CheckpointError."""
     listed, files = recorded.get("files"), dict[str, CheckpointFile]()
     if not isinstance(listed, dict):
         raise _corrupt("files is not an object")
@@ -256,7 +257,6 @@ def decode(found: Any, tensor: Callable[[Path, str], Any], path: Path = ()) -> A
     """Return the structure that `encode` has written.
 
     `tensor` maps a tensor's path and name to its value.
-
 
     Raises CheckpointError.
     """

@@ -1,7 +1,7 @@
 """The newest states of training in the memory of its nodes (`ddpjob_pod.rank_snapshots`).
 
-Checkpoints are still needed in case all nodes are lost. A start resumes from the source with the
-higher step.
+Checkpoints are still needed in case all nodes are lost. A starting job resumes from the source with
+the higher step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ddpjob_trainer.errors import CheckpointError
 class NodeMemory:
     """One rank's access to its node's memory.
 
-    It does nothing if the job does not keep states there.
+    Its methods do nothing if the job does not keep states there.
     """
 
     def __init__(self, group: Group, order: Order, layout: Layout, *, sharded: bool) -> None:
@@ -52,7 +52,7 @@ class NodeMemory:
     def begin(self, step: int, source: str) -> dict[str, Any]:
         """Record the step from which training continues, and return figures to report.
 
-        `source` says where its state came from, as one of protocol.SOURCES.
+        `source` is one of protocol.SOURCES, and shows where the state came from.
         """
         if self._snapshots is None:
             return {}
@@ -60,7 +60,7 @@ class NodeMemory:
         return self._snapshots.news()
 
     def take(self, step: int, make: Callable[[], Snapshot]) -> dict[str, Any]:
-        """Record a step, and keep the state after it if one is due. Return new figures to report.
+        """Record a step, keep the state after it if that is due, and return new figures to report.
 
         All ranks must call this together after each step.
         """

@@ -18,8 +18,8 @@ _LATEST = 253402300800
 class Metadata:
     """Describes a checkpoint.
 
-    It was saved after `step` steps by `world` ranks. `epoch` is the number of epochs just
-    completed, or None within an epoch. `time` is in seconds since the Unix epoch.
+    The checkpoint was saved after `step` steps by `world` ranks. `epoch` is the number of epochs
+    just completed, or None within an epoch. `time` is in seconds since the Unix epoch.
     """
 
     step: int
@@ -35,7 +35,7 @@ class Metadata:
     def read(cls, found: Any) -> Metadata:
         """Parse the output of `written`.
 
-        Raises CheckpointError if `found` is anything else or of a different version.
+        Raises CheckpointError if `found` is anything else, or has a different version.
         """
         if not isinstance(found, dict) or "format" not in found:
             raise CheckpointError("not a checkpoint of this trainer (it has no checksum)")

@@ -29,7 +29,7 @@ def expendable(found: Collection[Entry], scores: dict[int, float], config: Check
 
     The newest `keep` whole checkpoints, the best `keep_best`, and every `keep_every_epochs`th epoch
     are kept. A broken checkpoint does not count towards these numbers, and is deleted if it is
-    older than all of the newest whole ones.
+    older than all of the newest whole checkpoints.
     """
     whole = sorted((entry for entry in found if entry.whole), reverse=True)
     newest = whole[: config.keep]
@@ -48,7 +48,6 @@ def ranked(found: Collection[Entry], scores: dict[int, float], metric: Metric) -
     """Return the evaluated checkpoints, best first.
 
     If scores are equal, the older checkpoint comes first.
-
 
     A score that is not finite ranks last.
     """

@@ -23,8 +23,9 @@ Snapshot = dict[str, Any]
 Path = tuple[str | int, ...]
 
 Layout = Callable[[Path, torch.Size], Any]
-"""Returns a DTensor with a tensor's desired layout over the ranks, given the tensor's place in a
-snapshot and its whole shape; None if every rank has the whole tensor."""
+"""Given a tensor's place in a snapshot and its whole shape, returns a DTensor with the desired
+layout over the ranks; None if every rank has the whole tensor.
+"""
 
 
 def map_tensors(tree: Any, change: Callable[[Path, torch.Tensor], Any], path: Path = ()) -> Any:

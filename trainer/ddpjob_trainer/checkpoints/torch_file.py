@@ -1,4 +1,4 @@
-"""Format torch: a checkpoint is a single torch.save file with a zip comment.
+"""The torch format: a checkpoint is a single torch.save file with a zip comment.
 
 The comment holds metadata and a checksum. Any script can read the file with `torch.load`.
 """
@@ -34,7 +34,7 @@ class _Stream:
     """Sends torch.save's output to the file and the checksum.
 
     The archive's last record is held back, because it must include the comment. The content is not
-    duplicated in memory, and neither writing nor hashing holds the GIL.
+    duplicated in memory. Neither writing nor hashing holds the GIL.
     """
 
     def __init__(self, file: IO[bytes]) -> None:

@@ -1,6 +1,6 @@
 """Writes checkpoints to disk during training, one at a time, in a separate thread.
 
-It remembers the outcome.
+The writer remembers the outcome of the last save.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Writer:
         self._completed: deque[CompletedSave] = deque()
         self._failures = 0
         self.failure: CheckpointError | None = None
-        """The failure of the last save; None if it is on disk."""
+        """The failure of the last save; None if that save is on disk."""
         self.ended = time.monotonic()
         """The time.monotonic() at which the last save completed or failed."""
         self.cost = 0.0
@@ -68,7 +68,7 @@ class Writer:
         )
 
     def start(self, act: Callable[[], None], path: Path, step: int, pause_seconds: float) -> None:
-        """Write in the background: `act` puts `path` in place. Must not be called while busy."""
+        """Write in the background. `act` puts `path` in place. Must not be called while busy."""
         assert not self.busy
         self._thread = threading.Thread(
             target=self._work, args=(act, path, step, pause_seconds), name="checkpoint", daemon=True

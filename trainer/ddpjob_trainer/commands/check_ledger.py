@@ -3,8 +3,8 @@ once.
 
 In the final history, the last execution of each global step counts. It must take every sample of
 each epoch exactly once, and an incarnation may repeat steps only back to the newest checkpoint that
-was saved before it began. It also shows steps that did not change any weight, and images that could
-not be read.
+was saved before it began. The command also shows steps that did not change any weight, and images
+that could not be read.
 
 With repeated augmentation (data.repeats), an epoch of n samples takes n versions, each exactly
 once. These are all versions of n / repeats samples (rounded up), except for some versions of the
@@ -61,8 +61,8 @@ class Incarnation:
 class LedgerSummary:
     """The content of a ledger: incarnations, and samples per epoch in the final history.
 
-    `left_out` maps a step whose samples did not change any weight to their number; `unreadable` is
-    the number of images with weight zero.
+    `left_out` has the steps that did not change any weight, with their numbers of samples.
+    `unreadable` is the number of images with weight zero.
     """
 
     incarnations: list[Incarnation]
@@ -147,8 +147,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number < len(lines):
                 raise LedgerError(f"{path}, line {number} is damaged: {error}") from error
-            # If the process was killed while writing the last line, before the step took effect,
-            # the line lacks its newline.
+            # If the process was killed while writing the last line, the line lacks its newline. Its
+            # step has not taken effect.
     return rows
 
 
@@ -169,6 +169,7 @@ def _add(incarnation: Incarnation, row: dict[str, Any]) -> None:
         incarnation.checkpoints.append(row["checkpoint"])
     elif "end" in row:
         incarnation.end = row["end"]
+        incarnation.epochs = row.get("epochs", incarnation.epochs)
 
 
 def verify(incarnations: list[Incarnation]) -> LedgerSummary:

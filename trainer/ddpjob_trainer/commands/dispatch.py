@@ -36,6 +36,11 @@ COMMANDS = {
         "CHECKPOINT [key=value ...]",
         "test a checkpoint, also under torchrun",
     ),
+    "export": (
+        "ddpjob_trainer.commands.export_model",
+        "CHECKPOINT -o FOLDER",
+        "write the model for other programs: safetensors and torch.export",
+    ),
     "plot": (
         "ddpjob_trainer.commands.plot_runs",
         "RUN [RUN ...]",
@@ -64,7 +69,7 @@ FILE: a YAML file, or the name of one of the package: {shipped}. Keys, with thei
 def run(arguments: list[str]) -> int:
     """Run a command, or train, as one rank of the group described by the environment.
 
-    Returns the exit code.
+    Return the exit code.
     """
     from ddpjob_trainer.config.command_line import wants_help, without_local_rank
 
@@ -87,7 +92,7 @@ def _help() -> int:
 def _printed(command: Callable[[], int]) -> int:
     """Run a command and return its exit code.
 
-    If the output's reader is gone, return the exit code that a shell would show for SIGPIPE.
+    If the reader of the output is gone, return the exit code that a shell would show for SIGPIPE.
     """
     try:
         code = command()

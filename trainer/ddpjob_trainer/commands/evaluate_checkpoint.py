@@ -1,6 +1,6 @@
 """`python -m ddpjob_trainer evaluate CHECKPOINT [key=value ...]` tests a checkpoint.
 
-It evaluates on the test set, with any number of ranks.
+The command evaluates the checkpoint on the test set, with any number of ranks.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from ddpjob_trainer.evaluation.result_files import FOLDER, EvaluationFiles
 from ddpjob_trainer.lifecycle.signals import StopRequest
 from ddpjob_trainer.model.models import build_model, explain_image_size
 from ddpjob_trainer.optim.loss import Loss
+from ddpjob_trainer.reporting.callbacks import Callbacks
 
 _OF_A_CHECKPOINT = (
     "data.",
     "model.",
     "eval.",
     "optim.loss",
+    "train.callbacks",
     "train.eval_batch",
     "train.backend",
     "train.threads",
@@ -103,7 +105,7 @@ def _read(path: Path, group: Group) -> dict[str, Any]:
         try:
             found = reading.result()
             weights = compatibility.weights_in(found, path, average=True)
-            # In other programs' files, these names may mean something else.
+            # In files from other programs, these names may mean something else.
             known = found if "sampler" in found else {}
             sent = {"model": weights, "config": known.get("config", {}), "step": known.get("step")}
         except CheckpointError as error:
@@ -138,9 +140,10 @@ def _evaluate(
     own, stop = DataShare(group.rank, group.world), StopRequest(group)
     criterion = Loss(settings.optim)
     criterion.check(settings.data, data.targets, data.classes)
-    adding = open_accumulator(
+    inner = open_accumulator(
         data.targets, data.classes, criterion.each, settings.eval, decisions=criterion.of_decisions
     )
+    adding = Callbacks(settings.train.callbacks).summing(inner)
     side, key = settings.data.size_tested, settings.data.size_key
     shape, key = ((3, side, side), "data.test_image_size") if side else (data.shape, key)
     with explain_image_size(settings.model, shape, data.classes, key):

@@ -116,7 +116,7 @@ def plan(images: Folder, size: int) -> list[list[PackedImage]]:
 def _keep_plan(path: Path, planned: list[list[PackedImage]]) -> None:
     """Record the plan. Raises DataError if the folder holds shards of a different plan.
 
-    Plans differ if the images or the size differ.
+    Plans differ if the images differ, or the size of shards.
     """
     text = json.dumps([[(entry.path, entry.size, entry.label) for entry in shard] for shard in planned])
     digest = hashlib.sha256(text.encode()).hexdigest()

@@ -66,9 +66,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _row(path: Path, *, best: bool) -> tuple[Snapshot, tuple[str, ...]]:
-    """Check all of a checkpoint, and return (its content, its row in the table).
+    """Check a checkpoint completely, and return (its content, its row in the table).
 
-    The tensors may not have values.
+    The tensors in the content may lack values.
     """
     if path.is_dir():
         metadata, size = dcp.check(path), dcp.size(path)

@@ -28,8 +28,8 @@ from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE
 
 USAGE = "--spawn N [--init METHOD] [--nodes K --node-rank R]"
 _FAREWELL_SECONDS = 2.0
-"""How long ranks have to end by themselves after a rank has failed, in seconds. With gloo, they
-fail at once with a message; with NCCL, they hang.
+"""How many seconds the other ranks have to end by themselves after a rank has failed. With gloo,
+they fail at once with a message. With NCCL, they hang.
 """
 
 
@@ -81,15 +81,15 @@ def read(arguments: list[str]) -> tuple[Launch, list[str]]:
 def main(arguments: list[str]) -> int:
     """Run the ranks to their end, and return the exit code.
 
-    It is 0 if all succeeded, 75 if a signal stopped them and they saved, otherwise the exit code of
-    the rank that failed first. Raises ConfigError, RendezvousError.
+    The code is 0 if all ranks succeeded, 75 if a signal stopped them and they saved, otherwise that
+    of the rank that failed first. Raises ConfigError, RendezvousError.
     """
     from ddpjob_trainer.commands.dispatch import COMMANDS
     from ddpjob_trainer.config.command_line import read_settings
 
     launch, rest = read(arguments)
     if not rest or rest[0] not in COMMANDS:
-        read_settings(rest)  # Report a mistake once, not from every rank.
+        read_settings(rest)  # Reports a mistake once, not from every rank.
     with _own_file(launch), tempfile.TemporaryDirectory(prefix="ddpjob-spawn-") as folder:
         return Ranks(launch, rest, Path(folder)).run()
 
@@ -121,7 +121,7 @@ class Ranks:
             self._signal(signal.SIGTERM)  # The signal arrived while ranks were being started.
 
     def run(self) -> int:
-        """Wait for all ranks, and end all if one fails. Return the exit code."""
+        """Wait for all ranks, end all of them if one fails, and return the exit code."""
         codes: dict[int, int] = {}
         try:
             while self._alive:
@@ -180,7 +180,7 @@ class Ranks:
         """
         reported = [json.loads(path.read_text()) for path in self._folder.glob("rank-*.json")]
         silent = [(rank, code) for rank, code in self._blamed if rank not in {entry["rank"] for entry in reported}]
-        if silent:  # That rank did not have time to report, so the other ranks' errors are consequences.
+        if silent:  # That rank had no time to report its error, so the other ranks' errors are consequences.
             rank, code = silent[0]
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             hint = "; the kernel kills processes when memory is short (see dmesg)" if code == -signal.SIGKILL else ""
@@ -188,14 +188,14 @@ class Ranks:
             return code if code > 0 else 1
         first = min(reported, key=lambda entry: entry["time"])
         print(
-            f"error: rank {first['rank']} failed; the others were ended\n{first['text']}", file=sys.stderr, flush=True
+            f"{first['text'].rstrip()}\nrank {first['rank']} failed; the others were ended", file=sys.stderr, flush=True
         )
         return dict(self._blamed).get(first["rank"], 1)
 
 
 def _rank(local_rank: int, launch: Launch, arguments: list[str], launcher: int, folder: str) -> None:
     """Run the process of one rank."""
-    # Ctrl-C reaches only the launcher, which sends SIGTERM so that ranks save and exit.
+    # Ctrl-C must reach only the launcher. It then sends SIGTERM, so that ranks save and exit.
     os.setpgid(0, 0)
     if not fast_exit.end_with(launcher, signal.SIGTERM):
         sys.exit(128 + signal.SIGTERM)

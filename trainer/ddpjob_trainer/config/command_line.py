@@ -45,7 +45,7 @@ def without_local_rank(arguments: Sequence[str]) -> list[str]:
         number, others = take_option(others, name)
         if number is not None:
             if not number.isdigit():
-                raise ConfigError(f"{name}: {number!r} must be a rank's number, which torch.distributed.launch sets")
+                raise ConfigError(f"{name}: {number!r} must be a rank number, which torch.distributed.launch sets")
             os.environ.setdefault("LOCAL_RANK", number)
     return others
 

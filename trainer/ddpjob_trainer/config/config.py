@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddpjob_trainer.config import loader
+from ddpjob_trainer.config import loader, strategy_limits
 from ddpjob_trainer.config.sections import (
     AmpConfig,
     CheckpointConfig,
@@ -106,7 +106,8 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
     layers.append(("argument", loader.read_arguments(arguments)))
     config = loader.build(Config, *layers)
     config.data.check()
-    for key in ("epochs", "log_every", "eval_every", "eval_batch", "timeout_seconds", "accumulate"):
+    config.optim.check()
+    for key in ("epochs", "log_every", "eval_batch", "timeout_seconds", "accumulate"):
         if getattr(config.train, key) <= 0:
             raise ConfigError(f"train.{key}: {getattr(config.train, key)} is not above 0")
     if config.train.timeout_seconds > _LONGEST_TIMEOUT:
@@ -116,7 +117,7 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
             " for example 1800"
         )
     if not -(2**63) <= config.data.seed < 2**63:
-        raise ConfigError(f"data.seed: {config.data.seed} has more than 64 bits; write a smaller number")
+        raise ConfigError(f"data.seed: {config.data.seed} needs more than 64 bits; write a smaller number")
     if config.train.accumulate > 1 and config.data.micro_batches:
         raise ConfigError(
             f"train.accumulate={config.train.accumulate}: has no effect with"
@@ -124,25 +125,34 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
             f"data.micro_batches, and leave out train.accumulate"
         )
     evaluated, saved = config.train.eval_every, config.checkpoint.every_epochs
+    if evaluated < 0:
+        raise ConfigError(f"train.eval_every={evaluated}: must be at least 0, which means never")
+    if config.checkpoint.keep_best and not evaluated:
+        raise ConfigError(
+            "checkpoint.keep_best: the best checkpoint is the one with the best evaluation, but train.eval_every=0"
+            " means never; set train.eval_every=1, or leave out checkpoint.keep_best"
+        )
     if config.checkpoint.keep_best and saved > 0 and evaluated % saved:
         raise ConfigError(
             f"checkpoint.keep_best: train.eval_every={evaluated} evaluates epochs for which"
             f" checkpoint.every_epochs={saved} does not save a checkpoint, so the best may be lost; set"
             f" checkpoint.every_epochs=1, or train.eval_every to a multiple of {saved}"
         )
+    if config.model.pretrained and config.checkpoint.load is not None:
+        raise ConfigError(
+            f"model.pretrained={config.model.pretrained}: checkpoint.load={config.checkpoint.load} replaces all"
+            " weights; leave out one of the two"
+        )
     if config.model.sync_batchnorm:
         _check_synchronized(config)
-    if config.model.drop_path and config.strategy in (StrategyName.PIPELINE, StrategyName.DDP_MP):
-        raise ConfigError(
-            f"model.drop_path: strategy={config.strategy.value} splits the model, so its parts would draw"
-            " different random numbers than the whole model; set strategy=ddp or fsdp, or leave it out"
-        )
+    strategy_limits.check(config, config.strategy)
     return config
 
 
 def _check_synchronized(config: Config) -> None:
-    fixed = {"data.micro_batches": config.data.micro_batches, "ddp.ordered": config.ddp.ordered}
-    for key, value in {**fixed, "data.mixup": config.data.mixup, "data.cutmix": config.data.cutmix}.items():
+    data = config.data
+    fixed = {f"data.{key}": getattr(data, key) for key in ("micro_batches", "mixup", "cutmix", "batch_transform")}
+    for key, value in {**fixed, "ddp.ordered": config.ddp.ordered}.items():
         if value:
             raise ConfigError(
                 f"model.sync_batchnorm: computes statistics over all ranks' samples, but {key} needs fixed"

@@ -18,7 +18,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,13 +77,13 @@ class _EachKeyOnce(yaml.SafeLoader):
 
 
 class _Whole(int):
-    """A whole number with its original text, because 007 is not 7 if text is expected."""
+    """A whole number with its original text, because 007 is not 7 where text is expected."""
 
     written: str
 
 
 class _Number(float):
-    """Any other number with its original text, because 1.10 is not 1.1 if text is expected."""
+    """Any other number with its original text: 1.10 is not 1.1 where text is expected."""
 
     written: str
 
@@ -119,8 +119,8 @@ def _as_written(kind: type[_Whole] | type[_Number], read: Callable[..., Any]) ->
 _EachKeyOnce.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(_LEADING_ZERO.pattern + "$"), list("-+0"))
 _EachKeyOnce.add_constructor("tag:yaml.org,2002:int", _as_written(_Whole, yaml.SafeLoader.construct_yaml_int))
 _EachKeyOnce.add_constructor("tag:yaml.org,2002:float", _as_written(_Number, yaml.SafeLoader.construct_yaml_float))
-# A value that looks like a date is text, because keys do not take dates, but folder names may look
-# like them.
+# A value that looks like a date is text, because no key takes a date, but a folder's name may look
+# like one.
 _EachKeyOnce.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: str(node.value))
 
 
@@ -134,7 +134,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise ConfigError(
-            f"configuration file {path} does not exist{where}; give an existing file with --config"
+            f"configuration file {path} does not exist{where}; pass an existing file with --config"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
@@ -145,7 +145,7 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         found = type(tree).__name__
         raise ConfigError(
-            f"configuration file {path} holds a {found}; write sections with keys, such as `optim: {{lr: 0.1}}`"
+            f"configuration file {path} contains a {found}; write sections with keys, such as `optim: {{lr: 0.1}}`"
         )
     return flatten(tree, str(path))
 
@@ -193,6 +193,15 @@ def build(kind: type[T], *layers: tuple[str, Mapping[str, Any]]) -> T:
         if key not in chosen and field.env and os.environ.get(field.env):
             chosen[key] = _convert(os.environ[field.env], field.type, f"environment variable {field.env} ({key})")
     return _assemble(kind, chosen, "")
+
+
+def check_name(key: str, name: str, known: Sequence[str]) -> None:
+    """Raise ConfigError unless `name` is one of `known` or has the form package.module:name."""
+    if ":" in name or name in known:
+        return
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {str(near[0])!r}?" if near else ""
+    raise ConfigError(f"{key}: {name!r} is unknown; use {', '.join(known)} or package.module:function{hint}")
 
 
 def _nearest(key: str, known: Mapping[str, Any]) -> str:
@@ -320,7 +329,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
 def _scalar(value: Any, kind: Any) -> Any:
     """Convert `value` to `kind`, or return None if that is impossible.
 
-    Numbers may be given as text, because YAML 1.1 reads 1e-3 as text.
+    Text may stand for a number, because YAML 1.1 reads 1e-3 as text.
     """
     if kind is bool:
         text = str(value).lower()
@@ -340,7 +349,7 @@ def _scalar(value: Any, kind: Any) -> Any:
         # Shells do not expand ~ in key=~/folder, nor do YAML and Kubernetes.
         if kind is Path:
             return Path(value).expanduser()
-        # Reject NaN, because it compares false with every limit, so it would pass all checks.
+        # Reject NaN. It compares false with every limit, so it would pass all checks.
         if kind is float:
             return None if math.isnan(found := float(value)) else found
         return kind(str(value)) if issubclass(kind, enum.Enum) else kind(value)

@@ -1,4 +1,4 @@
-"""Names that other trainers and PyTorch tutorials use for our keys, each with a remark."""
+"""Names that other trainers and PyTorch tutorials have for the keys, each with a remark."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ KEYS: dict[str, tuple[str, str]] = {
     "dataset_download": ("data.download", ""),
     "arch a model net network": ("model.name", " (torchvision's models as torchvision:resnet50)"),
     "workers num_workers j dataloader_num_workers": ("data.workers", " (per rank)"),
-    "resume_from_checkpoint pretrained finetune init_checkpoint initial_checkpoint load_from weights": (
+    "resume_from_checkpoint finetune init_checkpoint initial_checkpoint load_from": (
         "checkpoint.load",
         " (weights to start from; a run resumes from checkpoint.dir by itself)",
     ),
+    "pretrained weights": ("model.pretrained", " (default, a name of the library's weights, or a file)"),
     "dist_backend backend ddp_backend distributed_backend accelerator device no_cuda cpu": ("train.backend", ""),
     "amp use_amp fp16 bf16 mixed_precision precision half native_amp apex apex_amp": (
         "amp.level",
@@ -51,6 +52,8 @@ KEYS: dict[str, tuple[str, str]] = {
     " batches_per_allreduce": ("train.accumulate", " (data.batch stays the whole step's)"),
     "smoothing": ("optim.label_smoothing", ""),
     "bce_loss criterion loss_fn": ("optim.loss", " (cross_entropy, bce, mse, l1, huber or package.module:function)"),
+    "callbacks": ("train.callbacks", " (package.module:name)"),
+    "param_groups": ("optim.groups", " (PATTERN=RATE)"),
     "model_ema model_ema_decay ema": ("optim.ema_decay", " (such as 0.999, per step)"),
     "sync_bn syncbn use_sync_bn sync_batchnorm": ("model.sync_batchnorm", ""),
     "torchcompile torch_compile": ("model.compile", " (default, reduce-overhead or max-autotune)"),
@@ -96,7 +99,8 @@ ADVICE = {
     "multiprocessing_distributed spawn": "--spawn N starts N ranks",
     "evaluate eval test test_only e do_eval": "python -m ddpjob_trainer evaluate CHECKPOINT",
     "num_classes classes": _OWN,
-    "static_graph bucket_cap_mb gradient_as_bucket_view": "strategy=ddp sets it by itself",
+    "gradient_as_bucket_view": "strategy=ddp always sets it",
+    "static_graph bucket_cap_mb": "there is no key for it; strategy=ddp leaves it at torch's default",
     "find_unused_parameters": "strategy=ddp needs a gradient of every parameter; model.freeze=NAMES leaves out what the"
     " forward pass does not use",
     "lr_warmup_method lr_warmup_decay warmup_lr": "the warm-up is linear, from zero",
@@ -117,7 +121,7 @@ _REMARKS = _split({names: f"; did you mean {key!r}?{remark}" for names, (key, re
 
 
 def key(name: str) -> str | None:
-    """Return our key for another trainer's name, if we have one."""
+    """Return the key for another trainer's name; None if there is no such key."""
     return _KEYS.get(name)
 
 

@@ -6,12 +6,11 @@ can import them. Values are checked by the modules that use them.
 
 from __future__ import annotations
 
-import difflib
 import enum
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddpjob_trainer.config.loader import from_env
+from ddpjob_trainer.config.loader import check_name, from_env
 from ddpjob_trainer.errors import ConfigError
 
 
@@ -42,7 +41,7 @@ class DataName(enum.StrEnum):
 
 
 class Corrupt(enum.StrEnum):
-    """How an image that cannot be decoded is handled."""
+    """How to handle an image that cannot be decoded."""
 
     SKIP = "skip"
     STOP = "stop"
@@ -96,8 +95,8 @@ class DataConfig:
     """How to proceed if micro-batches cannot be divided evenly among ranks. true: ranks share
     micro-batches (ddp, fsdp) and exchange batch normalization statistics, so that the result does
     not depend on the number of ranks. false: each rank's even share is one micro-batch, at full
-    speed (see data.stretch). Each sample is still taken once, but statistics, dropout and mixed images depend on the
-    number of ranks.
+    speed (see data.stretch). Each sample is still taken once, but statistics, dropout and mixed
+    images depend on the number of ranks.
     """
     stretch: float = 0
     """Maximum number of samples of a rank in one forward pass, as a multiple of a micro-batch. 0:
@@ -116,7 +115,27 @@ class DataConfig:
     augment: bool = True
     """Random shift for digits, crop and flip for CIFAR and shapes, random resized crop and flip for
     image folders and shards. false: none of these, and neither RandAugment nor TrivialAugment. Your
-    own data sets augment their samples themselves.
+    own data sets augment their samples themselves, or set data.shift and data.flip.
+    """
+    shift: int = 0
+    """Your own uint8 images: shift training images by up to this number of pixels at random, filled
+    with zeros; usually 4 for images of 32x32 pixels.
+    """
+    flip: bool = False
+    """Your own uint8 images: mirror half of the training images at random."""
+    mean: tuple[float, ...] = ()
+    """Your own uint8 images: mean per channel, from 0 to 1, which is subtracted on the device.
+    Default: ImageNet's for 3 channels, otherwise 0.5.
+    """
+    std: tuple[float, ...] = ()
+    """Your own uint8 images: standard deviation per channel, by which pixels are then divided.
+    Default: ImageNet's for 3 channels, otherwise 0.5.
+    """
+    batch_transform: str = ""
+    """package.module:function: your own transform of training batches, which is called on the
+    device with (images, labels, generator) for each micro-batch and returns (images, labels). The
+    result is the same on any number of ranks. Labels may become shares of classes (n, classes).
+    Ranks do not share micro-batches. May change when a run resumes.
     """
     randaugment_ops: int = 0
     """CIFAR, image folders, shards: RandAugment's operations per image (Cubuk et al., 2019),
@@ -199,13 +218,7 @@ class DataConfig:
 
     def check(self) -> None:
         """Raise ConfigError if the name is neither a data set nor a function."""
-        if ":" in self.name or self.name in list(DataName):
-            return
-        near = difflib.get_close_matches(self.name, [name.value for name in DataName], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"data.name: {self.name!r} is unknown; use {', '.join(DataName)} or package.module:function{hint}"
-        )
+        check_name("data.name", self.name, list(DataName))
 
 
 class NormName(enum.StrEnum):
@@ -224,7 +237,6 @@ class MemoryLayout(enum.StrEnum):
 class CompileMode(enum.StrEnum):
     """Modes of torch.compile."""
 
-    NONE = "none"
     DEFAULT = "default"
     REDUCE_OVERHEAD = "reduce-overhead"
     MAX_AUTOTUNE = "max-autotune"
@@ -239,7 +251,13 @@ class ModelConfig:
     as torchvision:resnet50), timm:NAME (pip install timm), or your own package.module:function. The
     function is called with the shape of an image (channels, height, width) and the number of
     classes, and returns a torch.nn.Module that maps images (n, channels, height, width) to scores
-    (n, classes). To load weights from a file, set checkpoint.load.
+    (n, classes). To start from trained weights, set model.pretrained or checkpoint.load.
+    """
+    pretrained: str = ""
+    """Weights to start from in a new run. torchvision:NAME, timm:NAME: default, or a name of the
+    library's weights such as IMAGENET1K_V1, which rank 0 downloads. Any model: a file or folder
+    with a state dict (torch.save, safetensors). The last layer keeps its initial values if its shape
+    differs; all other tensors must fit.
     """
     width: int = 32
     """small_cnn: channels of the first layer."""
@@ -271,10 +289,10 @@ class ModelConfig:
     faster on tensor cores in float16. auto: true for images on a GPU that computes in 16 bits,
     except for your own model.
     """
-    compile: CompileMode = CompileMode.NONE
-    """torch.compile's mode: none, default, reduce-overhead or max-autotune. The first steps take a
-    minute or more. reduce-overhead replays CUDA graphs, which helps if the host is the bottleneck,
-    as with a small model on a fast GPU. Needs a C++ compiler.
+    compile: bool | CompileMode = False
+    """torch.compile, or one of its modes; true: default. The first steps take a minute or more.
+    reduce-overhead replays CUDA graphs, which helps if the host is the bottleneck, as with a small
+    model on a fast GPU. Needs a C++ compiler.
     """
 
 
@@ -300,9 +318,12 @@ class ScheduleName(enum.StrEnum):
 class OptimConfig:
     """The optimizer and its schedule."""
 
-    name: OptimizerName = OptimizerName.SGD
+    name: OptimizerName | str = OptimizerName.SGD
     """sgd (with momentum) or adamw; for large batches, lars (based on sgd) or lamb (based on adam),
-    which scale each layer's learning rate by the norm of its weights.
+    which scale each layer's learning rate by the norm of its weights. package.module:name: your own
+    class or function, such as torch.optim:RMSprop, which is called with (groups, lr=optim.lr,
+    weight_decay=optim.weight_decay) and returns a torch.optim.Optimizer. It cannot change when a
+    run resumes.
     """
     lr: float = 0.1
     """Peak learning rate."""
@@ -316,6 +337,11 @@ class OptimConfig:
     """lars: length of a step as a share of the weights' norm, at a learning rate of 1."""
     weight_decay: float = 5e-4
     """sgd, lars: L2 penalty; adamw, lamb: decoupled decay."""
+    groups: tuple[str, ...] = ()
+    """Learning rates of some parameters: PATTERN=RATE, or PATTERN=RATE/DECAY to set their weight
+    decay too, such as head.*=10,*.bias=2/0. PATTERN matches names (with * and ?), and the first
+    match counts. RATE is a factor of the schedule's learning rate. May change when a run resumes.
+    """
     layer_decay: float = 1.0
     """Below 1, such as 0.75: factor between the learning rates of a block and of the next one, for
     fine-tuning. The head's rate is optim.lr (BEiT, MAE). A model that is not from timm must
@@ -346,10 +372,12 @@ class OptimConfig:
     """Above 0, such as 0.999: keep an exponential moving average of the weights, and evaluate it
     instead of the weights. Checkpoints contain both.
     """
-    schedule: ScheduleName = ScheduleName.COSINE
+    schedule: ScheduleName | str = ScheduleName.COSINE
     """cosine: to zero over the whole training. step: multiply by optim.gamma at each of
     optim.milestones. one_cycle: a rise and a longer fall, both along a cosine (torch's OneCycleLR;
-    momentum stays the same). constant: no change.
+    momentum stays the same). constant: no change. package.module:function: your own function, which
+    is called with (epoch, train.epochs), where epoch is 2.5 in the middle of the third epoch, and
+    returns a factor of optim.lr.
     """
     warmup_epochs: float = 0.0
     """Number of epochs (fractions allowed) over which the learning rate rises linearly from zero to
@@ -365,6 +393,11 @@ class OptimConfig:
     """one_cycle: the first learning rate as a share of optim.lr."""
     end_factor: float = 4e-6
     """one_cycle: the last learning rate as a share of optim.lr."""
+
+    def check(self) -> None:
+        """Raise ConfigError if a name is neither built in nor a function."""
+        check_name("optim.name", self.name, list(OptimizerName))
+        check_name("optim.schedule", self.schedule, list(ScheduleName))
 
 
 class AmpLevel(enum.StrEnum):
@@ -441,13 +474,20 @@ class TrainConfig:
     print_seconds: float = 5.0
     """Minimum number of seconds between two progress lines if the output is not a terminal."""
     eval_every: int = 1
-    """Number of epochs between two evaluations. The last epoch is always evaluated."""
+    """Number of epochs between two evaluations. The last epoch is always evaluated. 0: never
+    evaluate, not even the last epoch.
+    """
     eval_batch: int = 512
     """Number of test samples per rank and forward pass."""
     accumulate: int = 1
     """Gradient accumulation steps: the number of parts in which a rank computes its share of a
     global batch, to save memory. Gradients are exchanged once for all parts. May change when a run
     resumes. Cannot be combined with data.micro_batches, which already divides the batch.
+    """
+    callbacks: tuple[str, ...] = ()
+    """Your own objects, each as package.module:name, which is called without arguments. Their
+    methods compute metrics, end the training early, or do anything else between steps. May change
+    when a run resumes.
     """
     nonfinite_limit: int = 3
     """Number of consecutive skipped steps after which training ends. A step whose loss or gradient
@@ -572,8 +612,8 @@ class CheckpointConfig:
             )
         if self.format is Format.DCP and not self.shared and not self.url:
             raise ConfigError(
-                "checkpoint.format=dcp: needs a place with the shards of all nodes; set checkpoint.shared=true"
-                " and a folder that every node sees, checkpoint.url (a bucket), or checkpoint.format=torch"
+                "checkpoint.format=dcp: needs storage that holds the shards of all nodes; set checkpoint.shared=true "
+                "and a folder that every node sees, checkpoint.url (a bucket), or checkpoint.format=torch"
             )
         if not 0 <= self.url_wait_seconds < 86400:
             raise ConfigError(f"checkpoint.url_wait_seconds={self.url_wait_seconds}: must be from 0 to 86400")
@@ -613,8 +653,8 @@ class EvalConfig:
     the same bin count as equal.
     """
     pr_bins: int = 2000
-    """binned: number of bins, of equal width in log odds. With 2000 bins, average precision is
-    about 0.001 below the exact value.
+    """binned: number of bins, of equal width in log odds. With 2000 bins, average precision differs
+    from the exact value by about 0.001.
     """
     confusion: bool = True
     """Report the confusion matrix, and precision, recall and F1 of each class. It takes 8 bytes per

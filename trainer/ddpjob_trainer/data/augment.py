@@ -27,7 +27,7 @@ class CropAndFlip:
     """
 
     def __init__(self, images: torch.Tensor, seed: int, *, padding: int, flip: bool, repeats: int = 1) -> None:
-        """`images` are (n, channels, height, width) uint8; each has `repeats` versions."""
+        """Take `images` (n, channels, height, width) uint8, each with `repeats` versions."""
         count, channels, height, width = images.shape
         padded = torch.nn.functional.pad(images, (padding,) * 4)
         plane, row = padded.stride(1), padded.stride(2)
@@ -50,7 +50,9 @@ class CropAndFlip:
         return torch.where(self._mirrored[numbers], crops.flip(-1), crops) if self._flip else crops
 
     def _draw(self, epoch: int) -> None:
-        """Draw for the whole set on its device, so that steps need no transfers or waits."""
+        """Draw random numbers for the whole set on its device, so that steps need no transfers or
+        waits.
+        """
         draws = uniform_for_all(self._seed, epoch, self._versions, 3, self._crops.device)
         self._top, self._left = ((draws[:, i] * self._shifts).long() for i in (0, 1))
         self._mirrored = (draws[:, 2] < 0.5).view(-1, 1, 1, 1)

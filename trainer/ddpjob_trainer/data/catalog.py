@@ -44,6 +44,9 @@ def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet
             raise ConfigError(
                 f"data.{key}={alpha}: must be a finite number of at least 0, for example 0.2, or 0 for none"
             )
+    for key in ("shift", "flip", "mean", "std"):
+        if ":" not in config.name and getattr(config, key):
+            raise ConfigError(f"data.{key}: has no effect on data.name={config.name}; it is for your own uint8 images")
     try:
         return _open(config, device or torch.device("cpu"))
     except OSError as error:

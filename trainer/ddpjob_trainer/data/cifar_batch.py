@@ -5,7 +5,7 @@ set attributes (the opcode BUILD with a pair is `setattr`, even on a class) and 
 its memory. The machine here interprets only the opcodes that Python 2.7 to 3.13 write, in protocols
 2 to 5, for a dict of text, lists of integers and arrays from numpy 1 and 2. A name in the file
 remains a name: nothing is imported or called, and no attribute is set. The few calls that numpy
-writes become descriptions of an array:
+writes are turned into descriptions of an array:
 
     REDUCE  numpy.dtype("u1", False, True)                -> a dtype, "u1" or "i8" only
     BUILD   it with (3, "|", None, None, None, -1, -1, 0) -> checked, and dropped
@@ -14,9 +14,9 @@ writes become descriptions of an array:
     REDUCE  _frombuffer(content, dtype, shape, "C")       -> an array, as protocol 5 writes it
     REDUCE  _codecs.encode(text, "latin1")                -> bytes, as Python 3 writes them in protocol 2
 
-Contents are converted or copied only at the end, and only in the two fields that are read, because
-a memory bomb would repeat such a call. Memory use is bounded by the file's size and its number of
-opcodes.
+Contents are converted or copied only at the end, and only in the two fields that are read.
+Otherwise, a memory bomb could repeat such a call. Memory use is bounded by the file's size and its
+number of opcodes.
 """
 
 from __future__ import annotations

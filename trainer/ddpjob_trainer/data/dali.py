@@ -1,7 +1,7 @@
 """data.decoder=dali: NVIDIA DALI decodes training images, on a GPU if there is one.
 
-The crops are the same as in the workers. Workers always decode test images, and every batch that
-DALI cannot decode, because they report which image is broken. decoders.image_slice decodes only the
+The crops are the same as in the workers. Test images, and every batch that DALI cannot decode, are
+always decoded by workers, which report the broken image. decoders.image_slice decodes only the
 crop: https://docs.nvidia.com/deeplearning/dali.
 """
 
@@ -41,7 +41,7 @@ class DaliDecoder:
         workers: int,
         device: torch.device,
     ) -> None:
-        """Raises ConfigError if DALI is not installed.
+        """Prepare the pipeline. Raises ConfigError if DALI is not installed.
 
         `choose(request, index)` returns an image's crop, as a function of its height and width, and
         whether the image is mirrored. `fallback` decodes a request without DALI.

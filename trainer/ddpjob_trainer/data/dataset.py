@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from ddpjob_trainer.errors import ConfigError, DataError
 
 UNREADABLE = -100
 """Label of an unreadable image; cross entropy ignores this label (its `ignore_index`)."""
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Mean and standard deviation of ImageNet's channels, from 0 to 1."""
 
 
 class Targets(enum.Enum):
@@ -33,9 +36,9 @@ class Batch:
     """Images and labels that go through a model together, on the data set's device.
 
     `images` are float32 (n, channels, height, width), normalized. `labels` are int64 (n,), or
-    shares of classes (n, classes) if images are mixed. In the user's own data, they are inputs (n,
-    ...) and targets (n, ...); see `Targets`. n may be 0. The `unreadable` images have weight zero:
-    either their label is UNREADABLE, or all their shares are 0.
+    shares of classes (n, classes) if images are mixed. In the user's own data, `images` are inputs
+    (n, ...), and `labels` are targets (n, ...); see `Targets`. n may be 0. The `unreadable` images
+    have weight zero: either their label is UNREADABLE, or all their shares are 0.
     """
 
     images: torch.Tensor
@@ -45,14 +48,14 @@ class Batch:
     def split(self, sizes: list[int]) -> list[Batch]:
         """Return consecutive parts.
 
-        If any image is unreadable, each part counts as if it had all unreadable images.
+        Each part is marked with the whole batch's number of unreadable images.
         """
         pieces = zip(torch.split(self.images, sizes), torch.split(self.labels, sizes), strict=True)
         return [Batch(images, labels, self.unreadable) for images, labels in pieces]
 
 
 class MicroBatches(Protocol):
-    """This rank's micro-batches in one step. Their data are loaded on demand."""
+    """This rank's micro-batches in one step. Their data is loaded on demand."""
 
     def __len__(self) -> int:
         """Return the number of micro-batches."""
@@ -68,6 +71,7 @@ class Normalize:
     """
 
     def __init__(self, scale: float, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> None:
+        self.scale, self.mean, self.std = scale, mean, std
         spread = torch.tensor(std, dtype=torch.float64)
         self._factor = (1 / (scale * spread)).float().view(1, -1, 1, 1).to(device)
         self._offset = (-torch.tensor(mean, dtype=torch.float64) / spread).float().view(1, -1, 1, 1).to(device)
@@ -89,11 +93,13 @@ class DataSet(Protocol):
     Batches are on one device. `shape` is the shape of an image, (channels, height, width); in the
     user's own data it may be any. `class_names` are in the order of class numbers, or None if the
     classes have no names. If targets are float, `classes` is the number of values. `whole_numbers`
-    is whether inputs are whole numbers, such as tokens.
+    indicates whether inputs are whole numbers, such as tokens. `normalize` maps pixels to inputs,
+    unless samples are stored as inputs.
     """
 
     targets: Targets = Targets.CLASSES
     whole_numbers: bool = False
+    normalize: Normalize | None = None
 
     shape: tuple[int, ...]
     classes: int
@@ -118,18 +124,34 @@ class DataSet(Protocol):
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
         """Yield one batch per list of test sample numbers, without augmentation."""
 
-    def defer_normalization(self) -> Normalize | None:
-        """Return the function that normalizes images, and from now on leave this to the caller.
+    def defer_normalization(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return the function that normalizes images, and leave this to the caller from now on.
 
-        None means that inputs are used as they are read.
+        Return None if samples are stored as inputs.
         """
-        return None
+        if self.normalize is None:
+            return None
+        self.normalize.deferred = True
+        return self.normalize.apply
 
     def fingerprint(self) -> int:
         """Return a hash of the data.
 
         Two data sets have the same hash if each sample number stands for the same image and label.
         """
+
+
+def describe(data: DataSet) -> dict[str, Any]:
+    """Return what a program needs to know about the data in order to use the model.
+
+    Checkpoints contain this description. Pixels become inputs by `(pixels / scale - mean) / std`,
+    per channel.
+    """
+    found = data.normalize
+    pixels = {} if found is None else {"scale": found.scale, "mean": list(found.mean), "std": list(found.std)}
+    names = None if data.class_names is None else list(data.class_names)
+    described = {"shape": list(data.shape), "classes": data.classes, "names": names}
+    return {**described, "whole_numbers": data.whole_numbers, **pixels}
 
 
 def fingerprint(*parts: bytes | np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
@@ -145,7 +167,7 @@ def fingerprint(*parts: bytes | np.ndarray[tuple[int, ...], np.dtype[np.generic]
 def existing_folder(config: DataConfig, remedy: str) -> Path:
     """Return `data.dir`, which must be a folder that is not empty.
 
-    Raises DataError, with the remedy, if it is not.
+    Raises DataError, with the remedy, if it is missing, not a folder, or empty.
     """
     if config.dir is None:
         raise DataError(f"data.name={config.name} needs data.dir (or DDPJOB_DATA_DIR): {remedy}")

@@ -47,8 +47,8 @@ def open_digits(config: DataConfig, device: torch.device) -> MemoryData:
 def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
     """Return images (1797, 1, 8, 8) uint8 with values 0..16, and labels (1797,) int64.
 
-    They are read from scikit-learn's file without importing scikit-learn, which would take a second
-    in every process.
+    The data is read from scikit-learn's file without importing scikit-learn, which would take a
+    second in every process.
     """
     spec = importlib.util.find_spec("sklearn")
     if spec is None or not spec.submodule_search_locations:

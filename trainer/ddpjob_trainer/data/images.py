@@ -21,16 +21,15 @@ from ddpjob_trainer.config.sections import Corrupt, DataConfig, Decoder
 from ddpjob_trainer.data.augment import RandAugment, resized_crop_box
 from ddpjob_trainer.data.corrupt import Warnings
 from ddpjob_trainer.data.dali import DaliDecoder
-from ddpjob_trainer.data.dataset import UNREADABLE, Batch, DataSet, Normalize, fingerprint
+from ddpjob_trainer.data.dataset import IMAGENET_MEAN, IMAGENET_STD, UNREADABLE, Batch, DataSet, Normalize, fingerprint
 from ddpjob_trainer.data.decode import Box, UnreadableImage, crop, middle
 from ddpjob_trainer.data.pool import Chunk, Pool, Request
 from ddpjob_trainer.data.randomness import uniform
 from ddpjob_trainer.errors import ConfigError, DataError
 
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _DRAWS = 41
-# Errors of the machine, not of an image. EIO may be a single bad sector, so it counts as a corrupt
-# image; if the mount is failing, data.corrupt_limit ends the training.
+# These are errors of the machine, not of an image. EIO may be due to a single bad sector, so it
+# counts as a corrupt image. If the mount is failing, data.corrupt_limit ends the training.
 _FILES, _MACHINE = (errno.EMFILE, errno.ENFILE), (errno.ESTALE, errno.ENOMEM)
 
 
@@ -87,7 +86,7 @@ class ImageData(DataSet):
         self.train_size, self.test_size = len(train.labels), len(test.labels)
         # On the stream that trains, a copy would wait for earlier steps. Not run on a GPU yet.
         self._copies: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._normalize = Normalize(255.0, _MEAN, _STD, device)
+        self.normalize: Normalize = Normalize(255.0, IMAGENET_MEAN, IMAGENET_STD, device)
         self._randaugment = RandAugment.of(config) if config.augment else None
         self._warnings = Warnings()
         # The test set has its own pool, so that the next epoch's first batches are ready when an
@@ -104,11 +103,6 @@ class ImageData(DataSet):
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
         """Yield one batch per list of test sample numbers."""
         return self._load(self._test, (Request(True, None, part) for part in parts), self._test_pool.run)
-
-    def defer_normalization(self) -> Normalize:
-        """Leave normalization to the caller, with the returned function."""
-        self._normalize.deferred = True
-        return self._normalize
 
     def fingerprint(self) -> int:
         """Return a hash of all labels and of the names of files and classes."""
@@ -150,7 +144,7 @@ class ImageData(DataSet):
             whole = next((index for index in range(len(numbers)) if index not in bad), None)
             pixels[bad] = 0 if whole is None else pixels[whole].clone()
             labels[bad] = UNREADABLE
-        return Batch(self._normalize(pixels), labels.to(self._device, non_blocking=True), len(bad))
+        return Batch(self.normalize(pixels), labels.to(self._device, non_blocking=True), len(bad))
 
     def _shape_of(self, source: Encoded) -> tuple[int, int, int]:
         size = self._config.image_size if source is self._train else self._test_size
@@ -218,7 +212,7 @@ def _samples(source: Encoded, numbers: list[int]) -> list[int]:
 def _refuse_machine(error: OSError, name: str) -> None:
     """Raise DataError for an error of the machine.
 
-    If images that fail during such an error were skipped, training would use different data.
+    If images were skipped because of such an error, training would use different data.
     """
     if error.errno in _FILES:
         raise DataError(

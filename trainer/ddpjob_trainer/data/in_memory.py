@@ -12,7 +12,7 @@ import torch
 from ddpjob_trainer.data.dataset import Batch, DataSet, Normalize, fingerprint
 
 _LOOKED_AT = 1024
-"""Number of images whose pixels are in the fingerprint. It also covers all labels."""
+"""Number of images whose pixels the fingerprint covers. It also covers all labels."""
 
 Augment = Callable[[torch.Tensor, int], torch.Tensor]
 """Maps version numbers (n,) int64 in main memory, and the epoch, to images (n, channels, height,
@@ -32,7 +32,8 @@ class MemoryData(DataSet):
         augment: Augment | None,
         class_names: list[str] | None = None,
     ) -> None:
-        self._train, self._test, self._augment, self._normalize = train, test, augment, normalize
+        self._train, self._test, self._augment = train, test, augment
+        self.normalize: Normalize = normalize
         channels, height, width = train[0].shape[1:]
         self.shape = (int(channels), int(height), int(width))
         self.classes, self.class_names = classes, class_names
@@ -45,19 +46,14 @@ class MemoryData(DataSet):
             numbers = torch.tensor(part, dtype=torch.int64)
             own = (numbers % self.train_size).to(labels.device, non_blocking=True)
             taken = images[own] if self._augment is None else self._augment(numbers, epoch)
-            yield Batch(self._normalize(taken), labels[own])
+            yield Batch(self.normalize(taken), labels[own])
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
         """Yield one batch per list of test sample numbers."""
         images, labels = self._test
         for part in parts:
             numbers = torch.tensor(part, dtype=torch.int64).to(labels.device, non_blocking=True)
-            yield Batch(self._normalize(images[numbers]), labels[numbers])
-
-    def defer_normalization(self) -> Normalize:
-        """Leave normalization to the caller, with the returned function."""
-        self._normalize.deferred = True
-        return self._normalize
+            yield Batch(self.normalize(images[numbers]), labels[numbers])
 
     def fingerprint(self) -> int:
         """Return a hash of all labels and of the pixels of about a thousand images per set."""

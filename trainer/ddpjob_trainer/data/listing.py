@@ -1,8 +1,8 @@
 """The images in a folder of class folders, listed once per node and kept across starts.
 
 Listing ImageNet's 1.3 million names takes seconds on an idle disk and minutes on a network file
-system, for every rank at every start. Adding, removing or renaming a file changes its folder's
-times, so one stat per folder is enough if all times are unchanged.
+system. Every rank would need that time at every start. Adding, removing or renaming a file changes
+its folder's times, so one stat per folder is enough if all times are unchanged.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ without a new modification time."""
 class Listing:
     """Folders and their images, in the order of classes and paths relative to the root.
 
-    The first of `folders` is the root itself. `changed` has their modification and change times in
-    ns, (n, 2); both are needed because tar resets the former. `owner` is each folder's class, with
-    -1 for the root. `counts` is how many of `names` are in each folder.
+    The first of `folders` is the root itself. `changed` has the folders' modification and change
+    times in ns, (n, 2). Both are needed, because tar resets modification times. `owner` is each
+    folder's class, with -1 for the root. `counts` is how many of `names` are in each folder.
     """
 
     folders: npt.NDArray[np.bytes_]
@@ -62,7 +62,7 @@ class Listing:
 
 
 def user_cache() -> Path:
-    """Return the folder for data that is read once per node.
+    """Return the user's cache folder, for data that is fetched only once per node.
 
     Raises RuntimeError if the user has no home folder.
     """
@@ -95,7 +95,7 @@ def listing(root: Path, kept_in: Path | None) -> Listing:
         began = time.time_ns()
         found = _walk(root)
         settled = found.changed[:, 0].max() < began - _SETTLED_NS
-        # Otherwise this file system may not record times.
+        # Otherwise, this file system may not record such times.
         if settled and (found.changed != found.changed[0]).any():
             _keep(path, found)
         return found
@@ -104,7 +104,7 @@ def listing(root: Path, kept_in: Path | None) -> Listing:
 def _walk(root: Path) -> Listing:
     """List the folder.
 
-    A folder's times are read before its names, so that the next start notices a change made in
+    A folder's times are read before its names, so that the next run notices a change made in
     between.
     """
     rows: list[tuple[int, str, tuple[int, int], list[bytes]]] = [(-1, "", _times_of(root), [])]
@@ -188,4 +188,4 @@ def _keep(path: Path, found: Listing) -> None:
         with replacing(path) as file:
             np.savez(file, **{name: getattr(found, name) for name in Listing.__dataclass_fields__})
     except OSError:
-        pass  # The next start lists the images again.
+        pass  # The next run lists the images again.

@@ -1,9 +1,9 @@
 """Mixup and CutMix, which mix images of a micro-batch in pairs, together with their labels.
 
-The micro-batch's key determines lambda, the rectangle and the choice between the two methods, and
-the position in the micro-batch determines the partner, so all of these are the same on any number
-of ranks. As in torchvision.transforms.v2.MixUp and CutMix, an image's partner is the previous
-image, and the first image's partner is the last.
+The micro-batch's key determines lambda, the rectangle and the choice between the two methods. An
+image's position in the micro-batch determines its partner. So all of these are the same on any
+number of ranks. As in torchvision.transforms.v2.MixUp and CutMix, an image's partner is the
+previous image, and the first image's partner is the last.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def mix(config: DataConfig, batch: Batch, key: int, classes: int) -> Batch:
 def _rectangle(generator: np.random.Generator, area: float, height: int, width: int) -> tuple[int, int, int, int]:
     """Return (top, bottom, left, right) of a random rectangle of about `area` of the image.
 
-    It may be centered anywhere, and is cut at the borders.
+    The rectangle may be centered anywhere, and is cut at the borders.
     """
     row, column = int(generator.integers(height)), int(generator.integers(width))
     half = 0.5 * area**0.5

@@ -1,16 +1,18 @@
 """The user's own data set, named by a function: `data.name=package.module:function`.
 
-Everything drawn for a sample from Python's, numpy's and torch's generators (augmentation) is a
-function of (seed, epoch, sample), and thus the same on any number of ranks and in any worker
-process.
+All numbers that the user's code draws for a sample from Python's, numpy's and torch's generators
+(augmentation) are a function of (seed, epoch, sample). They are thus the same on any number of
+ranks and in any worker process.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
 from functools import partial
+from itertools import tee
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -18,9 +20,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from ddpjob_trainer.config.sections import DataConfig
-from ddpjob_trainer.data.dataset import Batch, DataSet, Targets, fingerprint
+from ddpjob_trainer.data.dataset import IMAGENET_MEAN, IMAGENET_STD, Batch, DataSet, Normalize, Targets, fingerprint
 from ddpjob_trainer.data.pool import Pool, Request
-from ddpjob_trainer.data.randomness import derive, seed_draws
+from ddpjob_trainer.data.randomness import derive, seed_draws, uniform
 from ddpjob_trainer.errors import ConfigError, DataError
 from ddpjob_trainer.own_functions import load_function
 
@@ -46,7 +48,8 @@ class OwnData(DataSet):
     """The data set returned by the user's function: (train, test) or (train, test, classes).
 
     A pair of tensors (or numpy arrays) is kept on the device; a Dataset is read by `data.workers`
-    processes.
+    processes. Images of uint8 are copied to the device as such, which takes a quarter of the bytes
+    of floats.
     """
 
     def __init__(self, config: DataConfig, device: torch.device) -> None:
@@ -72,7 +75,9 @@ class OwnData(DataSet):
             for name, each in zip(_SETS, self._sets, strict=True)
         )
         self._check_like("test", 0, first_of_test)
-        self.shape, self.whole_numbers = tuple(self._first[0].shape), not self._first[0].is_floating_point()
+        self.shape, self._pixels = tuple(self._first[0].shape), self._first[0].dtype is torch.uint8
+        self.whole_numbers = not (self._pixels or self._first[0].is_floating_point())
+        self.normalize = self._normalization()
         self.targets = self._kind(self._first[1])
         self.classes, self.class_names = self._outputs(names)
         for name, each in zip(_SETS, self._sets, strict=True):
@@ -96,7 +101,7 @@ class OwnData(DataSet):
         return found[0], found[1], found[2] if len(found) == 3 else None
 
     def _checked_set(self, name: str, found: Any) -> Any:
-        """Return a Dataset; tensors become a TensorDataset of float32 and int64."""
+        """Return a Dataset; tensors become a TensorDataset of float32, int64, or uint8 images."""
         if type(found) is TensorDataset and len(found.tensors) == 2:
             found = found.tensors
         arrays = torch.Tensor, np.ndarray
@@ -106,7 +111,8 @@ class OwnData(DataSet):
                 raise ConfigError(
                     f"{self._what}: {name} is a pair of tensors of shapes {shapes}; provide as many targets as inputs"
                 )
-            found = TensorDataset(*(self._convert(name, what, it) for what, it in zip(_PARTS, found, strict=True)))
+            parts = zip(_PARTS, found, strict=True)
+            found = TensorDataset(*(self._convert(name, what, it, whole=True) for what, it in parts))
         if not hasattr(found, "__len__") or not hasattr(found, "__getitem__"):
             raise ConfigError(
                 f"{self._what}: {name} is a {type(found).__name__}; provide a torch Dataset with __len__ and"
@@ -152,30 +158,65 @@ class OwnData(DataSet):
             " number of classes"
         )
 
-    def _convert(self, name: str, what: str, value: Any) -> torch.Tensor:
-        """Return the value as a float32 or int64 tensor."""
+    def _normalization(self) -> Normalize | None:
+        """Return the normalization of uint8 images; None for other inputs.
+
+        Raises ConfigError for settings that do not suit the inputs.
+        """
+        config, what = self._config, f"the inputs of data.name={self._config.name}"
+        for key in ("shift", "flip", "mean", "std"):
+            if getattr(config, key) and not self._pixels:
+                raise ConfigError(
+                    f"data.{key}: needs uint8 images, but {what} are {self._first[0].dtype}; return uint8 from the"
+                    f" function, or leave it out"
+                )
+        if not self._pixels:
+            return None
+        channels = self.shape[0]
+        mean, std = (
+            own or (known if channels == len(known) else (0.5,) * channels)
+            for own, known in ((config.mean, IMAGENET_MEAN), (config.std, IMAGENET_STD))
+        )
+        if not (len(mean) == len(std) == channels and all(map(math.isfinite, mean)) and min(std) > 0):
+            raise ConfigError(
+                f"data.mean={list(mean)}, data.std={list(std)}: {what} have {channels} channels; set a finite mean and"
+                " a std above 0 for each of them"
+            )
+        if not 0 <= config.shift < min(self.shape[1:]):
+            raise ConfigError(f"data.shift={config.shift}: must be from 0 to {min(self.shape[1:]) - 1} pixels")
+        return Normalize(255.0, mean, std, self._device)
+
+    def _convert(self, name: str, what: str, value: Any, *, whole: bool = False) -> torch.Tensor:
+        """Return the value of a sample, or of a `whole` set, as a float32 or int64 tensor.
+
+        Images of uint8 stay uint8, as (..., channels, height, width).
+        """
         try:
             tensor = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError):
             tensor = None
+        if what == _PARTS[0] and tensor is not None and tensor.dtype is torch.uint8:
+            image = _channels_first(tensor, int(whole))
+            if image is not None:
+                return image
         if tensor is None or tensor.dtype is torch.bool or tensor.is_complex() or tensor.dtype is torch.uint8:
             kind = type(value).__name__ if tensor is None else tensor.dtype
             raise ConfigError(
                 f"{self._what}: the {what} of a sample of {name} is {kind}; use a tensor or numpy array of"
-                " floats (images: x.float() / 255) or of int64"
+                " floats or of int64, or for images uint8 of shape (channels, height, width)"
             )
         return tensor.float() if tensor.is_floating_point() else tensor.long()
 
     # ------------------------------------------------------------ samples
 
     def _run_apart(self, each: Any, look: Callable[[], T]) -> T:
-        """Return the result of `look`, called in a separate process if workers will be forked.
+        """Return the result of `look`, which runs in a separate process if workers will be forked.
 
         Otherwise, all workers would share any file that a Dataset opens at its first sample,
         including the position in the file.
         """
         workers = 0 if type(each) is TensorDataset else min(1, self._config.workers)
-        pool: Pool[T] = Pool(lambda _: look(), workers, pinned=False)  # The process ends with the pool.
+        pool: Pool[T] = Pool(lambda _: look(), workers, pinned=False)  # The process ends together with the pool.
         ((found,),) = pool.run(iter([Request(False, None, [0])]))
         return found
 
@@ -232,11 +273,35 @@ class OwnData(DataSet):
             for request in requests:
                 numbers = torch.tensor(request.numbers, dtype=torch.int64).to(self._device, non_blocking=True)
                 numbers = numbers % len(whole[1])
-                yield Batch(whole[0][numbers], whole[1][numbers])
+                yield self._finish(whole[0][numbers], whole[1][numbers], request)
             return
-        for chunks in self._pools[test].run(requests):
-            inputs, targets = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-            yield Batch(inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True))
+        asked, answered = tee(requests)
+        for chunks in self._pools[test].run(asked):
+            inputs, targets = (self._join(parts) for parts in zip(*chunks, strict=True))
+            yield self._finish(inputs, targets, next(answered))
+
+    def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return one tensor on the device.
+
+        Each chunk is copied separately, because chunks are in pinned memory. A joined tensor would
+        not be, so copying it would wait for the device.
+        """
+        size = sum(map(len, parts))
+        whole = torch.empty(size, *parts[0].shape[1:], dtype=parts[0].dtype, device=self._device)
+        for own, part in zip(torch.split(whole, [len(part) for part in parts]), parts, strict=True):
+            own.copy_(part, non_blocking=True)
+        return whole
+
+    def _finish(self, inputs: torch.Tensor, targets: torch.Tensor, request: Request) -> Batch:
+        """Return the batch; on the device, uint8 images are shifted, mirrored and normalized."""
+        if self.normalize is None:
+            return Batch(inputs, targets)
+        config = self._config
+        if request.epoch is not None and config.augment and (config.shift or config.flip) and request.numbers:
+            numbers = np.array(request.numbers, dtype=np.int64)
+            draws = torch.from_numpy(uniform(config.seed, request.epoch, numbers, 3))
+            inputs = _shift_and_flip(inputs, draws, config.shift, flip=config.flip)
+        return Batch(self.normalize(inputs), targets)
 
     def _on_device(self, each: Any) -> Pair | None:
         """Return the set's tensors on the device, or None if it is read sample by sample."""
@@ -270,7 +335,7 @@ class OwnData(DataSet):
         parts: list[Any] = [part.numpy() for number in numbers for part in self._read_one(name, number, 0)]
         listed = getattr(each, "targets", None)
         if isinstance(listed, list | tuple | np.ndarray | torch.Tensor):
-            # It may be ragged, or not in memory that numpy can read.
+            # The value may be ragged, or not in memory that numpy can read.
             with suppress(TypeError, ValueError, RuntimeError):
                 table = np.asarray(listed)
                 # If the array holds objects, its bytes would be addresses in this process.
@@ -282,8 +347,39 @@ class OwnData(DataSet):
 _PARTS = ("input", "target")
 
 
+def _channels_first(pixels: torch.Tensor, first: int) -> torch.Tensor | None:
+    """Return images with their channels at dimension `first`; None if they are not images.
+
+    Images are (channels, height, width), (height, width, channels) or (height, width), with at most
+    four channels.
+    """
+    shape = pixels.shape[first:]
+    if len(shape) == 2:
+        return pixels.unsqueeze(first)
+    if len(shape) != 3 or not any(side in (1, 3, 4) for side in (shape[0], shape[2])):
+        return None
+    return pixels if shape[0] in (1, 3, 4) else pixels.movedim(-1, first).contiguous()
+
+
+def _shift_and_flip(images: torch.Tensor, draws: torch.Tensor, most: int, *, flip: bool) -> torch.Tensor:
+    """Shift images (n, channels, height, width) by up to `most` pixels, and mirror some.
+
+    `draws` are (n, 3) uniform numbers. The result equals that of `CropAndFlip`, which needs the
+    whole set in memory.
+    """
+    height, width = images.shape[2:]
+    top, left = ((draws[:, axis] * (2 * most + 1)).long()[:, None] for axis in (0, 1))
+    rows, columns = top + torch.arange(height), left + torch.arange(width)
+    if flip:
+        columns = torch.where(draws[:, 2:] < 0.5, columns.flip(1), columns)
+    each = torch.arange(len(images))[:, None, None]
+    places = [part.to(images.device, non_blocking=True) for part in (each, rows[:, :, None], columns[:, None, :])]
+    padded = torch.nn.functional.pad(images, (most,) * 4).permute(0, 2, 3, 1)
+    return padded[places[0], places[1], places[2]].permute(0, 3, 1, 2).contiguous()
+
+
 def _whole(value: Any) -> int:
-    """Return a whole number, even from numpy or torch, such as targets.max() + 1; otherwise 0."""
+    """Return the value if it is a whole number, even from numpy or torch, otherwise 0."""
     try:
         return operator.index(value)
     except (TypeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Worker processes that read and decode samples, with one pool for training and one for testing."""
+"""Worker processes that read and decode samples. Training and testing each have a pool."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Pool(Generic[C]):
     def _open(self, size: int) -> DataLoader[C]:
         """Fork the workers.
 
-        They work on the next two requests while one of `size` samples is used for training.
+        The workers work on the next two requests while training uses a request of `size` samples.
         """
         workers = self._workers
         return DataLoader(
@@ -122,7 +122,7 @@ class _Reader(Dataset[C]):
 def _without_signals() -> Iterator[None]:
     """Block the group's signals in processes forked here, until `_stay_with_the_rank` has run.
 
-    The mask applies only to this thread, so another thread may receive Ctrl-C. If the exception
+    The mask applies only to this thread, so another thread may receive Ctrl-C. If KeyboardInterrupt
     were raised in a fork hook here, Python would only print it, and training would continue. It is
     therefore raised only at the end.
     """
@@ -145,8 +145,8 @@ def _stay_with_the_rank(_: int) -> None:
     """Make sure that only the rank ends its workers.
 
     torchrun's SIGTERM and Ctrl-C go to the rank's process group. If a worker ended at that point,
-    it would abort the rank before the rank has saved. On Linux, the kernel kills the worker once
-    the rank is gone; elsewhere, the loader checks every few seconds.
+    the rank would abort before it has saved. On Linux, the kernel kills the worker once the rank is
+    gone; elsewhere, the loader checks every few seconds.
     """
     os.setpgid(0, 0)
     for signum in signal.sigpending() & _GROUP_SIGNALS:

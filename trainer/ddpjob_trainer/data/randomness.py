@@ -29,8 +29,8 @@ def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def derive(*parts: int) -> int:
     """Return a 63-bit seed derived from several numbers.
 
-    It uses Python integers, because a one-element array takes twenty times as long, and every
-    micro-batch needs a seed.
+    The computation uses Python integers, because a one-element array takes twenty times as long,
+    and every micro-batch needs a seed.
     """
     return derive_state(*parts) >> 1
 
@@ -116,8 +116,8 @@ def _signed(number: int) -> int:
 def seed_torch(seed: int, device: torch.device) -> None:
     """Seed the torch generators that dropout draws from, which are the CPU's and the device's.
 
-    It does not use torch.manual_seed, which records a stack trace per device if CUDA is not
-    initialized, taking 0.1 ms in every step.
+    torch.manual_seed is not used, because it records a stack trace per device if CUDA is not
+    initialized. That would take 0.1 ms in every step.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":

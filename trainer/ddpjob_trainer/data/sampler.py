@@ -1,16 +1,15 @@
-"""Decides which samples a step takes, and on which rank, for any number of ranks, even a changing
-one.
+"""Decides which samples a step takes, and on which rank. The number of ranks may change.
 
 Training that loses a node and continues with fewer ranks should compute the same numbers. A step's
 result must therefore not depend on the number of ranks, and ranks must not keep their own counts.
 
 - The state is `{epoch, consumed, seed}`. An epoch is one permutation, a function of seed and epoch.
   A step takes its next `batch` samples; the last step takes the rest.
-- This global batch is divided into `micro_batches` fixed micro-batches, the virtual ranks.
+- This global batch is divided into `micro_batches` fixed micro-batches, which are virtual ranks.
   Normalization statistics, dropout and mixing belong to one micro-batch, whichever rank computes
   it.
-- `Dealing` distributes the micro-batches among the existing ranks (`share`: contiguous parts, of
-  which earlier ones may have one more item).
+- `Dealing` distributes the micro-batches among the existing ranks (`share`: contiguous parts;
+  earlier ones may be larger by one item).
 
 Example, with 10 samples, batch=6, micro_batches=3, and the permutation a b c d e f g h i j:
 
@@ -59,8 +58,8 @@ class Part:
     """One rank's part of a micro-batch that several ranks share: `count` of `size` samples.
 
     The part begins at sample `start`. `holders` are the ranks that have a part, including this one.
-    `before` is the sample that precedes this part in the micro-batch, and is the partner of the
-    part's first sample in mixing; for the first part, it is the micro-batch's last sample.
+    `before` is the sample that precedes this part in the micro-batch; for the first part, it is the
+    micro-batch's last sample. In mixing, it is the partner of the part's first sample.
     """
 
     number: int
@@ -93,9 +92,9 @@ class Micro:
 class DataShare:
     """A rank's share of the samples: part `part` of `parts`.
 
-    `counts` is whether the rank's losses and results are added up. If several ranks see the same
-    samples (the stages of a pipeline), only one of them counts. Part number `parts` is empty (a
-    parameter server).
+    `counts` indicates whether the rank's losses and results are added up. If several ranks see the
+    same samples (the stages of a pipeline), only one of them counts. Part number `parts` is empty
+    (a parameter server).
     """
 
     part: int
@@ -160,7 +159,9 @@ def _bounds(size: int, part: int, parts: int) -> tuple[int, int]:
 
 
 def _part_of(item: int, size: int, parts: int) -> int:
-    """Return the part that contains an item. There must be at least as many items as parts."""
+    """Return the number of the part that contains an item. There must be at least as many items as
+    parts.
+    """
     each, rest = divmod(size, parts)
     larger = rest * (each + 1)
     return item // (each + 1) if item < larger else rest + (item - larger) // each
@@ -318,15 +319,16 @@ class Dealing:
 class ElasticSampler:
     """Distributes each epoch's permutation of `size` samples in global batches of `batch`.
 
-    It begins at `state`. The samples of a step depend only on the state, and `dealing` decides
-    which of them this rank takes. A checkpoint of `state_dict()` can therefore be resumed on any
-    number of ranks, and each sample is still taken once per epoch. The last step of an epoch takes
-    the remaining samples.
+    The sampler begins at `state`. The samples of a step depend only on the state, and `dealing`
+    decides which of them this rank takes. A checkpoint of `state_dict()` can therefore be resumed
+    on any number of ranks, and each sample is still taken once per epoch. The last step of an epoch
+    takes the remaining samples.
 
-    With repeats > 1, an epoch takes each version of the first size / repeats samples (rounded up)
-    of the permutation once. Of the last of these samples, it takes only as many versions as needed
-    for a total of `size`. This is equivalent to torchvision's RASampler and timm's RepeatAugSampler
-    with any number of ranks, except that these drop up to 255 samples of an epoch.
+    With repeats > 1, an epoch uses the first size / repeats samples (rounded up) of the
+    permutation, and takes each of their versions once. For the last of these samples, it takes only
+    as many versions as are needed to reach `size`. This is equivalent to torchvision's RASampler
+    and timm's RepeatAugSampler with any number of ranks, except that those two drop up to 255
+    samples of an epoch.
     """
 
     size: int

@@ -1,8 +1,9 @@
 """Ten classes of generated shapes, hard enough to show the contribution of each part of a recipe.
 
-They do not need a download. Image n depends only on its number, with identical bits on any machine
-and version of numpy. It uses integers, and only floating-point operations that IEEE 754 rounds in
-exactly one way (+ - * / and comparisons, but not sines or sums of unspecified order).
+The images do not need a download. Image n depends only on its number, and has identical bits on any
+machine and version of numpy. The computation uses integers, and only floating-point operations that
+IEEE 754 rounds in exactly one way (+ - * / and comparisons, but not sines or sums of unspecified
+order).
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ CLASSES: dict[str, Callable[[Floats, Floats], Bools]] = {
     "angle": lambda u, v: _box(u + 0.6, v, 0.3, 0.9) | _box(u, v + 0.6, 0.9, 0.3),
     "two bars": lambda u, v: _box(u, np.abs(v) - 0.6, 0.95, 0.28),
 }
-"""Each class's function, which returns whether points (u, v) of the shape's own plane, within [-1,
-1] squared, are inside. Each shape's mirror image is a rotated shape of the same class, so flips
-preserve labels.
+"""Each class's function. It returns whether points (u, v) of the shape's own plane, within [-1, 1]
+squared, are inside the shape. Each shape's mirror image is a rotated shape of the same class, so
+flips preserve labels.
 """
 
 
@@ -151,7 +152,7 @@ def _draw(numbers: npt.NDArray[np.int64]) -> Bytes:
 def _noise(numbers: npt.NDArray[np.int64]) -> Floats:
     """Return noise (n, 3, SIDE, SIDE) with a standard deviation of 12 of 255 levels.
 
-    It is the sum of four bytes, which is approximately normal.
+    The noise is the sum of four random bytes, which is approximately normal.
     """
     places = np.arange(3 * SIDE * SIDE, dtype=np.uint64)
     keys = mix64(numbers.astype(np.uint64) + np.uint64(_SEED))

@@ -35,8 +35,9 @@ _EXTENDED = (
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
 )
 _LOOKED_AT = 4 * tarfile.RECORDSIZE
-"""Number of bytes checked after a tar's end-of-archive marker. Writers pad their last record, of
-10240 bytes, with zeros."""
+"""Number of bytes checked after a tar's end-of-archive marker. Writers pad their last record to
+10240 bytes with zeros.
+"""
 _WEB = ("http://", "https://")
 _REMOTE = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}
 
@@ -45,8 +46,8 @@ _REMOTE = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "
 class Index:
     """Image i is `sizes[i]` bytes at `offsets[i]` in `shards[shard[i]]`, with label `labels[i]`.
 
-    `url` is the folder. `stamps[shard]` changes with the shard's content, even if the length stays
-    the same, for example if only labels change; see `stamp_of`.
+    `url` is the folder. `stamps[shard]` changes with the shard's content, even if its length stays
+    the same, for example because only labels change; see `stamp_of`.
     """
 
     url: str
@@ -101,7 +102,7 @@ def translate_errors(url: str) -> Iterator[None]:
 
 
 def cached_index(url: str, folder: Path | None, remedy: str) -> Index:
-    """Return the index of the shards at `url`, which is built if there is no valid one.
+    """Return the index of the shards at `url`. If there is no valid index, build it.
 
     The index is kept next to the shards, in `folder`, or in the user's cache. Raises DataError.
     """
@@ -154,7 +155,7 @@ def save(index: Index, path: Path) -> None:
 
 
 def stamp_of(entry: Mapping[str, Any]) -> str:
-    """Return a stamp for a file's content: a checksum, or else the time of its last change.
+    """Return a stamp for a file's content: a checksum or, without one, the time of the last change.
 
     The stamp begins with its kind, because only stamps of the same kind can be compared. It is
     empty if the file system has neither.
@@ -229,7 +230,7 @@ def _is_of(index: Index, found: _Found, *, copied: bool = False) -> bool:
     """Return whether the index was built from these shards.
 
     With `copied`, the index may have been copied to a store together with the shards, so its stamps
-    may be missing, or may be from the location where it was built.
+    may be missing, or may come from the place where it was built.
     """
     names = [[name.rsplit("/", 1)[-1] for name in each.shards] for each in (index, found)]
     if names[0] != names[1] or not np.array_equal(index.lengths, found.lengths):

@@ -54,7 +54,7 @@ class ShardedImages:
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
         """Return the images' bytes.
 
-        Raises DataError if a store does not respond, because then the image is not at fault.
+        Raises DataError if a store does not respond, because the image is not at fault then.
         """
         if self._index.is_local:
             return [self._local(number) for number in numbers]
@@ -83,7 +83,7 @@ class ShardedImages:
 def _ranges(files: Any, paths: list[str], starts: list[int], ends: list[int]) -> Iterator[bytes]:
     """Yield byte ranges, fetched concurrently if the store supports it.
 
-    A failed range is fetched again; after the last attempt, DataError is raised.
+    A failed range is fetched again. After the last attempt, raises DataError.
     """
     found: list[Any] = files.cat_ranges(paths, starts, ends, on_error="return")
     for content, path, start, end in zip(found, paths, starts, ends, strict=True):
@@ -126,7 +126,7 @@ def open_shards(config: DataConfig, device: torch.device) -> ImageData:
 def _allow_open_files() -> None:
     """Raise the soft limit on open files (often 1024). Each worker keeps all shards open."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS has a different, lower limit.
+    with contextlib.suppress(OSError, ValueError):  # macOS has an additional, lower limit.
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
@@ -150,7 +150,7 @@ def class_names(content: bytes, where: str) -> list[str]:
     two names.
     """
     text = os.fsdecode(content.removeprefix(codecs.BOM_UTF8)).rstrip("\r\n")
-    # Not splitlines, because names may contain other characters that it treats as line ends.
+    # Not splitlines, which would also split names at other characters, such as form feeds.
     names = [line.removesuffix("\r") for line in text.split("\n")] if text else []
     if "" in names:
         raise DataError(f"{where}: line {names.index('') + 1} is empty; write the name of one class on each line")

@@ -17,7 +17,7 @@ _NOISE_IMAGES = 61
 class SyntheticData(DataSet):
     """Sample i shows the pattern of class i % classes with one of 61 noise images.
 
-    The data are learnable, can have any shape, and take little memory.
+    The data is learnable, can have any shape, and takes little memory.
     """
 
     def __init__(self, config: DataConfig, device: torch.device) -> None:

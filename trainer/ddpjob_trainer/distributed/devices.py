@@ -98,13 +98,14 @@ def search_algorithms(device: torch.device, *, repeatable: bool) -> None:
 
 
 def _gpus_of_job() -> str:
-    """Return the GPUs that a job's pod was given and that this torch could use; empty if none.
+    """Return the GPUs that a job's pod was given and that this build of torch could use; empty if
+    none.
 
     If the driver fails, torch does not see any of them, even after a restart in the same pod. The
     other nodes' ranks, whose GPUs work, would then wait for this node in NCCL.
     """
     number, _, resource = JobEnvironment.read().gpus.partition(" ")
-    # `ddpjob run` hides GPUs on a machine that has too few.
+    # On a machine with too few GPUs, `ddpjob run` hides them.
     hidden = os.environ.get(_VISIBLE["cuda"]) == ""
     built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
     usable = built and resource.startswith(("nvidia.com/", "amd.com/"))
@@ -142,8 +143,8 @@ def limit_threads(threads: int, local_world: int, *, repeatable: bool = False) -
     """Share the usable cores among this node's ranks.
 
     With `threads` 0, each rank gets an equal share or, if `repeatable`, one thread. Sums on a CPU
-    depend on the number of threads, but must not depend on the number of ranks. A user's
-    OMP_NUM_THREADS takes precedence over both. Raises ConfigError.
+    depend on the number of threads, but must not depend on the number of ranks. If the user has set
+    OMP_NUM_THREADS, it takes precedence over both. Raises ConfigError.
     """
     if threads < 0:
         raise ConfigError(f"train.threads={threads}: must be at least 0; 0 is an equal share of the cores")

@@ -19,7 +19,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def spread(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """Convert a whole tensor, the same on every rank, to a DTensor with the layout of `like`."""
+    """Convert a whole tensor that is equal on every rank to a DTensor with the layout of `like`."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

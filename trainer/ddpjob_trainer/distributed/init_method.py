@@ -126,9 +126,9 @@ def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float
     if not where.agents:
         return store
     # An agent that restarts its workers in place gives them the same store again (torch 2.15).
-    # Without the prefix, addresses of dead processes in the store would make gloo wait forever.
-    # Each agent counts its own restarts, starting at 0, so only the fence (if there is one) is
-    # common to all ranks of an incarnation.
+    # Without a prefix, the store would hold addresses of dead processes, for which gloo would wait
+    # forever. Each agent counts its own restarts, starting at 0, so only the fence (if there is
+    # one) is common to all ranks of an incarnation.
     prefix = incarnation if JobEnvironment.read().fence else f"attempt_{incarnation}"
     return dist.PrefixStore(f"/worker/{prefix}", store)  # type: ignore[attr-defined]
 
@@ -149,12 +149,12 @@ def _loopback_listener(where: Meeting, group: Group) -> dict[str, Any]:
     with socket.socket(family, kind) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # Before torch 2.8, only its older server accepts an existing socket.
+        # Before torch 2.8, only torch's older server accepts an existing socket.
         return {"master_listen_fd": listener.detach(), "use_libuv": torch.__version__ >= "2.8"}
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's address on the route to `host`, where `host` can reach it.
+    """Return this machine's address on the route to `host`, at which `host` can reach it.
 
     This does not send anything. Raises OSError.
     """
@@ -167,8 +167,8 @@ def address_towards(host: str) -> str:
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a free TCP port on this address.
 
-    Rank 0 listens on it only seconds later, so if possible, the port is outside the range that
-    systems use for outgoing connections. Raises OSError.
+    Rank 0 listens on the port only seconds later. If possible, the port is therefore outside the
+    range that systems use for outgoing connections. Raises OSError.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in random.SystemRandom().sample(range(16000, 20000), 100):
@@ -195,9 +195,9 @@ def join_group(
 ) -> Iterator[None]:
     """Join a process group for the duration of a `with`.
 
-    With `one_device`, this rank sends only from `placement.device`. NCCL then connects now, not in
-    the first collective, when it would connect separately for each group. The group is not
-    destroyed while an exception propagates, because peers may be gone.
+    With `one_device`, this rank sends only from `placement.device`. NCCL then connects now. In the
+    first collective, it would connect separately for each group. The group is not destroyed while
+    an exception propagates, because peers may be gone.
     """
     if group.world == 1:
         yield

@@ -31,7 +31,7 @@ class Group:
     local_rank: int = 0
     local_world: int = 1
     process_group: Any = None
-    """None means all ranks."""
+    """The torch process group; None means that of all ranks."""
 
     @classmethod
     def from_env(cls) -> Group:
@@ -114,9 +114,9 @@ class Group:
     def swap(self, own: list[tuple[torch.Tensor, range]]) -> list[list[torch.Tensor]]:
         """Exchange tensors with the ranks that share them.
 
-        `own` has pairs (tensor, ranks), in which the ranks include this rank. For each pair, the
-        result has the tensors of all these ranks. Two ranks share at most one pair. Only ranks that
-        share a pair exchange data, on the tensors' own device.
+        `own` has pairs (tensor, ranks that share it), and the ranks include this one. For each
+        pair, the result has the tensors of all its ranks. Two ranks share at most one pair. Only
+        ranks that share a pair exchange data, on the tensors' own device.
         """
         found, transfers = [], []
         for values, ranks in own:
@@ -165,7 +165,7 @@ class Reduction:
 
 
 def in_thread(name: str, function: Callable[[], _T]) -> Future[_T]:
-    """Run `function()` in a daemon thread, so that this rank can respond to others meanwhile."""
+    """Run `function()` in a daemon thread, so that this rank can still respond to others."""
     answer: Future[_T] = Future()
 
     def work() -> None:
@@ -181,7 +181,7 @@ def in_thread(name: str, function: Callable[[], _T]) -> Future[_T]:
 def done_in_thread(
     group: Group, name: str, function: Callable[[], _T], alive: Callable[[], None] = lambda: None
 ) -> Future[_T]:
-    """Return the outcome of `function()`, which may take longer than a collective is allowed to.
+    """Return the outcome of `function()`, which may take longer than the timeout of a collective.
 
     Twice a second, the ranks agree on whether any rank is still busy, and call `alive`. All ranks
     must call this together.

@@ -14,9 +14,10 @@ phase.
 On a GPU, marks are events in its stream. They are read when the numbers are reported, because the
 host has then waited for the device anyway. The time between two events includes the device's work
 and its waiting for a slow host. `wait` returns at once, and a stream waits instead. In newer
-versions of torch, a blocking collective itself may run in the stream. The time between events
-before and after either of them therefore counts as exchange. If a version waits elsewhere, the
-ranks show equal times, and no rank is named. This has not been tested on several GPUs yet.
+versions of torch, a blocking collective itself may run in the stream. So the time between events
+before and after a wait or a blocking collective counts as exchange. If a version of torch waits
+elsewhere, the ranks show equal times, and no rank is named. This has not been tested on several
+GPUs yet.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ class StepClock:
         self._last = now
 
     def watch(self, loss: torch.Tensor) -> None:
-        """Mark the end of this rank's backward pass from `loss`, which is about to begin."""
+        """Prepare to mark the end of this rank's backward pass from `loss`, which is about to
+        begin.
+        """
         loss.register_hook(self._at_begin)  # type: ignore[no-untyped-call]
 
     def take(self) -> dict[StepPhase, float]:

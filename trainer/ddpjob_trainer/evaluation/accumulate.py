@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,7 +23,7 @@ _MOST_CLASSES_IN_MATRIX = 4096
 class Evaluation:
     """The result over the whole test set, with every sample counted once.
 
-    It is the same on every rank, except for the curves (see `Curves`).
+    The result is the same on every rank, except for the curves (see `Curves`).
     """
 
     loss: float
@@ -35,8 +35,9 @@ class Evaluation:
     top5: float | None
     """Share of samples whose class is among the five highest scores."""
     mae: float | None
-    """Mean of |predicted class - class|, with classes as numbers, which tutorials report as mean
-    absolute error. For a regression, the mean of |score - target| over all values."""
+    """Mean of |predicted class - class|, with classes as numbers; tutorials report it as mean
+    absolute error. For a regression, the mean of |score - target| over all values.
+    """
     samples: int
     nonfinite: int = 0
     """Samples with a score that is not finite."""
@@ -49,6 +50,8 @@ class Evaluation:
     """Root of the mean of (score - target)^2 over all values, for a regression."""
     f1: float | None = None
     """F1 over all values (micro), for optim.loss=bce with float targets; 0 without positives."""
+    own: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the user's callbacks, by name."""
 
     def scalars(self) -> dict[str, float]:
         """Return every number under its name in logs."""
@@ -56,7 +59,7 @@ class Evaluation:
         values = {"loss": self.loss} | {name: value for name, value in numbers.items() if value is not None}
         if self.curves is not None:
             values |= {"macroAP": self.curves.macro, "microAP": self.curves.micro}
-        return values
+        return values | dict(self.own)
 
 
 Each = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -80,9 +83,10 @@ class Adding(Protocol):
 class ValueAccumulator:
     """Sums up an evaluation whose targets are numbers rather than classes.
 
-    It computes the loss and other numbers that are meaningful for such targets. For float targets
-    with the same shape as the scores, these are mae and rmse or, with `decisions` (targets 0 or 1),
-    accuracy and f1. Sums are over values, and are divided by the number of values on all ranks.
+    The result has the loss and other numbers that are meaningful for such targets. For float
+    targets with the same shape as the scores, these are mae and rmse or, with `decisions` (targets
+    0 or 1), accuracy and f1. Sums are over values, and are divided by the number of values on all
+    ranks.
     """
 
     def __init__(self, each: Each, *, decisions: bool = False) -> None:
@@ -152,9 +156,10 @@ class Accumulator:
     def __init__(
         self, classes: int, config: EvalConfig | None = None, each: Each | None = None, *, apart: bool = False
     ) -> None:
-        """Sum up losses; `each` maps scores (n, classes) float32 and classes (n,) to losses (n,).
+        """Start with empty sums. `each` maps scores (n, classes) float32 and classes (n,) to losses
+        (n,).
 
-        Its default is cross entropy. With `apart`, each score by itself determines its class's
+        By default, `each` is cross entropy. With `apart`, each score alone determines its class's
         probability, as in binary cross entropy.
         """
         config = config or EvalConfig()
@@ -207,7 +212,7 @@ class Accumulator:
     def reduce(self, group: Group, counted: int, unreadable: int = 0) -> Evaluation:
         """Return the result over all ranks. All ranks must call this together.
 
-        `counted` and `unreadable` are this rank's numbers of added and of unreadable samples.
+        `counted` is this rank's number of added samples, and `unreadable` that of unreadable ones.
         Raises TrainingError if a different number of samples has been added.
         """
         if counted != self._added:
@@ -236,7 +241,7 @@ class Accumulator:
 
 
 def rank_of_label(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return how many classes rank before each sample's own, (n,), by scores (n, classes).
+    """Return how many classes have a higher score than each sample's own: (n,), from (n, classes).
 
     If scores are equal, the lower class ranks first, as in argmax.
     """

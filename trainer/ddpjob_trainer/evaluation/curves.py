@@ -117,7 +117,7 @@ class ExactCurves:
         self._labels.append(labels.cpu())
 
     def reduce(self, group: Group) -> Curves:
-        """Compute the curves on rank 0, and send the numbers to all ranks."""
+        """Compute the curves on rank 0, and send the average precisions to all ranks."""
         scores = _gather(torch.cat([torch.empty(0, self._classes), *self._scores]), group).reshape(-1, self._classes)
         labels = _gather(torch.cat([torch.empty(0, dtype=torch.int64), *self._labels]), group)
         curves: list[Curve] = []
@@ -131,8 +131,8 @@ class ExactCurves:
 class BinnedCurves:
     """Counts scores in bins of equal width in log odds, between -16 and 16.
 
-    It takes 16 bytes per class and bin. With bins of equal width in probability, all confident
-    scores of a well-trained model would fall into a single bin.
+    The histograms take 16 bytes per class and bin. With bins of equal width in probability, all
+    confident scores of a well-trained model would fall into a single bin.
     """
 
     def __init__(self, classes: int, bins: int) -> None:
@@ -150,7 +150,7 @@ class BinnedCurves:
         self._counts = counts if self._counts is None else self._counts + counts
 
     def reduce(self, group: Group) -> Curves:
-        """Sum the histograms, compute the curves on rank 0, and send the numbers to all ranks."""
+        """Sum the histograms, compute the curves on rank 0, and send the average precisions."""
         counts = (
             torch.zeros(2, self._classes * self._bins, dtype=torch.int64)
             if self._counts is None
@@ -191,7 +191,10 @@ def _gather(mine: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _share(curves: list[Curve], classes: int, group: Group) -> Curves:
-    """Return rank 0's `curves` (each class, then all decisions) as numbers, on every rank."""
+    """Return the curves on every rank, given rank 0's `curves` (each class, then all decisions).
+
+    All ranks get the average precisions, but only rank 0 gets the points.
+    """
     values = torch.zeros(classes + 1, dtype=torch.float64)
     if group.rank == 0:
         values = torch.tensor([each.average_precision for each in curves], dtype=torch.float64)

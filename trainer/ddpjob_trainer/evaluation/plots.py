@@ -28,7 +28,9 @@ Matrix = npt.NDArray[np.int64]
 
 
 def draw(path: Path) -> list[Path]:
-    """Draw the plots for which `path` has numbers into files next to it, and return these files."""
+    """Draw the plots for which `path` has numbers, and return their files, which are next to
+    `path`.
+    """
     use_style()
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     written = []

@@ -1,7 +1,8 @@
 """Ends a rank without unloading torch's modules one by one.
 
 Unloading takes half a second, or several seconds on a busy machine, while peers and agents wait for
-the rank to end before they form the next group. Data that must be kept is flushed when written.
+the rank to end before they form the next group. Data that must be kept is already flushed when it
+is written.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _code = 1
 
 
 def leave_fast() -> None:
-    """End the process right after its last exit handler, from now on.
+    """Make the process end right after its last exit handler.
 
     The exit code is 1, unless `with_code` sets a different one.
     """

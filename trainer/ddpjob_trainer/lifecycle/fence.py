@@ -1,5 +1,5 @@
 """Decides which process may write to a shared checkpoint folder. Only the newest incarnation of one
-job may.
+job may write.
 
 Leftover processes of older incarnations are fenced.
 """
@@ -49,16 +49,17 @@ def round_from_env() -> tuple[int, int]:
 class Claim:
     """The claim of one incarnation of the job.
 
-    It consists of the group's generation and round (the highest among its ranks) and a random
-    number.
+    The claim consists of the group's generation and round (the highest among its ranks) and a
+    random number.
     """
 
     generation: int
     round: int
     incarnation: int
     job: str = JobEnvironment.read().uid
-    """The job's uid. A job that is recreated or rerun starts at zero, so only incarnations of the
-    same job are compared."""
+    """The job's uid. A job that is recreated or rerun starts counting at zero, so only incarnations
+    of the same job are compared.
+    """
     host: str = socket.gethostname()
     time: float = 0.0
 
@@ -108,8 +109,8 @@ class Claim:
 def agree_on_incarnation(group: Group) -> Claim:
     """Return a common identity for this incarnation.
 
-    It consists of the highest generation and round among the ranks, and a random number drawn by
-    rank 0. All ranks must call this together.
+    The identity consists of the highest generation and round among the ranks, and a random number
+    drawn by rank 0. All ranks must call this together.
     """
     generation, round_ = round_from_env()
     generations, rounds = group.gather(generation), group.gather(round_)
@@ -149,7 +150,7 @@ class Owner:
             return None
 
     def is_rival_of(self, other: Owner) -> bool:
-        """Return whether the two must not use the folder at the same time.
+        """Return whether the two owners must not use the folder at the same time.
 
         A job that is recreated under the same name continues in its folder.
         """
@@ -157,21 +158,21 @@ class Owner:
         return self.job != other.job and (other_name or self.is_elsewhere(other))
 
     def is_elsewhere(self, other: Owner) -> bool:
-        """Return whether the two are known to belong to different clusters.
+        """Return whether the two owners are known to belong to different clusters.
 
         Under `ddpjob run`, each machine counts as a cluster.
         """
         return bool(self.cluster and other.cluster) and self.cluster != other.cluster
 
     def __str__(self) -> str:
-        who = f"job {self.namespace}/{self.name}" if self.name else "a training outside any job"
+        who = f"job {self.namespace}/{self.name}" if self.name else "a training run outside any job"
         return f"{who} ({'pod' if self.name else 'host'} {self.pod})"
 
 
 class Ownership:
     """Keeps a folder for this process's job while the process is alive.
 
-    The writing rank holds it.
+    The rank that writes to the folder holds the ownership.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -223,7 +224,7 @@ class Ownership:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
-            found = Owner.read(self._path)  # This is also None if a network file system fails briefly.
+            found = Owner.read(self._path)  # The result is also None if a network file system fails briefly.
             if found is not None and found.job != self._owner.job:
                 return
             with contextlib.suppress(OSError):

@@ -1,17 +1,18 @@
 """Turns SIGTERM into a flag on which the ranks agree at the end of a step.
 
-In the same reduction, they agree on whether to save, and on whether every rank still can.
+In the same reduction, they agree on whether to save, and on whether every rank can still save.
 `ddpjob_pod.sigterm` holds the flag.
 
 The reduction costs each rank about as much as its other bookkeeping. If steps are short, the ranks
 therefore agree about ten times a second instead of at each step. They all skip the same steps,
 because the number follows from the mean step time, which is part of the reduction. Example: after
-steps of 20 ms, they agree at every sixth step. A stop still follows a whole step, on all ranks.
+steps of 20 ms, they agree at every sixth step. A stop still follows a complete step, on all ranks.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 import os
 import signal
 import sys
@@ -29,7 +30,7 @@ from ddpjob_trainer.errors import CheckpointError, ConfigError
 
 EXIT_STEPPED_ASIDE = 75
 EXIT_TERMINATED = 128 + signal.SIGTERM
-# The latter is the time between torchrun's SIGTERM and its SIGKILL.
+# _TORCHRUNS_SECONDS is the time between torchrun's SIGTERM and its SIGKILL.
 _PATIENCE_SECONDS, _TORCHRUNS_SECONDS = 4.0, 30.0
 _LAUNCHERS_SECONDS, _OWN_SECONDS = 2.0, 1.0
 PACE_SECONDS, _MOST_SKIPPED = 0.1, 10
@@ -49,7 +50,7 @@ class Due(enum.IntEnum):
 class SaverState:
     """The state of a rank's checkpoint writer.
 
-    It may be saving, no longer able to save, or fenced by another incarnation of the job.
+    The writer may be saving, no longer able to save, or fenced by another incarnation of the job.
     """
 
     busy: bool = False
@@ -123,7 +124,8 @@ class StopRequest:
         """
         now = time.monotonic()
         self._note_step()
-        mean = (now - self._last_begun) / max(1, self._steps)
+        # The batches of an evaluation do not show how long steps are.
+        mean = (now - self._last_begun) / self._steps if self._steps else math.inf
         self._last_begun, self._steps = now, 0
         state = self._saver.state if self._saver else SaverState()
         flags = torch.tensor(
@@ -186,7 +188,7 @@ class StopRequest:
             self._agreed.set()
 
     def _give_up(self, fenced: bool) -> None:
-        """Raise CheckpointError on every rank."""
+        """Raise the error that ends training on every rank."""
         if self._saver is not None:
             raise self._saver.failure(fenced)
 

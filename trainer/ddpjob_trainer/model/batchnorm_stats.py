@@ -32,10 +32,10 @@ def move_running(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor)
 class BatchStatistics:
     """A model's running means and variances, over the ranks of a group.
 
-    It does nothing for a model without running statistics. With `ordered`, micro-batches are added
-    up in order, so that the sum has identical bits on any number of ranks. The model's buffers
-    become views of one flat tensor per device and format, so that each step takes a few calls in
-    total instead of several per layer. A model can have only one BatchStatistics at a time.
+    Does nothing for a model without running statistics. With `ordered`, micro-batches are added up
+    in order, so that the sum has identical bits on any number of ranks. The model's buffers become
+    views of one flat tensor per device and format, so that each step takes a few calls in total
+    instead of several per layer. A model can have only one BatchStatistics at a time.
     """
 
     def __init__(self, model: nn.Module, group: Group, ordered: bool = False) -> None:
@@ -59,7 +59,7 @@ class BatchStatistics:
 
     @contextmanager
     def of_micro(self, micro: Micro, count: int) -> Iterator[None]:
-        """Run a micro-batch's forward pass inside this `with`; the step has `count` samples."""
+        """Run a micro-batch's forward pass inside this `with`. The step has `count` samples."""
         if not self._running:
             yield
             return
@@ -111,10 +111,10 @@ def _flattened(buffers: list[torch.Tensor]) -> list[torch.Tensor]:
         alike = [buffer for buffer in buffers if (buffer.device, buffer.dtype) == kind]
         flats.append(torch.cat([buffer.detach().flatten() for buffer in alike]))
         for buffer, piece in zip(alike, torch.split(flats[-1], [buffer.numel() for buffer in alike]), strict=True):
-            # Assign .data, so that the buffer remains the same tensor and autograd does not count a
-            # copy into it as a change. autograd keeps the buffers for the backward pass, but that
-            # pass does not read them in training. In a pipeline, it follows the next micro-batch's
-            # forward pass.
+            # Assign .data, so that the buffer remains the same tensor, and autograd does not count
+            # a copy into it as a change. autograd keeps the buffers for the backward pass, but in
+            # training, that pass does not read them. In a pipeline, the backward pass follows the
+            # next micro-batch's forward pass.
             buffer.data = piece.view_as(buffer)
     return flats
 

@@ -16,8 +16,8 @@ def depths(model: nn.Module) -> dict[str, int]:
     """Return the depth of each parameter by name, from 0 (nearest to the input) without gaps.
 
     For timm's models, the depth comes from their own `group_matcher`, as in timm's
-    param_groups_layer_decay. For other models, it follows BEiT's and MAE's get_layer_id for
-    transformers. The stem (tokens, positions, patches, everything registered before the first
+    param_groups_layer_decay. For other models, the rules are those of BEiT's and MAE's get_layer_id
+    for transformers. The stem (tokens, positions, patches, everything registered before the first
     block) has depth 0. Each block in the model's sequences is one deeper. Parameters between two
     blocks belong to the next block, and those after the last block (normalization, head) are one
     deeper than that block.
@@ -90,7 +90,7 @@ def _by_block(names: list[str], blocks: list[str]) -> dict[str, int]:
 def _blocks(module: nn.Module, name: str, *, inside: bool) -> Iterator[str]:
     """Yield the names of a module's blocks.
 
-    `inside` is whether the module belongs to a sequence.
+    `inside` indicates whether the module belongs to a sequence.
     """
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key

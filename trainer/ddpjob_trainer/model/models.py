@@ -6,7 +6,6 @@ The small CNN adapts to the image size. The user's own model is named by a funct
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import importlib
 import itertools
 import os
@@ -20,7 +19,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ddpjob_trainer.config.sections import AmpConfig, AmpLevel, CompileMode, MemoryLayout, ModelConfig, NormName
+from ddpjob_trainer.config import patterns
+from ddpjob_trainer.config.sections import AmpConfig, AmpLevel, MemoryLayout, ModelConfig, NormName
 from ddpjob_trainer.data.randomness import seed_draws
 from ddpjob_trainer.errors import ConfigError, TrainerError, first_line
 from ddpjob_trainer.own_functions import load_function
@@ -51,7 +51,7 @@ def build_model(
         _drop_paths(model, config)
     if config.freeze:
         _freeze(model, config)
-    if config.compile is not CompileMode.NONE:
+    if config.compile:
         _check_compiler()
     if config.channels_last is True:
         model = model.to(memory_format=torch.channels_last)
@@ -92,13 +92,7 @@ def _freeze(model: nn.Module, config: ModelConfig) -> None:
     """
     parameters = dict(model.named_parameters())
     for pattern in config.freeze:
-        names = fnmatch.filter(parameters, pattern)
-        if not names:
-            near = difflib.get_close_matches(pattern, parameters, n=1, cutoff=0.3) or list(parameters)[:1]
-            raise ConfigError(
-                f"model.freeze: no parameter of {config.name} matches {pattern!r}; use, for example, {near[0]}"
-            )
-        for name in names:
+        for name in patterns.select("model.freeze", pattern, parameters, config.name):
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError(
@@ -159,7 +153,7 @@ def _check_compiler() -> None:
     if not any(shutil.which(name) for name in names):
         raise ConfigError(
             f"model.compile: no C++ compiler ({', '.join(names)}) is installed; install g++, set CXX to one, or set"
-            " model.compile=none"
+            " model.compile=false"
         )
 
 
@@ -195,7 +189,7 @@ def _network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> nn.Mo
 
 
 def is_own(config: ModelConfig) -> bool:
-    """Return whether the model is a user's function."""
+    """Return whether a user's function builds the model."""
     kind, colon, _ = config.name.partition(":")
     return bool(colon) and kind not in ("torchvision", "timm")
 
@@ -227,8 +221,8 @@ def ties_samples(module: nn.Module) -> bool:
 def needs_two_samples(config: ModelConfig, shape: tuple[int, ...], classes: int) -> bool:
     """Return whether training fails on a micro-batch of one sample.
 
-    It fails if a normalization would see one value per channel, because its maps have shrunk to one
-    pixel. Nothing is computed.
+    Training fails if a normalization would see one value per channel, because its maps have shrunk
+    to one pixel. This check does not compute any values.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -295,7 +289,7 @@ def _torchvision_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Mo
             f"model.name=torchvision:{name}: torchvision's models need images with 3 channels, but the data's"
             f" have {shape[0]}; use small_cnn, resnet18_cifar, timm:NAME or your own model"
         )
-    # These two also return the scores of their auxiliary heads.
+    # These two models also return the scores of their auxiliary heads.
     plain = {"aux_logits": False} if name in ("googlenet", "inception_v3") else {}
     model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes, **plain)
     return model
@@ -389,7 +383,7 @@ class _Block(nn.Module):
 class ResNet18Cifar(nn.Module):
     """ResNet-18 (He et al. 2015) with a 3x3 stem and no max-pooling, as usual for 32x32 images.
 
-    It has 11.2 million weights.
+    The model has 11.2 million weights.
     """
 
     def __init__(self, channels: int, classes: int) -> None:

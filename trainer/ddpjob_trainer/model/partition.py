@@ -1,6 +1,6 @@
 """A model as a sequence of layers, split into stages of nearly equal cost.
 
-It is used by strategies that spread a model over devices.
+Strategies that spread a model over devices use this module.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def to_sequential(model: nn.Module) -> list[Layer]:
     if kind in ("torchvision.models.vgg.VGG", "torchvision.models.alexnet.AlexNet"):
         return [*_layers(model, "features.*", "avgpool"), flatten, *_layers(model, "classifier.*")]
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        # Not named_children, which skips the second use of a module, such as an activation.
+        # Not named_children, which skips a module's second use, for example of an activation.
         found = [Layer(name, module) for name, module in zip(model._modules, model, strict=True)]
         _check_own_weights(found)
         return found
@@ -161,8 +161,8 @@ def split(layers: Sequence[Layer], costs: Sequence[float], parts: int, key: str)
     """Divide the layers into `parts` stages.
 
     The division minimizes the cost of the most expensive stage. Each stage begins with a layer that
-    has weights. Raises a ConfigError that names the configuration's `key` if there are fewer such
-    layers than stages.
+    has weights. If there are fewer such layers than stages, raises a ConfigError that names the
+    configuration's `key`.
     """
     starts = [0, *[index for index, layer in enumerate(layers) if layer.has_weights][1:]]
     if parts > len(starts):
@@ -172,8 +172,8 @@ def split(layers: Sequence[Layer], costs: Sequence[float], parts: int, key: str)
         )
     sums = [0.0, *itertools.accumulate(costs)]
     ends = [*starts[1:], len(layers)]
-    # Maps end to (cost of the most expensive stage, ends of the stages) for the layers up to `end`.
-    # At first, they form one stage.
+    # Maps `end` to (cost of the most expensive stage, ends of the stages) for the layers up to
+    # `end`. At first, all of them form one stage.
     best: dict[int, tuple[float, list[int]]] = {end: (sums[end], [end]) for end in ends}
     for _ in range(parts - 1):
         longer: dict[int, tuple[float, list[int]]] = {}

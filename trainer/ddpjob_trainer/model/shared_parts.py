@@ -12,13 +12,13 @@ nothing for this. Two kinds of layers do not:
   micro-batch, seeded by its key, and uses the rows of its own part.
 
 Example: ranks 0 and 1 hold samples e and f of micro-batch ef. A layer with 64 channels gets e on
-rank 0 and f on rank 1. Each sends the other 2 x 64 numbers, and both normalize by the mean of e and
-f. Dropout draws a mask with two rows on both ranks; rank 0 applies the first row, rank 1 the
-second.
+rank 0 and f on rank 1. Each rank sends the other one 2 x 64 numbers, and both normalize by the mean
+of e and f. Dropout draws a mask with two rows on both ranks; rank 0 applies the first row, rank 1
+the second.
 
 In a pass, a rank may have parts of several micro-batches. A layer processes all of them at once.
-Each rank does an even share of the work. The overhead is one exchange in each direction; three
-parts need no more kernels than one.
+Each rank does an even share of the work. The overhead is one exchange in each pass, forward and
+backward. Three parts need no more kernels than one.
 
 Without parts, the model's own layers are used. A layer that ties samples together in any other way
 cannot be shared (`can_be_shared`); in that case, whole micro-batches are distributed.
@@ -134,7 +134,8 @@ class SharedParts:
     def _check_samples(self, module: nn.Module, values: torch.Tensor) -> None:
         """Raise TrainingError if a layer gets windows or positions instead of samples.
 
-        With rows such as (n * windows, ...), it is unknown which rows belong to which part.
+        If rows are (n * windows, ...), for example, it is unknown which of them belong to which
+        part.
         """
         samples = sum(part.count for part in self._parts)
         if len(values) != samples:
@@ -148,8 +149,8 @@ class SharedParts:
     def _sizes_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each part's micro-batch size (parts, 1) and share of this rank (parts,).
 
-        Both are cached, because they are the same in most steps, and sending them to the device for
-        each layer would mean waiting for the device.
+        Both are cached, because they are the same in most steps. Sending them for each layer would
+        mean waiting for the device.
         """
         key = tuple((part.size, part.count) for part in self._parts)
         if key not in self._sizes:

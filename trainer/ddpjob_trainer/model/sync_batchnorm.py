@@ -18,7 +18,7 @@ from ddpjob_trainer.model.batchnorm_stats import move_running
 
 
 def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return the model with its batch normalizations replaced; names and values are kept.
+    """Return the model with its batch normalizations replaced. Names and values are kept.
 
     The replacements are torch's own layers on accelerators and this module's on the CPU. Raises
     ConfigError for a layer that does more than normalize.
@@ -83,9 +83,9 @@ class CpuSyncBatchNorm(_BatchNorm):
 class _Normalize(torch.autograd.Function):
     """Maps (input, weight, bias, eps) to (output, mean, biased variance, count).
 
-    It takes one all-gather in the forward pass and one all-reduce in the backward pass. Forward:
-    Chan, Golub and LeVeque, Updating formulae for sample variances, 1979. Backward: Ioffe and
-    Szegedy, 2015.
+    A step takes one all-gather in the forward pass and one all-reduce in the backward pass.
+    Forward: Chan, Golub and LeVeque, Updating formulae for sample variances, 1979. Backward: Ioffe
+    and Szegedy, 2015.
     """
 
     @staticmethod

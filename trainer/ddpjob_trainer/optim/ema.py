@@ -14,11 +14,12 @@ from ddpjob_trainer.errors import ConfigError
 class MovingAverage:
     """Averages, by name, of the tensors changed by training: weights and running statistics.
 
-    After each step, average = decay * average + (1 - decay) * weights. It starts with the weights
-    after the first step, as in torch's AveragedModel. Averages are float32 and exist on each rank,
-    because the weights are the same on all ranks. `others` maps additional names of tensors that
-    the model has under several names. A checkpoint includes averages under these names too, because
-    averages replace weights by name. Raises ConfigError if `decay` is not between 0 and 1.
+    After each step, average = decay * average + (1 - decay) * weights. The average starts as the
+    weights after the first step, as in torch's AveragedModel. Averages are float32 and exist on
+    each rank, because the weights are the same on all ranks. If the model has a tensor under
+    several names, `others` maps the additional ones. A checkpoint includes the averages under these
+    names too, because averages replace weights by name. Raises ConfigError if `decay` is not
+    between 0 and 1.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class MovingAverage:
         self._aside: list[torch.Tensor] | None = None
 
     def update(self, skipped: bool | torch.Tensor = False) -> None:
-        """Update after an optimizer step. A skipped step (see precision.Update) changes nothing."""
+        """Update the averages after a step. A skipped one (precision.Update) changes nothing."""
         if isinstance(skipped, torch.Tensor) and self._updates:
             self._update_unless(skipped)
         elif not skipped:

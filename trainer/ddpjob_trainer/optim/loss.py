@@ -5,12 +5,12 @@ The strategy determines the sum's weight in the global batch.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from ddpjob_trainer.config.loader import check_name
 from ddpjob_trainer.config.sections import DataConfig, OptimConfig
 from ddpjob_trainer.data.dataset import UNREADABLE, Batch, Targets, check_probabilities
 from ddpjob_trainer.errors import ConfigError, TrainingError
@@ -42,16 +42,11 @@ class Loss:
     """The loss named by `optim.loss`."""
 
     def __init__(self, config: OptimConfig) -> None:
-        """Raises ConfigError for an unknown name."""
+        """Choose the loss. Raises ConfigError for an unknown name."""
         self.name, self._smoothing = config.loss, config.label_smoothing
         self._own = load_function("optim.loss", config.loss) if ":" in config.loss else None
         self._classes = 0
-        if self._own is None and self.name not in _NAMES:
-            near = difflib.get_close_matches(self.name, _NAMES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"optim.loss: {self.name!r} is unknown; use {', '.join(_NAMES)} or package.module:function{hint}"
-            )
+        check_name("optim.loss", self.name, _NAMES)
 
     @property
     def of_decisions(self) -> bool:
@@ -178,7 +173,7 @@ def loss_sum(
     row whose shares are all 0.
     """
     if labels.is_floating_point() and smoothing:
-        # torch's smoothing would give shares to a row that has none of them.
+        # torch's smoothing would also give shares to a row without any.
         labels = labels * (1 - smoothing) + labels.sum(1, keepdim=True) * (smoothing / labels.shape[1])
         smoothing = 0.0
     if weights is None:

@@ -20,8 +20,11 @@ from ddpjob_trainer.optim.precision import Update
 
 _SCALE_STEPS = 40
 """Number of steps in which a dynamic loss scale falls from 65536 to a uselessly small value. Until
-then, the scale adapts by skipping steps."""
+it has fallen, the scale adapts by skipping steps.
+"""
 _NUMBERS_SHOWN = 16
+_NUMBERS_COMMON = 3
+"""Maximum number of samples to name that several non-finite steps have in common."""
 
 Notify = Callable[[int, str, dict[int, list[int]]], None]
 """Called with (step, text, {rank: its samples}) for the ranks on which the loss was not finite."""
@@ -49,9 +52,10 @@ class NonFiniteGuard:
         dynamic_scale: bool = False,
         left_out: Callable[[int], None] | None = None,
     ) -> None:
-        """End training after `limit` consecutive skipped steps; `left_out` gets their numbers.
+        """End training after `limit` consecutive skipped steps. `left_out` gets each skipped step's
+        number.
 
-        With `dynamic_scale`, overflows do not count while the loss scale still adapts. Raises
+        With `dynamic_scale`, overflows do not count while the loss scale is still adapting. Raises
         ConfigError.
         """
         if limit < 1:
@@ -63,6 +67,8 @@ class NonFiniteGuard:
         self._left_out = left_out
         self._pending: list[_Taken] = []
         self._in_a_row = self._overflows = 0
+        self._common: set[int] = set()
+        """Samples that were in every step so far whose loss was not finite."""
         self.skipped = 0
         """Number of steps skipped in this incarnation of the job."""
 
@@ -72,9 +78,9 @@ class NonFiniteGuard:
         """Record that step `step` was taken or skipped, and return its losses and count.
 
         `losses` is this rank's sum over `samples`, its share of a global batch of `count`. Both
-        results are zero if the step was skipped. They are tensors on the device if checking would
-        wait for it. Raises TrainingError on all ranks if too many consecutive steps were skipped;
-        if checking would wait, `check` raises it later.
+        results are zero if the step was skipped. If checking would wait for the device, the results
+        are tensors on it. Raises TrainingError on all ranks if too many consecutive steps were
+        skipped; if checking would wait, `check` raises the error later.
         """
         self._pending.append(_Taken(step, samples, losses, update.skipped))
         if isinstance(update.skipped, torch.Tensor):
@@ -103,7 +109,7 @@ class NonFiniteGuard:
         self._in_a_row += 1
         samples = {rank: self._samples_of(rank, taken.samples) for rank, bad in enumerate(saw) if bad}
         where = f"the loss is not finite on {_by_rank(samples)}" if samples else "the gradient overflows"
-        what = f"step {taken.step}: {where}"
+        what = f"step {taken.step}: {where}{self._note_common(samples)}"
         if self._in_a_row >= self._limit:
             row = "it was" if self._in_a_row == 1 else f"{self._in_a_row} steps in a row were"
             raise TrainingError(
@@ -116,6 +122,16 @@ class NonFiniteGuard:
             f"{what}; the step is skipped on all ranks ({self._in_a_row} of {self._limit} in a row)",
             samples,
         )
+
+    def _note_common(self, samples: dict[int, list[int]]) -> str:
+        """Return a remark if a few samples were in every step whose loss was not finite."""
+        found = {number for numbers in samples.values() for number in numbers}
+        shared = self._common & found
+        self._common = shared or found or self._common
+        if not 0 < len(shared) <= _NUMBERS_COMMON:
+            return ""
+        names = ", ".join(map(str, sorted(shared)))
+        return f", as in earlier steps with sample(s) {names}, whose data may be the cause"
 
     def _samples_of(self, rank: int, mine: Sequence[int]) -> list[int]:
         content = json.dumps(list(mine)).encode() if rank == self._group.rank else None

@@ -12,6 +12,8 @@ import torch
 from ddpjob_trainer.config.sections import OptimConfig, OptimizerName, ScheduleName
 from ddpjob_trainer.distributed.dtensors import is_sharded
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.optim.own_schedule import own_factor
+from ddpjob_trainer.optim.parameter_groups import divide
 
 
 def build_optimizer(
@@ -21,19 +23,16 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the configured optimizer for named parameters.
 
-    Parameters without weight decay get a separate group. `depths` covers all the model's parameters
-    (`model.depths`), including frozen ones, for optim.layer_decay; each depth gets separate groups.
-    Raises ConfigError for values out of range.
+    `depths` covers all the model's parameters (`model.depths`), including frozen ones, for
+    optim.layer_decay; see `parameter_groups`. Raises ConfigError for values out of range.
     """
     check(config)
     named = list(parameters)
     weights = [weight for _, weight in named]
-    groups = _groups(config, named)
-    if depths is not None and config.layer_decay != 1:
-        groups = _by_depth(config.layer_decay, groups, named, depths)
+    groups = divide(config, named, depths)
     # On the CPU, fused kernels take half the time for SGD and a fifth for AdamW (11 million
-    # weights, one core). torch does not support fused SGD for DTensors (fsdp), which it updates one
-    # by one by default.
+    # weights, one core). torch does not support fused SGD for DTensors (fsdp). By default, it
+    # updates these one by one.
     parts = any(is_sharded(weight) for weight in weights)
     kernels: dict[str, Any] = (
         {"foreach": True} if parts else {"fused": all(weight.device.type in ("cpu", "cuda") for weight in weights)}
@@ -56,54 +55,10 @@ def build_optimizer(
             return torch.optim.SGD(
                 groups, lr=rate, momentum=config.momentum, nesterov=config.nesterov, weight_decay=decay, **kernels
             )
+        case _:
+            from ddpjob_trainer.optim.own_optimizer import build_own
 
-
-_NEVER_DECAYED = frozenset(
-    {"class_token", "cls_token", "dist_token", "pos_embedding", "pos_embed", "relative_position_bias_table"}
-    | {"layer_scale"}
-)
-"""Final components of tensor names that torchvision's and timm's recipes exclude from weight decay,
-in addition to biases and normalization.
-"""
-
-
-def _groups(config: OptimConfig, named: list[tuple[str, torch.nn.Parameter]]) -> list[dict[str, Any]]:
-    own: dict[str, Any] = {} if config.decay_norm_and_bias else {"weight_decay": 0.0}
-    if config.name is OptimizerName.LARS:
-        own["adapt"] = False
-    if not own:
-        return [{"params": [weight for _, weight in named]}]
-    names = frozenset() if config.decay_norm_and_bias else _NEVER_DECAYED
-    apart = [weight.ndim <= 1 or name.rpartition(".")[2] in names for name, weight in named]
-    groups = [
-        {"params": [weight for (_, weight), other in zip(named, apart, strict=True) if not other]},
-        {"params": [weight for (_, weight), other in zip(named, apart, strict=True) if other], **own},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-_SCALE = "lr_scale"
-"""A parameter group's key for its share of the schedule's learning rate. timm uses the same key."""
-
-
-def _by_depth(
-    decay: float,
-    groups: list[dict[str, Any]],
-    named: list[tuple[str, torch.nn.Parameter]],
-    depths: Mapping[str, int],
-) -> list[dict[str, Any]]:
-    """Divide each group by depth, deepest last.
-
-    At depth d of n, the rate is decay^(n - 1 - d) times the schedule's.
-    """
-    names = {weight: name for name, weight in named}
-    deepest = max(depths.values())
-    divided = []
-    for group in groups:
-        for depth in sorted({depths[names[weight]] for weight in group["params"]}):
-            own = [weight for weight in group["params"] if depths[names[weight]] == depth]
-            divided.append({**group, "params": own, _SCALE: decay ** (deepest - depth)})
-    return divided
+            return build_own(config.name, groups, rate, decay)
 
 
 def check(config: OptimConfig) -> None:
@@ -175,9 +130,9 @@ class Position:
 def learning_rate(config: OptimConfig, at: Position) -> float:
     """Return the learning rate for the step at a position.
 
-    With equal steps, it is the same as with torch's schedulers. cosine: Loshchilov and Hutter,
-    SGDR, 2016. one_cycle: Smith and Topin, Super-convergence, 2018, in the form of torch's
-    OneCycleLR.
+    If all steps have the same size, the rate is the same as with torch's schedulers. cosine:
+    Loshchilov and Hutter, SGDR, 2016. one_cycle: Smith and Topin, Super-convergence, 2018, in the
+    form of torch's OneCycleLR.
     """
     warmup = config.warmup_epochs * at.size
     if at.consumed < warmup:
@@ -198,14 +153,10 @@ def learning_rate(config: OptimConfig, at: Position) -> float:
             if at.consumed < top:
                 return _cosine(first, config.lr, at.consumed / top)
             return _cosine(config.lr, last, min(1.0, (at.consumed - top) / (at.total - at.length - top)))
+        case _:
+            return config.lr * own_factor(config.schedule, at.consumed / at.size, at.epochs)
 
 
 def _cosine(start: float, end: float, done: float) -> float:
-    """Interpolate from `start` to `end` along half a cosine wave; `done` is from 0 to 1."""
+    """Interpolate from `start` to `end` along half a cosine wave; `done` goes from 0 to 1."""
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set every parameter group's learning rate; groups by depth get their shares of the rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group.get(_SCALE, 1.0)

@@ -26,9 +26,9 @@ from ddpjob_trainer.private_torch import find_overflow
 class Update:
     """The outcome of an optimizer step.
 
-    It consists of the gradient's norm before clipping, and whether the step was skipped because the
-    norm is not finite. On an accelerator, both may be tensors. `float(norm)` and `bool(skipped)`
-    then wait for the device, so convert them only for display.
+    The outcome consists of the gradient's norm before clipping, and whether the step was skipped
+    because the norm is not finite. On an accelerator, both may be tensors. `float(norm)` and
+    `bool(skipped)` then wait for the device, so convert them only for display.
     """
 
     norm: float | torch.Tensor
@@ -47,7 +47,9 @@ class Precision:
     def __init__(
         self, config: AmpConfig | None = None, clip_norm: float = 0.0, device: torch.device | None = None
     ) -> None:
-        """Raises ConfigError for an invalid value, or a format that the device does not support."""
+        """Check the settings. Raises ConfigError for an invalid value or a format that the device
+        lacks.
+        """
         self._device = device or torch.device("cpu")
         self.config = choose_amp(config or AmpConfig(), self._device)
         if clip_norm < 0:
@@ -101,7 +103,7 @@ class Precision:
         return torch.autocast(self._device.type, self.dtype) if self.config.level is AmpLevel.O1 else nullcontext()
 
     def parameters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Return the optimizer's parameters by the model's names.
+        """Return the parameters for the optimizer, by their names in the model.
 
         At O2, these are the float32 copies; otherwise, they are the model's own parameters.
         """
@@ -215,7 +217,7 @@ class Precision:
     def model_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return the model's state dict with the weights that the optimizer works on.
 
-        A run at a different level can resume from it.
+        A run at a different level can resume from the state.
         """
         state: dict[str, torch.Tensor] = model.state_dict()
         masters = {short: master.detach() for short, master in self._masters.values()}
@@ -245,9 +247,9 @@ class Precision:
 
 
 class Autocasting(nn.Module):
-    """A model that enters autocast by itself.
+    """A model that enters autocast in each forward pass.
 
-    It is meant for callers that run it in their own threads, or leave autocast before running it.
+    It is meant for callers that run the model in their own threads, or leave autocast first.
     """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
@@ -299,10 +301,10 @@ def choose_amp(config: AmpConfig, device: torch.device) -> AmpConfig:
 
 
 def agree_on_amp(config: AmpConfig, device: torch.device, group: Group) -> tuple[AmpConfig, list[int]]:
-    """Return the result of `choose_amp`, the same on every rank, and the ranks without bfloat16.
+    """Return a common result of `choose_amp` on every rank, and the ranks without bfloat16.
 
-    Otherwise, ranks that compute in different formats would add up gradients of different
-    precision. All ranks must call this together.
+    If ranks computed in different formats, they would add up gradients of different precision. All
+    ranks must call this together.
     """
     own = choose_amp(config, device)
     if config.level is not AmpLevel.AUTO:

@@ -1,7 +1,7 @@
 """Preflight: can these machines train together?
 
-It prints a table with each culprit and the remedy, before any work can be lost. facts.py and
+Preflight prints a table with each culprit and the remedy, before any work can be lost. facts.py and
 addresses.py collect a rank's own observations, and peers.py collects measurements between ranks.
 checks.py judges them, conduct.py runs the steps by means of exchange.py's notes, and results.py
-prints.
+prints the results.
 """

@@ -17,8 +17,8 @@ from ddpjob_trainer.distributed.process_group import Group
 class NodeAddress:
     """The addresses of a node.
 
-    Other nodes can reach it at `address`; gloo announces `gloo`; `stack` identifies its loopback.
-    Its listener responds on `port` to peers that know the token.
+    Other nodes can reach the node at `address`. gloo announces `gloo`, and `stack` identifies the
+    node's loopback. Its listener responds on `port` to peers that know the token.
     """
 
     stack: str
@@ -51,7 +51,7 @@ def own_address(group: Group) -> NodeAddress:
 def network_stack() -> str:
     """Return an id shared by all processes on the same loopback.
 
-    It combines the kernel's start with the network namespace.
+    The id combines the kernel's boot with the network namespace.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -82,7 +82,8 @@ def _nccl_interface(wanted: str) -> str:
 def _host_address() -> str:
     """Return the host's address as found by torch's gloo.
 
-    This is the first of the host name's addresses that this machine has, or else the loopback.
+    This is the first of the host name's addresses that this machine has; if there is none, the
+    loopback.
     """
     with contextlib.suppress(OSError):
         for family, kind, _, _, where in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):

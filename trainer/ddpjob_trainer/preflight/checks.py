@@ -15,7 +15,7 @@ from ddpjob_trainer.preflight.results import Layout, RankFinding, Result, Status
 _OK, _SKIPPED, _WARN, _FAIL = Status.OK, Status.SKIPPED, Status.WARN, Status.FAIL
 _KERBEROS_SECONDS = 300.0
 """Clock difference that Kerberos, and therefore many mounts, allow by default (RFC 4120). S3
-refuses requests whose clock is 15 minutes off.
+refuses requests from a machine whose clock is 15 minutes off.
 """
 
 
@@ -108,7 +108,7 @@ def culprits(failing: Iterable[tuple[int, int]]) -> dict[int, str]:
 def _direction(node: int, pairs: set[tuple[int, int]], blamed: set[int]) -> str:
     """Return a node's failing directions, judged by its pairs with nodes that are not blamed.
 
-    If there are no such pairs, all its pairs count.
+    If there are no such pairs, all pairs of the node count.
     """
     own = {pair for pair in pairs if node in pair}
     decisive = {pair for pair in own if not set(pair) - {node} & blamed} or own
@@ -117,7 +117,7 @@ def _direction(node: int, pairs: set[tuple[int, int]], blamed: set[int]) -> str:
 
 
 def reachability(contacts: dict[int, dict[int, Contact]], listeners: dict[int, NodeAddress], layout: Layout) -> Result:
-    """Return a FAIL that names the nodes that the failing pairs have in common.
+    """Judge whether all nodes can connect. A FAIL names the nodes common to the failing pairs.
 
     `contacts` are indexed by source and target leader.
     """

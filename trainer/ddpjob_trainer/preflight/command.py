@@ -18,7 +18,7 @@ _LINGER_SECONDS = 10.0
 
 
 def main(arguments: list[str]) -> int:
-    """Run the checks, and return 0; rank 0 prints the table."""
+    """Run the checks, and return 0. Rank 0 prints the table."""
     if wants_help(arguments):
         print(__doc__)
         return 0

@@ -31,14 +31,15 @@ from ddpjob_trainer.preflight.results import Layout, PreflightReport, RankFindin
 _NEEDED_FOR_A_GROUP = {"ranks", "versions", "devices", "own address", "reachability"}
 _CONNECT_SECONDS, _BYE_SECONDS, _LEAVE_SECONDS, _GRACE_SECONDS = 3.0, 3.0, 5.0, 15.0
 _NFS_SECONDS = 3.0
-"""How long rank 0's file may take to appear on another node, in seconds. NFS asks its server for a
-name that it has not seen."""
+"""How many seconds rank 0's file may take to appear on another node. For a name that it has not
+seen, NFS asks its server.
+"""
 
 
 def conduct(config: Config, group: Group, publish: Callable[[PreflightReport], None]) -> str:
     """Check all ranks together, and return the worst failure in one sentence.
 
-    The result is empty if no check failed, and the same on every rank. The check ends within
+    The result is the same on every rank, and empty if no check failed. The preflight ends within
     seconds, whatever happens. Rank 0 calls `publish` before any rank knows the outcome, because a
     launcher ends all ranks when the first one exits. Raises PreflightError or RendezvousError if
     the other ranks cannot be reached.
@@ -65,7 +66,7 @@ def conduct(config: Config, group: Group, publish: Callable[[PreflightReport], N
 
 
 def require(config: Config, group: Group) -> None:
-    """Run the preflight before training; rank 0 prints the table.
+    """Run the preflight before training. Rank 0 prints the table.
 
     Raises PreflightError on every rank if a check fails.
     """

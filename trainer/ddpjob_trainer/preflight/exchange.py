@@ -28,7 +28,7 @@ _NOTICE_SECONDS, _POLL_SECONDS, _DIAGNOSIS_SECONDS = 5.0, 0.01, 3.0
 
 
 def within(seconds: float, doing: str, function: Callable[[], T]) -> T:
-    """Return the result of `function()`, run in a thread that is abandoned after a timeout.
+    """Run `function()` in a thread, abandon it after a timeout, and return the result.
 
     A dead network file system never responds. Raises PreflightError after a timeout, and any error
     that the function raises.
@@ -89,7 +89,7 @@ class Exchange:
         self.store = dist.PrefixStore("preflight", store)  # type: ignore[attr-defined]
 
     def stage(self, text: str) -> None:
-        """Report to the ranks waiting for this rank that it has joined, and what it is doing."""
+        """Report to waiting ranks that this rank has joined, and what it is doing."""
         self.post("stage", {**self._hello, "at": text})
 
     def post(self, key: str, value: Any) -> None:
@@ -103,7 +103,7 @@ class Exchange:
     def decided(self, key: str, decide: Callable[[], Any], seconds: float) -> Any:
         """Return rank 0's decision, on every rank.
 
-        Raises PreflightError if it does not arrive within `seconds`.
+        Raises PreflightError if the decision does not arrive within `seconds`.
         """
         if self._rank == 0:
             self.publish(key, decide())

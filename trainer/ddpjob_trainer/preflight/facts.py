@@ -57,8 +57,7 @@ class Context:
 def versions(_: Context) -> RankFinding:
     """Report this process's software.
 
-    Ranks with different versions of torch or NCCL cannot form a group, or compute different
-    results.
+    Ranks with different versions of torch or NCCL cannot form a group, or get different results.
     """
     nccl = "none"
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
@@ -162,7 +161,7 @@ def _size(path: Path) -> int:
 def data_folder(context: Context) -> RankFinding:
     """List the folder, read a byte from one file, and count files.
 
-    Counting takes at most half a step's time.
+    Counting takes at most half the time limit of a check.
     """
     data = context.config.data
     url = data.url if data.name == DataName.SHARDS else None
@@ -215,7 +214,7 @@ def count(root: Path, seconds: float) -> dict[str, str]:
 def shared_memory(context: Context) -> RankFinding:
     """Compare the size of /dev/shm with the memory that loader processes need there.
 
-    They keep a few batches ahead for each rank, as uint8.
+    Loader processes keep a few batches ahead for each rank, as uint8.
     """
     group, data, needed = context.group, context.config.data, 0
     if data.size_key and data.workers:
@@ -274,11 +273,11 @@ def limits(context: Context) -> RankFinding:
 
 @dataclass(frozen=True)
 class Check:
-    """A check that each rank, or each node's first rank, runs by itself.
+    """A check that each rank, or each node's first rank, runs without the other ranks.
 
     If `find` raises an error, the result is a FAIL with this `remedy`. `same` names the findings'
-    values that must not differ, with the status and remedy if they do. In these, {norm} stands for
-    the most common value.
+    values that must not differ, with the status and remedy if they do. In these texts, {norm}
+    stands for the most common value.
     """
 
     name: str

@@ -24,8 +24,9 @@ from ddpjob_trainer.distributed.process_group import Group, destroy
 from ddpjob_trainer.preflight.addresses import NodeAddress
 
 _PAYLOAD = 64 * 1024
-"""Bytes sent in each direction. A path that drops full packets (wrong MTU) still lets through the
-small packets that open a connection."""
+"""Bytes sent in each direction. A path that drops full packets (wrong MTU) still passes the small
+packets that open a connection.
+"""
 _AT_A_TIME, _ROUND_TRIPS = 64, 5
 _SMALL, _LARGE = 2**18, 2**22  # Numbers of float32 elements: 1 MiB and 16 MiB.
 _PATIENT_SECONDS, _WATCHDOG_SECONDS = 0.1, 300.0
@@ -35,8 +36,8 @@ _PATIENT_SECONDS, _WATCHDOG_SECONDS = 0.1, 300.0
 class Contact:
     """One direction between two nodes.
 
-    `problem` is the reason for failure, or "". `ahead` is how many seconds the other clock is
-    ahead, within `bound`.
+    `problem` is the reason for a failure, or "". `ahead` is how many seconds the other node's clock
+    is ahead, with an error of at most `bound`.
     """
 
     problem: str
@@ -52,7 +53,7 @@ def now() -> float:
 class Listener(socketserver.ThreadingTCPServer):
     """Responds to peers that know the token, in the background.
 
-    It listens on this address and on a port chosen by the system.
+    The listener uses the given address and a port chosen by the system.
     """
 
     daemon_threads, block_on_close, request_queue_size = True, False, 1024
@@ -133,7 +134,7 @@ def connect(where: NodeAddress, seconds: float) -> Contact:
 def connect_all(me: int, listeners: dict[int, NodeAddress], seconds: float) -> dict[int, Contact]:
     """Try to connect to all other nodes, many concurrently.
 
-    Each node begins with a different one.
+    Each node begins with a different other node.
     """
     others = sorted(listeners, key=lambda target: (target < me, target))
     others = [target for target in others if target != me]
@@ -186,7 +187,7 @@ def _speed(group: Group, device: torch.device) -> Sum:
     """
     number, small, large = (torch.zeros(size, device=device) for size in (1, _SMALL, _LARGE))
     latency = statistics.median(_timed(group, number) for _ in range(20))
-    # The slowest rank decides for all ranks, because all must use the same size.
+    # The slowest rank decides, because all ranks must use the same size.
     patient = torch.tensor([max(_timed(group, small) for _ in range(2))])
     tensor = small if group.sum(patient).item() > _PATIENT_SECONDS * group.world else large
     took = statistics.median(_timed(group, tensor) for _ in range(3))

@@ -57,7 +57,8 @@ class Layout:
     def of(cls, hellos: dict[int, dict[str, Any]]) -> Layout:
         """Return the layout from each rank's host and leader.
 
-        If several nodes have the same name (on one machine), the name includes their leader.
+        If several nodes have the same name (on one machine), a node's name also includes its
+        leader.
         """
         nodes = {rank: (hello["host"], hello["leader"]) for rank, hello in hellos.items()}
         hosts = [host for host, _ in set(nodes.values())]
@@ -126,7 +127,10 @@ class PreflightReport:
 
 
 def listed(words: Iterable[str], more: str = ", ...", most: int = 4, by: str = ", ") -> str:
-    """Join the first few words, and append `more`, which may include the number of other words."""
+    """Join the first few words.
+
+    If there are others, append `more`, which may include their number.
+    """
     words = list(words)
     return by.join(words[:most]) + (more.format(len(words) - most) if len(words) > most else "")
 

@@ -1,6 +1,6 @@
 """The share of a device's peak performance that training uses.
 
-It is called MFU, model FLOPs utilization (Chowdhery et al., PaLM, 2022).
+This share is called MFU, model FLOPs utilization (Chowdhery et al., PaLM, 2022).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 
 from ddpjob_trainer.atomic_files import write_atomically
 from ddpjob_trainer.config.config import Config
-from ddpjob_trainer.config.sections import CompileMode
 from ddpjob_trainer.model.models import build_model, is_own
 
 _PEAKS: tuple[tuple[str, float, float, float], ...] = (
@@ -36,7 +35,7 @@ _PEAKS: tuple[tuple[str, float, float, float], ...] = (
 
 
 def peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float:
-    """Return a GPU's FLOP/s in a format, by its torch.cuda.get_device_name; 0 if unknown."""
+    """Return a GPU's FLOP/s in a format; 0 if unknown. `name` is its torch.cuda.get_device_name."""
     if re.search(r"\bMIG\b", name):  # A MIG device is a part of the GPU, with its own peak.
         return 0.0
     for pattern, short, fast, whole in _PEAKS:
@@ -55,9 +54,9 @@ def device_peak(config: Config, device: torch.device, dtype: torch.dtype) -> flo
 def flops_of_run(config: Config, shape: tuple[int, ...], classes: int, *, whole_numbers: bool = False) -> float:
     """Return `flops_per_sample`, kept in RUN/flops.json.
 
-    Counting takes most of a second, and every restart would wait for it. The count for a user's own
-    model is not kept, because its code may have changed by the next start. This runs on rank 0,
-    which does the reporting.
+    Counting takes most of a second, and every restart would wait for it. For a user's own model,
+    the count is not kept, because the model's code may change before the next run. This runs on
+    rank 0, which does the reporting.
     """
     count = partial(flops_per_sample, config, shape, classes, whole_numbers=whole_numbers)
     if is_own(config.model):
@@ -69,7 +68,7 @@ def flops_of_run(config: Config, shape: tuple[int, ...], classes: int, *, whole_
         if kept["of"] == of:
             return float(kept["flops"])
     found = count()
-    with suppress(OSError):  # If this fails, the next start counts again.
+    with suppress(OSError):  # If this fails, the next run counts again.
         write_atomically(path, json.dumps({"of": of, "flops": found}).encode())
     return found
 
@@ -87,7 +86,7 @@ def flops_per_sample(config: Config, shape: tuple[int, ...], classes: int, *, wh
     with torch.random.fork_rng(devices=[]):
         try:
             with torch.device("meta"):
-                keys = replace(config.model, sync_batchnorm=False, compile=CompileMode.NONE)
+                keys = replace(config.model, sync_batchnorm=False, compile=False)
                 model = build_model(keys, shape, classes, 0, torch.device("meta")).train()
                 images = torch.empty(2, *shape, dtype=torch.int64 if whole_numbers else None)
             with FlopCounterMode(display=False) as counter:

@@ -74,8 +74,11 @@ def read(run: Path) -> History:
     Raises TrainerError if the run has no metrics.
     """
     path = run / METRICS if run.is_dir() else run
-    if run.is_dir() and not path.is_file() and (run / "run" / METRICS).is_file():
-        path = run / "run" / METRICS  # `run` is a checkpoint.dir.
+    if run.is_dir() and not path.is_file():
+        # `run` is a checkpoint.dir, or the folder of checkpoints in a run folder.
+        folder = run.resolve()
+        near = [folder / "run", *([folder.parent] if folder.name == "checkpoints" else [])]
+        path = next((place / METRICS for place in near if (place / METRICS).is_file()), path)
     if not path.is_file():
         raise TrainerError(
             f"{path} does not exist; name the run folder, which contains {METRICS} and which training names in its "
@@ -120,8 +123,8 @@ def _sort_in(history: History, row: dict[str, Any]) -> None:
 def _place_epochs(history: History) -> None:
     """Give each line its position in epochs: a step in the middle of the second epoch is at 1.5.
 
-    A line without an epoch gets the position of the last step before it. Fractions, which Hugging
-    Face's Trainer reports, are used as they are.
+    A line without an epoch gets the position of the last step before it. Fractional epochs, as
+    reported by Hugging Face's Trainer, are used as they are.
     """
     rows = [row for part in history.steps for row in part if isinstance(row.get("epoch"), (int, float))]
     known = {row["step"]: row["epoch"] for row in rows}
@@ -136,9 +139,10 @@ def _place_epochs(history: History) -> None:
 
 
 def _spread(steps: list[int], epochs: dict[int, float]) -> dict[int, float]:
-    """Return positions that spread the steps of an epoch evenly, from the steps that ended epochs.
+    """Return the steps' positions, spread evenly over each epoch, given the steps that ended
+    epochs.
 
-    The last epoch may be unfinished, so it is assumed to be at least as long as the one before.
+    The last epoch may be unfinished, so it is assumed to be at least as long as the previous one.
     """
     ends: dict[float, int] = {}
     for step in steps:

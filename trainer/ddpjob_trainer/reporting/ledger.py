@@ -18,7 +18,7 @@ from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_trainer.errors import LedgerError
 
-if TYPE_CHECKING:  # They import torch, which reading a ledger does not need.
+if TYPE_CHECKING:  # These modules import torch, which reading a ledger does not need.
     from ddpjob_trainer.data.sampler import Step
     from ddpjob_trainer.distributed.process_group import Group
     from ddpjob_trainer.lifecycle.fence import Claim
@@ -27,7 +27,7 @@ FOLDER = "ledger"
 
 
 class Ledger:
-    """One rank's file in `run_dir`/ledger, one per process. It writes nothing if the ledger is off.
+    """One process's file in `run_dir`/ledger. Nothing is written if the ledger is off.
 
     `python -m ddpjob_trainer ledger FOLDER` checks that each epoch took each sample exactly once,
     across all restarts.
@@ -71,8 +71,8 @@ class Ledger:
         self._write({"leftOut": number})
 
     def unreadable(self, number: int, images: int) -> None:
-        """Record the unreadable images in global step `number`, on all ranks; they had weight
-        zero.
+        """Record the unreadable images, which had weight zero, in global step `number` on all
+        ranks.
         """
         self._write({"unreadable": images, "of": number})
 
@@ -80,9 +80,12 @@ class Ledger:
         """Record that a checkpoint after `step` steps is on disk."""
         self._write({"checkpoint": step})
 
-    def end(self, step: int) -> None:
-        """Record that training is complete after `step` steps."""
-        self._write({"end": step})
+    def end(self, step: int, early: int | None = None) -> None:
+        """Record that training is complete after `step` steps.
+
+        `early` is the number of epochs, if a callback ended the training before the last one.
+        """
+        self._write({"end": step, **({} if early is None else {"epochs": early})})
 
     def _write(self, fields: dict[str, Any]) -> None:
         if self._file is not None:

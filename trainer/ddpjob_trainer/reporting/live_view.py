@@ -1,6 +1,6 @@
 """The live view of training in a terminal.
 
-It shows a progress bar, the job's state, and curves of loss, accuracy and speed.
+The view shows a progress bar, the job's state, and curves of loss, accuracy and speed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REFRESHES_PER_SECOND, _POINTS_KEPT = 4, 512
 class LiveView:
     """A panel at the bottom of the terminal, which rich redraws in its own thread.
 
-    Notes stay above it.
+    Notes stay above the panel.
     """
 
     def __init__(self, title: str, console: Console | None = None) -> None:
@@ -50,7 +50,7 @@ class LiveView:
         self._live.console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:
-        """Draw the last state and leave it there."""
+        """Draw the last state, and leave it on the terminal."""
         self._live.stop()
 
     def render(self) -> Panel:
@@ -99,7 +99,7 @@ def _job(status: TrainingStatus) -> list[str]:
 
 
 def _keep(values: list[float], value: float) -> None:
-    """Append a finite value; if the history is long, drop every other value."""
+    """Append a finite value. If the history is long, drop every other value."""
     if math.isfinite(value):
         values.append(value)
         if len(values) > _POINTS_KEPT:

@@ -1,6 +1,6 @@
 """Runs torch.profiler for a few steps of training.
 
-It produces a trace for each rank, and a table of the operators that take the most time.
+The result is a trace for each rank, and a table of the operators that take the most time.
 """
 
 from __future__ import annotations

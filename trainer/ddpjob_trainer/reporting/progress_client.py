@@ -1,7 +1,7 @@
 """Posts the newest progress to the job's coordinator in the background.
 
-Scripts post all their figures together. The trainer posts each kind separately, because the
-coordinator interprets posted figures as a sign that a step was taken.
+Scripts post all their figures together. The trainer posts other figures separately from progress,
+because the coordinator takes posted progress as a sign that a step was taken.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BRIEF_SECONDS = 1.0
 class ProgressClient(Outbox):
     """Posts progress to the coordinator, at most every half second.
 
-    It posts to `/v1/progress` at DDPJOB_COORDINATOR (host:port), with DDPJOB_TOKEN.
+    Progress is posted to `/v1/progress` at DDPJOB_COORDINATOR (host:port), with DDPJOB_TOKEN.
     """
 
     def __init__(self, address: str, token: str) -> None:
@@ -47,7 +47,7 @@ class ProgressClient(Outbox):
     def post_copies(self, copies: dict[str, float]) -> None:
         """Send the state of the copies in the bucket.
 
-        It is posted separately, because it is not a sign of a step.
+        This state is posted separately, because it does not show that a step was taken.
         """
         with self._changed:
             self._copies = copies
@@ -56,7 +56,7 @@ class ProgressClient(Outbox):
     def post_stragglers(self, stragglers: list[dict[str, float]]) -> None:
         """Send the stragglers after the next post of progress.
 
-        They are sent only if they have changed, or if this process has not sent them yet.
+        Stragglers are sent only if they have changed, or if this process has not sent any yet.
         """
         with self._changed:
             self._stragglers = stragglers
@@ -64,8 +64,8 @@ class ProgressClient(Outbox):
     def post_activity(self, activity: str | None, *, again: bool = False) -> None:
         """Send this process's activity other than steps (None: steps).
 
-        An activity that ends within a second is not sent. With `again`, an activity is repeated as
-        a sign of life.
+        An activity that ends within a second is not sent. With `again`, an activity is posted again
+        as a sign of life.
         """
         with self._changed:
             self._activity = activity

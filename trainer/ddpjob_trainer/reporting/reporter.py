@@ -47,11 +47,11 @@ class Plan:
 class Machines:
     """Figures of the ranks' machines since the last report, by rank.
 
-    `own` is how many seconds a rank itself works per step (0 if that cannot be measured); `even` is
-    the value for an even share of the batch. `data` is the share of time spent waiting for data,
-    and `memory` is the peak number of bytes so far. `phases` has this rank's seconds per step.
-    `flops` is per sample, and `peak` is per second for all devices together; 0 means unknown.
-    `stages` has the meaning it has in `Strategy`.
+    `own` is how many seconds a rank itself works per step (0 if that cannot be measured), and
+    `even` how many it would work for an even share of the batch. `data` is the share of time spent
+    waiting for data, and `memory` is the peak number of bytes so far. `phases` has this rank's
+    seconds per step. `flops` is per sample, and `peak` is per second for all devices together; 0
+    means unknown. `stages` has the same meaning as in `Strategy`.
     """
 
     own: Sequence[float]
@@ -68,7 +68,9 @@ class Machines:
         return samples_per_second * self.flops / self.peak if self.flops and self.peak else None
 
     def logged(self) -> dict[str, Any]:
-        """Return each rank's figures for metrics.jsonl (of the first ranks, if many)."""
+        """Return each rank's figures for metrics.jsonl. If there are many ranks, only the first are
+        included.
+        """
         columns = {"ownSeconds": self.own, "dataWaits": self.data, "memoryBytes": self.memory}
         ranks = {name: [float(f"{value:.4g}") for value in values[:_RANKS]] for name, values in columns.items()}
         return {"ranks": ranks, "phases": {name: float(f"{value:.4g}") for name, value in self.phases.items()}}
@@ -101,10 +103,16 @@ class Reporter:
         writes: bool,
         class_names: Sequence[str] | None = None,
         device: str = "cpu",
+        model: str = "",
     ) -> None:
-        """Raises ConfigError if a configured sink is not available."""
+        """Check the sinks, and open the log and the display.
+
+        `device` and `model` appear in the first line. Raises ConfigError if a configured sink is
+        not available.
+        """
         check_report(config.report)
-        self._plan, self._config, self._group, self._device = plan, config, group, device
+        self._plan, self._config, self._group = plan, config, group
+        self._device = f"{device}, {model}" if model else device
         self._log = open_log(config.run_dir) if writes else None
         self.restarts = max(plan.round, self._log.incarnations if self._log else 0)
         self._display: Display = open_display(
@@ -139,9 +147,9 @@ class Reporter:
     ) -> None:
         """Report that an incarnation begins after `step` steps, with `left` steps remaining.
 
-        `warning` states any reason why it is slow, `precision` is the format in which it computes,
-        and `notes` has other useful facts. The total number of steps is `step + left`, because it
-        may change with the batch at a restart. A checkpoint may have more epochs than configured.
+        `warning` states why training is slow, if it is; `precision` is its number format, and
+        `notes` has other useful facts. The total number of steps is `step + left`, because it may
+        change with the batch at a restart. A checkpoint may have more epochs than configured.
         """
         wanted, trained = self._plan.epochs, epoch - 1
         self._plan = replace(self._plan, steps=step + left, epochs=max(wanted, trained))
@@ -158,7 +166,7 @@ class Reporter:
             )
         ranks = "1 rank" if world == 1 else f"{world} ranks"
         folders = f"run folder {self._config.run_dir}, checkpoints {self._config.checkpoint_dir}"
-        self._display.note(f"{ranks} on {self._device}: {where}; {folders}")
+        self._display.note(f"{ranks} on {self._device}, in {precision}: {where}; {folders}")
         if precision != "float32":
             self._display.note(f"computing in {precision} where that is safe; set amp.level=O0 for float32")
         for note in notes:
@@ -195,7 +203,7 @@ class Reporter:
             self._link.post_activity(self._activity, again=True)
 
     def waited(self, seconds: float) -> None:
-        """Add the seconds that this rank waited for its batch."""
+        """Add the seconds for which this rank waited for its batch."""
         self._waited += seconds
 
     def report(
@@ -317,7 +325,7 @@ class Reporter:
                 )
 
     def checkpoint(self, step: int, seconds: float) -> None:
-        """Report that a checkpoint is on disk; writing it took `seconds`."""
+        """Report that a checkpoint is on disk. Writing it took `seconds`."""
         self._checkpoint_time = wall_clock()
         self._write("checkpoint", step=step, seconds=round(seconds, 4))
         self._sinks.write(step, {"checkpoint/time": self._checkpoint_time, "checkpoint/seconds": seconds})
@@ -358,6 +366,11 @@ class Reporter:
         self._write("stop", step=step)
         self._display.note(f"stopped by SIGTERM after step {step}; a checkpoint is saved")
         self._sinks.close(complete=False)
+
+    def ended_early(self, epoch: int, names: Sequence[str]) -> None:
+        """Report that callbacks end the training after epoch `epoch`."""
+        self._plan = replace(self._plan, epochs=epoch)
+        self._display.note(f"train.callbacks: {', '.join(names)} ends the training after epoch {epoch}")
 
     def end(self, step: int, seconds: float) -> None:
         """Report that training is complete, after `seconds` in this incarnation."""
@@ -445,7 +458,9 @@ def _values(status: TrainingStatus) -> dict[str, float | None]:
 
 
 def _values_of(machines: Machines | None) -> dict[str, float | None]:
-    """Return each rank's own seconds per step for the sinks (of the first ranks, if many)."""
+    """Return each rank's own seconds per step, for the sinks. If there are many, only the first
+    ones'.
+    """
     own = machines.own[:_RANKS] if machines is not None and any(machines.own) else []
     return {f"train/rank_step_seconds/{rank}": seconds for rank, seconds in enumerate(own)}
 

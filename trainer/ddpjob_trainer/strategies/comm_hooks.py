@@ -11,7 +11,7 @@ from ddpjob_trainer.errors import ConfigError
 
 
 def check(config: DdpConfig) -> None:
-    """Raise ConfigError if mutually exclusive options are set."""
+    """Raise ConfigError if options are set that exclude each other."""
     if config.comm_hook is CommHook.NONE:
         return
     if config.ordered:

@@ -51,7 +51,8 @@ class Ddp(Strategy):
     def waits_apart(self) -> bool:
         """Whether a rank's own work can be distinguished from its waiting.
 
-        If ranks exchange batch statistics in each layer, the clock must be able to see these waits.
+        If ranks exchange batch statistics in each layer, the clock must be able to measure these
+        waits.
         """
         return self.clock.sees_waits or not (self.config.model.sync_batchnorm or self.parts)
 
@@ -117,7 +118,7 @@ class Ddp(Strategy):
         With ddp.ordered, each micro-batch's gradients are kept separate until those of all ranks
         have arrived.
         """
-        # Autograd adds each micro-batch's gradients to the earlier ones.
+        # Here, autograd adds each micro-batch's gradients to the earlier ones.
         if not self.config.ddp.ordered or self.group.world == 1:
             if not isinstance(self.network, DistributedDataParallel):
                 return super().backward(micro_batches, count)
@@ -148,7 +149,7 @@ class Ddp(Strategy):
 
     @contextmanager
     def _watching_gradients(self) -> Iterator[None]:
-        """Record which weights get a gradient in the last micro-batch, after which DDP sends."""
+        """Record which weights get a gradient in the last micro-batch. DDP sends after it."""
         handles = [
             weight.register_post_accumulate_grad_hook(self._arrived.add)  # type: ignore[no-untyped-call]
             for weight in self.model.parameters()

@@ -1,6 +1,6 @@
 """strategy=fsdp: each rank keeps a shard of every weight and of its optimizer state (FSDP2).
 
-Blocks are gathered for computation.
+For computation, blocks are gathered one at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Fsdp(Strategy):
 
     @property
     def waits_apart(self) -> bool:
-        """Whether a rank's own work can be distinguished from waiting for each block's weights."""
+        """Whether a rank's own work can be distinguished from waits for each block's weights."""
         return self.clock.sees_waits or self.group.world == 1
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -116,11 +116,11 @@ class Fsdp(Strategy):
 
     @cached_property
     def _weights(self) -> dict[str | int, nn.Parameter]:
-        """The parameters by their names in the model's state; a shared weight has several names."""
+        """The parameters by name in the model's state. A shared weight has several names."""
         return dict(self.model.named_parameters(remove_duplicate=False))
 
     def load(self, state: State) -> None:
-        """Load whole tensors; each rank takes its shard."""
+        """Load whole tensors. Each rank takes its shard."""
         if self.group.world == 1:
             super().load(state)
             return
@@ -134,7 +134,7 @@ class Fsdp(Strategy):
 
 
 class _Precision(Precision):
-    """Ranks at O2 keep shards of the float32 copy and gather them in amp.dtype.
+    """Shards the float32 copy at O2: ranks keep shards of it, and gather them in amp.dtype.
 
     The model itself is not converted.
     """

@@ -63,14 +63,14 @@ class Pipeline(Strategy):
         super().__init__(config, group, device)
         self.stages = _checked_stages(config, group)
         if self.stages > 1:
-            # Before torch 2.7, schedules divide gradients once more.
+            # Before torch 2.7, pipeline schedules divide the gradients a second time.
             require_torch("2.7", "strategy=pipeline")
         replicas = group.world // self.stages
         self.replica, self.stage = divmod(group.rank, self.stages)
         timeout = config.train.timeout_seconds
         chains = [[replica * self.stages + stage for stage in range(self.stages)] for replica in range(replicas)]
-        self._chain = group.subgroup(chains, timeout)  # The stages of this replica.
-        # This stage in all replicas.
+        self._chain = group.subgroup(chains, timeout)  # The ranks of this replica's stages.
+        # The ranks of this stage in all replicas.
         self._peers = group.subgroup([list(ranks) for ranks in zip(*chains, strict=True)], timeout)
         self._schedules: dict[tuple[int, torch.Size], Any] = {}
         self._running: _Running | None = None
@@ -118,8 +118,8 @@ class Pipeline(Strategy):
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
         """Compute the gradients of the mean loss.
 
-        Only micro-batches of equal size pass through the pipeline together, because its buffers
-        have one shape.
+        Only micro-batches of equal size pass through the pipeline together, because the pipeline's
+        buffers have one shape.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for _, equal in itertools.groupby(list(micro_batches), key=lambda pair: pair[1].images.shape):
@@ -186,7 +186,7 @@ class Pipeline(Strategy):
     def _pass(self, values: torch.Tensor) -> torch.Tensor:
         """Run one micro-batch through this stage.
 
-        If only one stage draws random numbers, they are the same as in the whole model.
+        If only one stage draws random numbers, these are the same as in the whole model.
         """
         assert self._running is not None
         micro = self._running.enter()
@@ -201,7 +201,7 @@ class Pipeline(Strategy):
         micro, batch = self._running.pairs[int(number)]
         loss = self.loss(scores, batch, micro)
         self._running.losses += loss.detach()
-        return self.precision.scaled(loss * self.weight(self._running.count))
+        return self.precision.scaled(self.weighted(loss, self._running.count))
 
     def _sum_gradients(self) -> None:
         """Add up gradients over the replicas."""
@@ -279,17 +279,6 @@ def _checked_stages(config: Config, group: Group) -> int:
         )
     if config.pipeline.micro_batches < 1:
         raise ConfigError(f"pipeline.micro_batches={config.pipeline.micro_batches}: must be at least 1, for example 4")
-    if config.train.accumulate != 1:
-        raise ConfigError(
-            "train.accumulate: strategy=pipeline uses pipeline.micro_batches instead; set that, and leave out "
-            "train.accumulate"
-        )
-    if config.model.sync_batchnorm:
-        raise ConfigError(
-            "model.sync_batchnorm: not supported by strategy=pipeline, whose ranks compute different layers and"
-            " micro-batches; leave it out (statistics then come from micro-batches, the same on any number of"
-            " ranks), or set strategy=ddp"
-        )
     return given or world
 
 

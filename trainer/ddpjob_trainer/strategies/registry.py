@@ -10,7 +10,6 @@ from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.config.sections import StrategyName
 from ddpjob_trainer.distributed.devices import devices_per_rank
 from ddpjob_trainer.distributed.process_group import Group
-from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.strategies.strategy import Strategy
 
 _CLASSES = {
@@ -29,7 +28,7 @@ _CLASSES = {
 def enter(config: Config) -> None:
     """Translate the environment of a strategy that has its own launcher.
 
-    This must run before ranks read their variables. Raises ConfigError.
+    Must run before ranks read their variables. Raises ConfigError.
     """
     if config.strategy is StrategyName.HOROVOD:
         from ddpjob_trainer.strategies.contrib import horovod
@@ -52,35 +51,8 @@ def computes_on(config: Config, device: torch.device) -> int:
 def open_strategy(config: Config, group: Group, device: torch.device) -> Strategy:
     """Return the strategy named in the configuration.
 
-    Raises ConfigError if it does not suit the ranks or the configuration.
+    Raises ConfigError if the strategy does not suit the ranks or the configuration.
     """
-    _check_that_ddp_applies(config)
     module, _, name = _CLASSES[config.strategy].partition(":")
     kind: type[Strategy] = getattr(importlib.import_module(module), name)
     return kind(config, group, device)
-
-
-_WITHOUT_ORDER = {
-    **dict.fromkeys(
-        (StrategyName.HOROVOD, StrategyName.DEEPSPEED, StrategyName.PARAMETER_SERVER), "adds gradients up by rank"
-    ),
-    StrategyName.DDP_MP: "has no device that holds all gradients",
-    StrategyName.FSDP: "adds gradients up inside its collectives",
-    StrategyName.PIPELINE: "has no rank that holds all gradients",
-}
-"""Why each of these strategies cannot support ddp.ordered."""
-
-
-def _check_that_ddp_applies(config: Config) -> None:
-    name, ordered, hook = config.strategy, config.ddp.ordered, config.ddp.comm_hook
-    if config.model.freeze and name not in (StrategyName.SINGLE, StrategyName.DP, StrategyName.DDP):
-        raise ConfigError(
-            f"model.freeze: strategy={name} always trains all parameters; leave it out, or set strategy=single,"
-            " dp or ddp"
-        )
-    if ordered and name in _WITHOUT_ORDER:
-        raise ConfigError(f"ddp.ordered: strategy={name} {_WITHOUT_ORDER[name]}; leave it out, or set strategy=ddp")
-    if hook != "none" and name not in (StrategyName.DDP, StrategyName.DDP_MP):
-        raise ConfigError(
-            f"ddp.comm_hook={hook}: strategy={name} does not use DDP; leave it out, or set strategy=ddp or ddp_mp"
-        )

@@ -29,16 +29,16 @@ BACKEND = "inductor"
 """torch.compile's code generator. Tests that only count compilations use a faster one."""
 
 
-def compiler_options(mode: CompileMode) -> dict[str, Any]:
-    """Return the arguments of torch.compile for a mode."""
+def compiler_options(mode: bool | CompileMode) -> dict[str, Any]:
+    """Return the arguments of torch.compile for `model.compile`."""
     options: dict[str, Any] = {"backend": BACKEND, "dynamic": False}
-    return options if mode is CompileMode.DEFAULT else {**options, "mode": mode.value}
+    return {**options, "mode": mode.value} if isinstance(mode, CompileMode) else options
 
 
 class StepRegion(nn.Module):
     """Maps a batch to its sum of losses, compiled if the batch has a full size."""
 
-    def __init__(self, model: nn.Module, criterion: Loss, mode: CompileMode) -> None:
+    def __init__(self, model: nn.Module, criterion: Loss, mode: bool | CompileMode) -> None:
         super().__init__()
         self.model, self._criterion = model, criterion
         self._normalize: Callable[[torch.Tensor], torch.Tensor] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,11 +11,9 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from ddpjob_trainer.config.config import Config
-from ddpjob_trainer.config.sections import CompileMode
 from ddpjob_trainer.data.dataset import Batch, MicroBatches
 from ddpjob_trainer.data.randomness import seed_torch
 from ddpjob_trainer.data.sampler import DataShare, Micro
-from ddpjob_trainer.distributed.dtensors import is_sharded
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.distributed.step_clock import StepClock, StepPhase
 from ddpjob_trainer.errors import ConfigError
@@ -24,12 +22,14 @@ from ddpjob_trainer.model.depths import depths
 from ddpjob_trainer.model.shared_parts import SharedParts
 from ddpjob_trainer.optim.ema import MovingAverage
 from ddpjob_trainer.optim.loss import Loss
-from ddpjob_trainer.optim.optimizers import build_optimizer, set_learning_rate
+from ddpjob_trainer.optim.optimizer_state import laid_out_as, load_named_optimizer_state, named_optimizer_state
+from ddpjob_trainer.optim.optimizers import build_optimizer
+from ddpjob_trainer.optim.parameter_groups import set_learning_rate
 from ddpjob_trainer.optim.precision import Precision, Update
 from ddpjob_trainer.strategies.step_region import StepRegion, compiler_options
 
 State = dict[str, Any]
-"""The whole training state, with "average" only if optim.ema_decay is set:
+"""The whole training state; "average" exists only if optim.ema_decay is set:
 
 `{"model": {name: tensor}, "optimizer": {"state": {name: {key: value}}, "groups": [...]},
 "precision": {...}, "average": {...}}`.
@@ -88,7 +88,7 @@ class Strategy:
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         """Check the settings.
 
-        Raises ConfigError if they or the number of ranks do not suit the strategy.
+        Raises ConfigError if the settings or the number of ranks do not suit the strategy.
         """
         self.config, self.group, self.device = config, group, device
         self.precision = Precision(config.amp, config.optim.clip_norm, device)
@@ -128,7 +128,7 @@ class Strategy:
             self.depths = depths(model)
         self.model = self.precision.convert(model)
         mode = self.config.model.compile
-        if mode is not CompileMode.NONE and self.compiles_step:
+        if mode and self.compiles_step:
             self.region = StepRegion(self.model, self.criterion, mode)
         self.network = self.wrap(self.region or self.model)
         self.statistics = self.batch_statistics()
@@ -137,7 +137,7 @@ class Strategy:
         self.optimizer = build_optimizer(self.config.optim, self.parameters, self.depths)
         if self.config.optim.ema_decay:
             self.average = self.moving_average()
-        if mode is not CompileMode.NONE and self.region is None:
+        if mode and self.region is None:
             self.network.compile(**compiler_options(mode))
 
     def moving_average(self) -> MovingAverage:
@@ -184,9 +184,9 @@ class Strategy:
             if self.region is None:
                 loss = self.loss(self.network(images), batch, micro)
             else:
-                total = self.network(images, batch.labels, batch.unreadable)
-                loss = total if micro.counts else total * 0.0
-        weighted = loss * self.weight(count)
+                summed = self.network(images, batch.labels, batch.unreadable)
+                loss = summed if micro.counts else summed * 0.0
+        weighted = self.weighted(loss, count)
         if apart := self.waits_apart:
             self.clock.lap(StepPhase.FORWARD)
             self.clock.watch(weighted)
@@ -200,7 +200,7 @@ class Strategy:
         seed_torch(key, self.device)
 
     def loss(self, scores: torch.Tensor, batch: Batch, micro: Micro) -> torch.Tensor:
-        """Return a micro-batch's sum of losses, or 0 with gradients of 0 if it does not count."""
+        """Return a micro-batch's sum of losses; if it does not count, 0 with gradients of 0."""
         total = self.criterion.sum(scores, batch)
         return total if micro.counts else total * 0.0
 
@@ -212,17 +212,25 @@ class Strategy:
         """
         return 1 / count
 
+    def weighted(self, loss: torch.Tensor, count: int) -> torch.Tensor:
+        """Return a micro-batch's sum of losses with the factor of `weight`.
+
+        If the loss is not finite, the factor is NaN. All gradients are then NaN on all ranks, so
+        that they skip the step even if the loss's own gradients are finite.
+        """
+        return loss * (loss.detach().float() * 0.0 + self.weight(count))
+
     def without_exchange(self) -> AbstractContextManager[Any]:
         """Accumulate gradients inside this `with` without sending them.
 
-        It surrounds all of a rank's micro-batches except the last.
+        The `with` surrounds all of a rank's micro-batches except the last.
         """
         return nullcontext()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients by `factor`.
 
-        This is used in steps with unreadable samples, in which the mean is over the other samples.
+        Used in steps with unreadable samples, because the mean is then over the readable samples.
         """
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -281,7 +289,7 @@ class Strategy:
     def layout(self, place: tuple[str | int, ...], shape: torch.Size) -> Any:
         """Return a DTensor with the layout that `load` needs for a tensor in the state.
 
-        `shape` is the shape of the whole tensor. None means that `load` takes the whole tensor.
+        `shape` is the shape of the whole tensor. Return None if `load` takes the whole tensor.
         """
         return None
 
@@ -300,62 +308,10 @@ class Strategy:
         self.precision.load(state["precision"])
 
     def close(self) -> None:
-        """Leave all groups that were joined, at an orderly end.
+        """Leave all groups that this rank has joined, when training ends in an orderly way.
 
         All ranks must call this together.
         """
-
-
-def named_optimizer_state(optimizer: torch.optim.Optimizer, parameters: list[tuple[str, nn.Parameter]]) -> State:
-    """Return an optimizer's state by parameter name instead of number."""
-    state = {name: optimizer.state[parameter] for name, parameter in parameters if parameter in optimizer.state}
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return {"state": state, "groups": groups}
-
-
-def load_named_optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    parameters: list[tuple[str, nn.Parameter]],
-    state: State,
-    frozen: Collection[str] = (),
-) -> None:
-    """Load a state from `named_optimizer_state`, except for weights that are now `frozen`.
-
-    Raises KeyError or ValueError if names differ.
-    """
-    names = {parameter: name for name, parameter in parameters}
-    numbered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    saved = {name: values for name, values in state["state"].items() if name not in frozen}
-    if unknown := set(saved) - set(numbered):
-        raise KeyError(f"the optimizer's state has {', '.join(sorted(unknown)[:3])}, which the model does not have")
-    # Learning rates, decays and so on come from the configuration, which may have changed.
-    groups, first = [], 0
-    for group in optimizer.param_groups:
-        groups.append({**group, "params": list(range(first, first + len(group["params"])))})
-        first += len(group["params"])
-    own = dict(parameters)
-    if any(isinstance(values.get("momentum_buffer"), torch.Tensor) for values in saved.values()):
-        # A weight that was frozen has no momentum, but fused SGD requires momentum for all weights
-        # or none, so use its initial value, zero.
-        saved = {name: saved.get(name) or {"momentum_buffer": torch.zeros_like(own[name])} for name in numbered}
-    by_number = {
-        number: {key: laid_out_as(value, own[name]) for key, value in saved[name].items()}
-        for number, name in enumerate(numbered)
-        if name in saved
-    }
-    optimizer.load_state_dict({"state": by_number, "param_groups": groups})
-
-
-def laid_out_as(value: Any, weight: torch.Tensor) -> Any:
-    """Return a weight's gradient or moment with the weight's memory layout.
-
-    Other values are returned unchanged. Fused optimizers traverse both tensors in memory order.
-    """
-    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape != weight.shape or is_sharded(weight):
-        return value
-    if value.stride() == weight.stride():
-        return value
-    return torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def flat_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -371,7 +327,7 @@ def flat_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
 def set_gradients(weights: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
     """Set gradients from a result of `flat_gradients`, or from a sum of several.
 
-    A weight without a gradient in any of them remains without one, as on a single rank. With a
+    If a weight has no gradient in any of them, it remains without one, as on a single rank. With a
     gradient of zero, the optimizer would decay the weight.
     """
     flat, found_by = flat[: -len(weights)], flat[-len(weights) :]

@@ -299,10 +299,10 @@ class BearerServer(ApiServer):
         return self._url
 
     def close(self) -> None:
-        """End all reads, including those in other threads, and refuse later requests."""
+        """Stop all reads, including those in other threads, and refuse later requests."""
         self._closed = True
         for response in list(self._open):
-            with suppress(RuntimeError, ValueError, OSError):  # It has already ended.
+            with suppress(RuntimeError, ValueError, OSError):  # The response has already ended.
                 response.shutdown()
         self._pool.clear()
 
@@ -313,7 +313,7 @@ class BearerServer(ApiServer):
         import urllib3
 
         if self._closed:
-            raise Mistake("the viewer has left")
+            raise Mistake("the viewer has disconnected")
         connect, read = timeout if isinstance(timeout, tuple) else (timeout, timeout)
         seconds = urllib3.Timeout(connect=connect, read=read)
         headers = {**self._headers, "Content-Type": content_type, "Accept": "application/json, */*"}
@@ -341,7 +341,7 @@ class BearerServer(ApiServer):
 
 
 def _keepalive_options() -> list[tuple[int, int, int]]:
-    """Return socket options with which an unreachable host is noticed within half a minute."""
+    """Return socket options that detect an unreachable host within half a minute."""
     from urllib3.connection import HTTPConnection
 
     options = [*HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
@@ -357,7 +357,7 @@ def _tls_context(ca: str) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=ca)
     except OSError as error:
-        raise NoAnswer(f"the certificates of the API server's authorities in {ca} cannot be read: {error}") from error
+        raise NoAnswer(f"the CA certificates of the API server in {ca} cannot be read: {error}") from error
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     return context
 

@@ -7,12 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ddpjob.api.job_spec import Json
-
-if TYPE_CHECKING:
-    from ddpjob.client.backends.kept_logs import KeptLogs
 
 OUTAGE_SECONDS = 300.0
 """`wait`, `logs -f` and others give up after this many seconds without a response from the API
@@ -82,11 +79,11 @@ class OutagePatience:
         self._since: float | None = None
 
     def answered(self) -> None:
-        """End an outage."""
+        """Record that the API server has responded, which ends an outage."""
         self._since = None
 
     def tolerate(self, mistake: Mistake) -> None:
-        """Raise the mistake, unless it is temporary and the outage has not yet lasted too long."""
+        """Raise the mistake if it is not temporary, or if the outage has lasted too long."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         if not mistake.passing or now - self._since > OUTAGE_SECONDS:
@@ -136,14 +133,23 @@ class LogOptions:
     previous: bool = False
     """Read the log of the previous container, if the kubelet has restarted the pod."""
     stop: threading.Event | None = None
-    """Set by a reader that stops reading. The followed log ends within SILENCE_SECONDS after that.
-    """
+    """Set by a reader that stops reading. Following the log then stops within SILENCE_SECONDS."""
     line_bytes: int = LINE_BYTES
     """Maximum size of a line in bytes; the rest is cut off."""
 
     @property
     def stopped(self) -> bool:
         return self.stop is not None and self.stop.is_set()
+
+
+class EndedLogs(Protocol):
+    """The kept logs of a job's pods, as `kept_logs` reads them."""
+
+    def pods(self, known: Iterable[str] = ()) -> list[PodLine]:
+        """Return the pods whose log is kept, except `known` ones, ordered by slot and attempt."""
+
+    def text(self, pod: str, options: LogOptions) -> bytes:
+        """Return a pod's kept log. Raises Mistake if there is none, or for unsupported options."""
 
 
 class Backend(Protocol):
@@ -174,8 +180,8 @@ class Backend(Protocol):
     ) -> Iterator[tuple[Json, bool]]:
         """Yield the current jobs, then every change as (object, deleted).
 
-        Stop after `seconds`; None means never. `known` are jobs that the caller already has; the
-        deleted ones among them come first. The object of a deleted job may consist of its name
+        Stop after `seconds`; None means never. `known` are jobs that the caller already has. Those
+        that have been deleted come first. The object of a deleted job may consist of its name
         alone, because callers keep the other fields that they need.
 
         Raises NoSuchJob if job `name` does not exist or is deleted.
@@ -187,8 +193,8 @@ class Backend(Protocol):
     def events(self, name: str) -> list[Happened]:
         """Return the job's events, the oldest first."""
 
-    def kept_logs(self, name: str) -> KeptLogs:
-        """Return the kept logs of a job's pods, most of which are gone."""
+    def kept_logs(self, name: str) -> EndedLogs:
+        """Return the kept logs of a job. Most of their pods no longer exist."""
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
         """Yield pieces of a pod's log."""

@@ -69,7 +69,7 @@ _CHANGES = ("ADDED", "MODIFIED", "DELETED")
 _METRICS_PODS = 4
 """Maximum number of pods that are queried for metrics."""
 _METRICS_SECONDS = 60.0
-"""Seconds after which no more pods are queried."""
+"""Seconds after which no more pods are queried for metrics."""
 _METRICS_MARK = "metrics of this run:\n"
 _METRICS_PROBE = f"""
 import os
@@ -251,8 +251,8 @@ class ClusterBackend:
     def _without_deleted_job(self, name: str, pods: list[Json]) -> list[Json]:
         """Return the pods without those of a deleted job.
 
-        A deleted job's pods exist until they have ended, possibly together with pods of a new job
-        of the same name.
+        A deleted job's pods exist until they have terminated, possibly next to pods of a new job of
+        the same name.
         """
         uids = {pod["metadata"]["labels"].get(LABEL_UID) for pod in pods}
         if len(uids) < 2 and not any("deletionTimestamp" in pod["metadata"] for pod in pods):
@@ -332,8 +332,8 @@ class ClusterBackend:
                 if not options.follow:
                     raise
                 if options.stop is None:
-                    # With `stop`, the pod may just be silent, so the reader decides when to end the
-                    # log.
+                    # Give up after repeated failures. With `stop`, the pod may just be quiet, so
+                    # the caller decides when to stop.
                     patience.tolerate(failure)
             if options.stopped:
                 return
@@ -348,27 +348,32 @@ class ClusterBackend:
             read.again()
 
     def kept_logs(self, name: str) -> KeptLogs:
-        """Read them from the bucket, or from the volume of the first few running pods.
+        """Read the logs from the bucket, or from the volumes of the first few running pods.
 
-        If each pod has its own folder, each knows only the logs of its own Kubernetes node.
+        If each pod has its own folder, a pod sees only the logs of its own Kubernetes node.
         """
         body = self.job(name)
-        uid, checkpoints = body["metadata"]["uid"], (body["spec"].get("storage") or {}).get("checkpoints") or {}
+        uid, spec = body["metadata"]["uid"], body["spec"]
+        checkpoints = (spec.get("storage") or {}).get("checkpoints") or {}
+        found = KeptLogs(name, uid, {}, lambda file: b"")
+        if not checkpoints or checkpoints.get("readOnly") or spec.get("command"):
+            return found  # Such a job keeps no logs.
         if checkpoints.get("url"):
             return in_bucket(checkpoints, f"{self.namespace}/{name}", name, uid)
-        found, fault = KeptLogs(name, uid, {}, lambda file: b""), _unreadable(name, checkpoints)
+        fault = _unreadable(name, checkpoints) if (spec.get("runPolicy") or {}).get("logsKept") else None
         one_folder = not checkpoints.get("hostPath") or checkpoints.get("shared")
         end = time.monotonic() + _METRICS_SECONDS
-        for pod in self._running_pods(name)[:_METRICS_PODS] if checkpoints else ():
+        for pod in self._running_pods(name)[:_METRICS_PODS]:
             if time.monotonic() > end:
                 break
             try:
                 found, fault = found.joined(in_pod(partial(self.run_in, pod), name, uid)), None
             except Mistake as mistake:
                 fault = fault and mistake
-            if one_folder and fault is None:
+                continue
+            if one_folder:
                 break
-        if fault is not None and checkpoints:
+        if fault is not None:
             raise fault
         return found
 
@@ -378,7 +383,7 @@ class ClusterBackend:
         return sorted(running, key=lambda pod: pod.role != "node")
 
     def metrics(self, name: str) -> str:
-        """Read the file from one of the first few running pods.
+        """Read metrics.jsonl from one of the first few running pods.
 
         If each pod has its own folder, only rank 0's pod has the file.
         """
@@ -396,7 +401,7 @@ class ClusterBackend:
             which = "no pod has" if len(pods) == len(running) else f"none of its first {len(pods)} pods has"
             raise Mistake(f"{name}: {which} {METRICS} in its checkpoint folder; it is written by {METRICS_WRITERS}")
         raise Mistake(
-            f"{name}: no pod is running; `python -m ddpjob_trainer plot` draws its checkpoint folder's {METRICS}"
+            f"{name}: no pod is running; `python -m ddpjob_trainer plot` plots {METRICS} in its checkpoint folder"
         )
 
     def _has_ended(self, pod: str) -> bool:
@@ -507,7 +512,7 @@ NO_CRD = (
 )
 
 
-def _unreadable(name: str, checkpoints: Json) -> Mistake | None:
+def _unreadable(name: str, checkpoints: Json) -> Mistake:
     """Return the reason why kept logs cannot be read if no pod of the job is running."""
     where = f"{checkpoints.get('mountPath') or '/checkpoints'}/{LOGS_FOLDER}"
     return Mistake(
@@ -517,11 +522,11 @@ def _unreadable(name: str, checkpoints: Json) -> Mistake | None:
 
 
 def _output(sock: Any, pod: str) -> str:
-    """Return the output of a command in a pod, read until it ends or for _EXEC_SECONDS.
+    """Return the output of a command in a pod.
 
-    Raises Mistake if the output is too large. Each frame is counted as it arrives, because
-    WSClient.update would keep everything that a pod sends, and the python3 in a job's image may be
-    any program.
+    Read until the command exits, for at most _EXEC_SECONDS. Raises Mistake if the output is too
+    large. Each frame is counted as it arrives, because WSClient.update would keep everything that a
+    pod sends, and the python3 in a job's image may be any program.
     """
     from websocket import ABNF, WebSocketConnectionClosedException, WebSocketTimeoutException
 
@@ -599,13 +604,16 @@ class _ReadPosition:
 
 
 def _order(stamp: bytes) -> tuple[bytes, bytes]:
-    """Return a sort key for the timestamp of a log line, whose fraction lacks trailing zeros."""
+    """Return a sort key for the timestamp of a log line.
+
+    Such a timestamp lacks trailing zeros of its fraction.
+    """
     whole, _, fraction = stamp.removesuffix(b"Z").partition(b".")
     return whole, fraction.ljust(9, b"0")
 
 
 def _names_object(refusal: ApiRefusal) -> bool:
-    """Whether a 404 is about one object rather than its kind."""
+    """Whether a 404 is about one object rather than about its whole kind."""
     return re.search(r'"[^"]+" not found', str(refusal)) is not None
 
 

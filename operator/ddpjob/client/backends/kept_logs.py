@@ -1,8 +1,8 @@
-"""Reads the kept ends of the logs of pods that are gone, from a folder, a pod or a bucket.
+"""Reads the kept logs of pods that are gone, from a folder, a pod or a bucket.
 
-The launcher writes them (`launcher/keep_log.py`). The names and the contents are the job's own, so
-they are bounded, links are not followed, and other files are ignored. A claim can only be read by a
-pod that mounts it, so `list_files` and `read_file` also run in a pod of the job.
+The launcher keeps the end of each log (`launcher/keep_log.py`). The names and the contents come
+from the job, so they are bounded, links are not followed, and other files are ignored. A claim can
+only be read by a pod that mounts it, so `list_files` and `read_file` also run in a pod of the job.
 
 Why: docs/decisions/0031.
 """
@@ -29,7 +29,10 @@ _MOST_FILES = 10_000
 
 
 def list_files(path: str, most: int) -> list[tuple[str, int]]:
-    """Return names and sizes of the regular files in a folder. This source also runs in pods."""
+    """Return names and sizes of the regular files in a folder.
+
+    The function's source also runs in pods.
+    """
     import os
     from itertools import islice
 
@@ -43,14 +46,14 @@ def list_files(path: str, most: int) -> list[tuple[str, int]]:
             try:
                 if entry.is_file(follow_symlinks=False):
                     found.append((entry.name, entry.stat(follow_symlinks=False).st_size))
-            except OSError:  # It was removed meanwhile.
+            except OSError:  # The file was removed meanwhile.
                 continue
     os.close(folder)
     return found
 
 
 def read_file(path: str, name: str, most: int) -> bytes:
-    """Return the last `most` bytes of a regular file. This source also runs in pods."""
+    """Return the last `most` bytes of a regular file. The function's source also runs in pods."""
     import os
     import stat
 
@@ -92,7 +95,7 @@ class KeptLogs:
         return [found[key] for key in sorted(found)]
 
     def joined(self, more: KeptLogs) -> KeptLogs:
-        """Return the logs of two places. For a log in both, `self` is read."""
+        """Return the logs of both objects. A log that both have is read from `self`."""
 
         def read(name: str) -> bytes:
             return self.read(name) if name in self.sizes else more.read(name)

@@ -32,8 +32,8 @@ from ddpjob.core.status.repeated import count_steps, describe_repeats
 from ddpjob.core.status.shown_progress import duration, show_progress
 
 _BYTES = 8 << 20
-"""Maximum number of bytes that are read from the end. The runtime keeps at most two files of 4
-MiB."""
+"""Maximum number of bytes that are read from the end of the record. The runtime keeps at most two
+files of 4 MiB."""
 _SHOWN = 200
 """Maximum number of rounds shown; older ones are omitted."""
 
@@ -46,7 +46,7 @@ class Line:
     generation: str
     round: int
     world: int | None
-    """Number of nodes in the round; None if the line is the job's end."""
+    """Number of nodes in the round; None if the line is about the end of the job."""
     ok: bool
     why: str
     incidents: tuple[Incident, ...]
@@ -66,7 +66,7 @@ class LeftBehind:
     unread: int
     """Number of lines that could not be read."""
     others: int
-    """Number of jobs that used the folder before."""
+    """Number of earlier jobs that used the folder."""
     metrics: str
     """The end of metrics.jsonl; empty if the file does not exist."""
 
@@ -82,7 +82,7 @@ class LeftBehind:
 def read_left_behind(folder: Path) -> LeftBehind:
     """Read a checkpoint folder or a folder of `ddpjob run`. Raises Mistake."""
     if not folder.is_dir():
-        raise Mistake(f"{folder}: there is no such folder here; name the folder of the job's checkpoints")
+        raise Mistake(f"{folder}: no such folder on this machine; specify the folder with the job's checkpoints")
     place = _place(folder)
     text = _end_of(place / f"{ROUNDS_FILE}.1") + _end_of(place / ROUNDS_FILE)
     metrics = _end_of(place / METRICS)
@@ -108,7 +108,7 @@ def read_left_behind(folder: Path) -> LeftBehind:
 
 
 def _add_start(found: list[tuple[tuple[str, str, str], Line]], job: tuple[str, str, str], start: Line) -> None:
-    """Add `start` to the line of the round that it belongs to, if that was recorded."""
+    """Add `start` to the line of the round that it belongs to, if that line was recorded."""
     for index in range(len(found) - 1, -1, -1):
         other, line = found[index]
         if other == job and (line.generation, line.round) == (start.generation, start.round):
@@ -238,7 +238,7 @@ def _break(incident: Incident) -> Iterator[str]:
 
 
 def describe_end(incident: Incident) -> list[str]:
-    """Return the exit code, the signal and the number of consequences, as far as they are known."""
+    """Return the exit code, the signal and the number of consequences, if they are known."""
     parts = [f"exit code {incident.exit_code}"] if incident.exit_code is not None else []
     parts += [incident.signal] if incident.signal else []
     return [*parts, *([count(incident.consequences, "consequence")] if incident.consequences else [])]

@@ -125,7 +125,7 @@ class PastJobs:
     def changes(
         self, name: str | None, seconds: float | None = None, known: Iterable[Json] | None = None
     ) -> Iterator[tuple[Json, bool]]:
-        """Yield changes, including those of a job that is still training and writing."""
+        """Yield changes. A job that is still training also writes to its folder."""
         return poll_changes(self.jobs, name, f"no job {name} in {self._root}", _LOOK_SECONDS, seconds, known)
 
     def pods(self, name: str) -> list[PodLine]:
@@ -219,7 +219,7 @@ def _as_job(name: str, left: LeftBehind) -> Json:
 def _restarts(lines: tuple[Line, ...]) -> Iterator[Json]:
     """Yield the breaks, each with the round that followed it.
 
-    The record does not show whether they counted.
+    The record does not show whether the breaks counted.
     """
     for line in lines:
         for incident in line.incidents:
@@ -239,7 +239,7 @@ def _restarts(lines: tuple[Line, ...]) -> Iterator[Json]:
 def _repeated(start: Json) -> Json:
     """Return the work that a round repeated, in the fields of a restart.
 
-    It is unknown if the record does not contain it.
+    The repeated work is unknown if the record does not contain it.
     """
     found: Json = {"continuedFrom": start.get("source", UNKNOWN), "repeatedSteps": count_steps(start)}
     found |= {"repeatedSeconds": start.get("seconds")}

@@ -132,7 +132,7 @@ class ProcessBackend:
         folder = job_folder(name)
         if "/" in name or _record(folder) is None:
             known = ", ".join(job["metadata"]["name"] for job in self.jobs())
-            elsewhere = f"{RUNS_VARIABLE} names a different folder; -n and --context choose a cluster"
+            elsewhere = f"{RUNS_VARIABLE} selects a different folder; -n and --context select a cluster"
             raise NoSuchJob(f"no job {name} was run in {runs_folder()}; jobs there: {known or 'none'} ({elsewhere})")
         return folder
 
@@ -149,7 +149,7 @@ class ProcessBackend:
         folder, lines = job.run(record["local"]["run"]).pods, []
         states = {pod["name"]: pod["state"] for pod in record["local"]["pods"]}
         if runner(job) is None:
-            # The runner has ended all pods, but may have been killed before it could record that.
+            # The runner has stopped all pods, but may have been killed before it could record that.
             states = {pod: "Ended" if state in _ALIVE else state for pod, state in states.items()}
         roles = {pod["name"]: str(pod.get("role", "node")) for pod in record["local"]["pods"]}
         for log in sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime):
@@ -169,13 +169,13 @@ class ProcessBackend:
         path = folder.run((_record(folder) or {})["local"]["run"]).events
         found = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-            with suppress(ValueError):  # cut off by a full disk or by the end of its run
+            with suppress(ValueError):  # The disk was full, or the run was killed.
                 event = json.loads(line)
                 found.append(Happened(parse_time(event["time"]), event["warning"], event["reason"], event["message"]))
         return found
 
     def kept_logs(self, name: str) -> KeptLogs:
-        """Return none, because `pods` lists ended pods too, and their logs are files here."""
+        """Return no logs, because `pods` also lists terminated pods, whose logs are files here."""
         return KeptLogs(name, "", {}, lambda file: b"")
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
@@ -225,7 +225,7 @@ class ProcessBackend:
         fitting = [name for name in jobs if pod.startswith(f"{name}-")]
         if not fitting:
             if pod in jobs:
-                raise Mistake(f"{pod} is a job; name one of its pods, such as {pod}-0-0 (`ddpjob describe {pod}`)")
+                raise Mistake(f"{pod} is a job; specify one of its pods, such as {pod}-0-0 (`ddpjob describe {pod}`)")
             raise Mistake(f"no job {pod.rsplit('-', 2)[0]} was run in {runs_folder()}")
         exact = [name for name in fitting if _OF_POD.fullmatch(pod.removeprefix(f"{name}-"))]
         folder = job_folder(max(exact or fitting, key=len))
@@ -253,8 +253,8 @@ class ProcessBackend:
     def create(self, manifests: list[Json], *, fresh: bool = False) -> str:
         """Start `ddpjob run` in the background.
 
-        With `fresh`, it starts from scratch. The ConfigMaps that precede the job in `manifests`
-        become files in its folder `code`.
+        With `fresh`, the job starts from scratch. The ConfigMaps that precede the job in
+        `manifests` become files in its folder `code`.
         """
         *code, job = manifests
         name = str(with_defaults(job)["metadata"]["name"])  # completed from generateName
@@ -466,7 +466,7 @@ def _object(folder: JobFolder, record: Json, ended: bool) -> Json:
 def _interrupted(status: Json) -> Json:
     """Return the status of a job whose run is gone, along with all its pods.
 
-    A killed run could not record its end.
+    A killed run could not record that it ended.
     """
     status = {**status, "phase": INTERRUPTED}
     nodes = status.get("nodes")

@@ -12,21 +12,28 @@ from dataclasses import dataclass, replace
 
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import ConditionType, JobStatus, SlotState
-from ddpjob.client.backends.backend import Backend, LogOptions, Mistake, NoSuchJob, OutagePatience, PodLine
-from ddpjob.client.backends.kept_logs import KeptLogs
+from ddpjob.client.backends.backend import (
+    Backend,
+    EndedLogs,
+    LogOptions,
+    Mistake,
+    NoSuchJob,
+    OutagePatience,
+    PodLine,
+)
 
 MOST_PODS = 200
 """Maximum number of logs that are read at the same time."""
 _QUEUE = 10_000
-"""Maximum number of lines that have been read but not yet taken."""
+"""Maximum number of lines in the queue."""
 _QUEUE_OF_MANY = 500
-"""Maximum number of such lines for a log that can be stopped. It is smaller because a process with
-such logs reads many of them."""
+"""Maximum number of lines in the queue for a log that can be stopped. It is smaller because one
+process may read many such logs."""
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")
-"""Reasons of the condition Running. If it has one of them, the status does not show the group's
-number of nodes."""
+"""Reasons of the Running condition with which the status does not show how many nodes the group
+has."""
 _TAG = re.compile(rb"\[(default|rank)(\d+)\]:")
 """Prefix of a line from a known rank. torchrun's --tee writes the local rank, PyTorch's messages
 the global one."""
@@ -66,9 +73,9 @@ def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range
 
 
 def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
-    """Return the nodes in the order of their ranks.
+    """Return the nodes in rank order.
 
-    They stay ordered by index if the status shows an order for different nodes.
+    They stay ordered by index if the order in the status is for different nodes.
     """
     places = {index: place for place, index in enumerate(status.rank_order)}
     if {pod.index for pod in nodes} != places.keys():
@@ -129,8 +136,8 @@ class Chosen:
     ranks: Collection[int] = ()
     """Global ranks. Their pods' logs are read, without lines known to come from other ranks."""
     coordinator: bool = False
-    gone: bool = False
-    """Whether the pod is gone, so that its kept log is read."""
+    kept: EndedLogs | None = None
+    """The job's kept logs, if the pod is gone, so that its log is read from them."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +168,7 @@ def _shortened(line: bytes, limit: int) -> bytes:
 class LogFollower:
     """Reads the logs of the chosen pods. `lines()` yields their lines.
 
-    With `options.follow`, it continues until the job has ended.
+    With `options.follow`, it continues until the job has finished.
     """
 
     def __init__(self, backend: Backend, body: Json, options: LogOptions, chosen: Chosen = _ALL) -> None:
@@ -173,10 +180,10 @@ class LogFollower:
         if chosen.ranks and not ranks_per_node(body):
             raise Mistake(f"rank: {self.job} runs a command, not torchrun, so it has no ranks; choose pods by index")
         self.backend, self._chosen, self._body = backend, chosen, body
-        self.options = replace(options, follow=options.follow and not chosen.gone)
-        self._kept: KeptLogs | None = None
+        self.options = replace(options, follow=options.follow and chosen.kept is None)
         self.ranks: dict[str, range] = {}
-        """Ranks of the training pods when last listed, and former ranks of ended pods."""
+        """Ranks of the training pods when they were last listed, and former ranks of terminated
+        pods."""
         self.notes: list[str] = []
         """Notes for the user about logs that could not be read."""
         self.seen: set[str] = set()
@@ -188,7 +195,7 @@ class LogFollower:
         self._begun: set[str] = set()
         """Pods whose log is being read or has been read."""
         self._reading = 0
-        """Number of logs whose end has not been taken yet."""
+        """Number of logs whose end has not been taken from the queue yet."""
 
     def lines(self) -> Iterator[LogLine]:
         """Yield lines as they arrive. The lines of one pod stay in order."""
@@ -207,8 +214,8 @@ class LogFollower:
             try:
                 over, pods = self._is_over(), self._pods()
                 patience.answered()
-                # On this machine, a pod may have a log before it is listed, so look twice before it
-                # counts as gone.
+                # On this machine, a pod may have a log before it is listed, so list the pods twice
+                # before it counts as gone.
                 gone = gone + 1 if self._chosen.pod in self._begun and all(pod.ended for pod in pods) else 0
             except Mistake as mistake:
                 if not self.options.follow:
@@ -235,14 +242,12 @@ class LogFollower:
                     break
             if (over or gone > 1) and not self._reading:
                 return
-            if gone > 1 and quiet and self.backend.local:  # local logs end when the run does
+            if gone > 1 and quiet and self.backend.local:  # Local logs end when the run ends.
                 return
 
     def _pods(self) -> list[PodLine]:
-        if self._chosen.gone:
-            if self._kept is None:
-                self._kept = self.backend.kept_logs(self.job)
-            return [pod for pod in self._kept.pods() if pod.name == self._chosen.pod]
+        if (kept := self._chosen.kept) is not None:
+            return [pod for pod in kept.pods() if pod.name == self._chosen.pod]
         try:
             every = self.backend.pods(self.job)
         except NoSuchJob:
@@ -270,7 +275,7 @@ class LogFollower:
         )
 
     def why_nothing(self) -> str:
-        """Return the reason why there was no line; empty if the notes explain it."""
+        """Return the reason why no line was read; empty if the notes explain it."""
         if self.seen or self.notes:
             return ""
         if self._chosen.ranks:
@@ -288,9 +293,9 @@ class LogFollower:
         return f"{found}: {', '.join(f'{pod.name} is {pod.state}' for pod in pods) or 'no pods'}"
 
     def missing_slots(self) -> str:
-        """Return a message if no pod is in a requested slot.
+        """Return a message if none of the requested slots has a pod.
 
-        The message is empty if a pod is in one, or if there are no pods.
+        The message is empty if one of them has a pod, or if the job does not have any pods.
         """
         return self._missing_slots(self.backend.pods(self.job)) if self._chosen.indices else ""
 
@@ -325,7 +330,7 @@ class LogFollower:
     def _read(self, pod: PodLine, options: LogOptions) -> None:
         rest, limit, cut = b"", options.line_bytes, False
         try:
-            kept = self._kept
+            kept = self._chosen.kept
             for piece in self.backend.log(pod, options) if kept is None else [kept.text(pod.name, options)]:
                 lines = (rest + piece).split(b"\n")
                 cut = cut or any(len(line) > limit for line in lines)

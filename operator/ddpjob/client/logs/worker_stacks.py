@@ -11,7 +11,7 @@ AT_ONCE = 16
 
 MOST_CHARACTERS = 1 << 20
 """Maximum number of characters in a rank's stack. It is limited because a script may also write to
-the file."""
+the file with the stacks."""
 
 PROBE = (
     f"""
@@ -62,7 +62,7 @@ if not found:
 """
 )
 """Python code that prints the stacks of its pod's ranks. It uses the signal that the launcher sends
-in a hang."""
+when the group hangs."""
 
 
 _OWN_FRAME = re.compile(r'^  File "(?:[^"\n]*/ddpjob_(?:runtime|pod)/|<frozen |[^"\n]*/runpy\.py).*\n?', re.MULTILINE)

@@ -25,7 +25,8 @@ SOURCE = "function.py"
 """File name of JobRequest.source. It must not be the name of a module, because the script's folder
 is on sys.path."""
 MOST_BYTES = 1024 * 1024 - 16 * 1024
-"""Maximum size of all files in bytes. An object may have 1 MiB, including its metadata."""
+"""Maximum total size of the files in bytes. An object may be 1 MiB large, including its metadata.
+"""
 _ENTRIES = ("train.py", "main.py", "__main__.py")
 _MODULE = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
@@ -84,7 +85,7 @@ def build(request: JobRequest, *, local: bool, say: Callable[[str], None] = _sil
     of_class = any(request.settings.get(path) for path in ("className", "spec.className"))
     spec: Json = {} if of_class and not image else {"image": image}
     if not image and not of_class:
-        raise Mistake("image (--image): missing; name any image with Python and PyTorch")
+        raise Mistake("image (--image): missing; specify any image with Python and PyTorch")
     name = request.name or _name(request)
     needed, archive = _program(request, name, spec, say, local=local)
     spec["nodes"] = request.nodes
@@ -139,33 +140,36 @@ def _program(
     if request.git:
         if request.entry or request.code or request.source:
             raise Mistake(
-                "entry (--entry) and code (--code) cannot be used with git (--git); name a path in the repository"
+                "entry (--entry) and code (--code) cannot be used with git (--git); specify a path in the repository "
+                "instead"
             )
         is_module = re.fullmatch(_MODULE, program) and not program.endswith(".py")
         spec["module" if is_module else "script"] = program
         return [], None
     if request.source or not path.is_dir():
         for option, given in (
-            ("entry (--entry) names a script in", request.entry),
+            ("entry (--entry) is for a script in", request.entry),
             ("code (--code) is for", request.code),
         ):
             if given:
-                raise Mistake(f"{option} a folder, and {program} is not a folder")
+                raise Mistake(f"{option} a folder, but {program} is not a folder")
     if request.source:
         spec["script"] = f"{job_folder(name).code if local else CODE_FOLDER}/{SOURCE}"
         return [_limited([(SOURCE, len(request.source.encode()), request.source.encode)], program)], None
     if path.is_dir():
         entry = os.fspath(request.entry) or next((name for name in _ENTRIES if (path / name).is_file()), "")
         if not entry or not (path / entry).is_file():
-            raise Mistake(f"{program}: is a folder; name the script in it with entry (--entry), such as {_ENTRIES[0]}")
+            raise Mistake(
+                f"{program}: is a folder; specify the script in it with entry (--entry), such as {_ENTRIES[0]}"
+            )
         if local:
             spec |= {"script": str((path / entry).absolute()), "workingDir": str(path.absolute())}
             return [], None
         inside, found = Path(os.path.relpath(path / entry, path)).as_posix(), find_files(path)
         if inside not in found.files:
             raise Mistake(
-                f"entry (--entry) {entry}: is not among the files of {program} that are copied, which are all but "
-                f"hidden files, caches, outputs, secrets, links to folders, and what {IGNORE_FILE} or .gitignore names"
+                f"entry (--entry) {entry}: is not copied from {program}; hidden files, caches, outputs, secrets, links "
+                f"to folders, and files that {IGNORE_FILE} or .gitignore lists are not copied"
             )
         for note in found.notes():
             say(f"{program}: {note}")
@@ -187,8 +191,8 @@ def _program(
         spec["module"] = program
     else:
         raise Mistake(
-            f"{program}: there is no such file or folder here; name a script in the image by its absolute path, and a "
-            f"module by its name"
+            f"{program}: no such file or folder on this machine; specify a script in the image by its absolute path, "
+            "or a module by its name"
         )
     return [], None
 
@@ -202,8 +206,8 @@ def _code_place(request: JobRequest, spec: Json, found: Found) -> CodePlace:
     if not url:
         raise Mistake(
             f"{request.program}: contains more than {MOST_BYTES // 1024} KiB, the limit of a ConfigMap; set "
-            f"checkpoints (--checkpoints) or code (--code) to a bucket, s3://BUCKET/FOLDER, name what the job does not "
-            f"need in {IGNORE_FILE}, or put the code into the image"
+            "checkpoints (--checkpoints) or code (--code) to a bucket, s3://BUCKET/FOLDER, list files that the job "
+            f"does not need in {IGNORE_FILE}, or put the code into the image"
         )
     if not url.startswith("s3://"):
         raise Mistake(f"code (--code) {url}: write s3://BUCKET/FOLDER")

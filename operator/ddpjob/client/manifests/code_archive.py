@@ -12,7 +12,8 @@ The following rules decide which files are sent. The first rule that applies win
    not read.
 3. Hidden files, caches and outputs (DEFAULTS) are left out, as are files that look like secrets
    (SECRETS). The latter are reported.
-4. Files that match the patterns in a `.gitignore` file are left out, each file for its own folder.
+4. Files that match the patterns in a `.gitignore` file are left out. Each `.gitignore` applies to
+   its own folder.
 
 Example: if no ignore file mentions `certs/ca.pem`, it is left out with a note. `!certs/ca.pem` in
 .ddpjobignore sends it.
@@ -48,8 +49,8 @@ SECRETS = (
 """Patterns of files that usually hold keys or passwords."""
 _SHOWN = 5
 _PROGRESS_BYTES, _PROGRESS_SECONDS = 16 * 2**20, 2.0
-"""The upload of fewer bytes is not reported. A larger one is reported at most once in this many
-seconds."""
+"""Uploads of fewer bytes are not reported. The progress of larger ones is reported at most once in
+this many seconds."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def find_files(folder: Path) -> Found:
         walk.visit(folder, "", ())
     except OSError as error:
         raise Mistake(
-            f"{error.filename or folder}: {error.strerror}; make it readable, or name it in {IGNORE_FILE}"
+            f"{error.filename or folder}: {error.strerror}; make it readable, or list it in {IGNORE_FILE}"
         ) from None
     return Found(dict(sorted(walk.files.items())), tuple(sorted(walk.secrets)), tuple(sorted(walk.links)))
 
@@ -208,7 +209,7 @@ class _Walk:
                 self.links.append(path)
             elif is_folder:
                 self.visit(Path(entry.path), f"{path}/", above)
-            elif entry.is_file():  # Not a pipe. A link to a file is sent as its content.
+            elif entry.is_file():  # A link to a file is sent as the file's content.
                 self.files[path] = Path(entry.path)
 
     def _is_left_out(self, path: str, above: tuple[tuple[str, Patterns], ...], *, folder: bool) -> bool:
@@ -242,7 +243,10 @@ class Packed:
 
 
 def pack(found: Found, source: str, to: Path) -> Packed:
-    """Write the archive of a folder's files. Raises Mistake if they are too many or too large."""
+    """Write the archive of a folder's files.
+
+    Raises Mistake if there are too many files or they are too large.
+    """
     if len(found.files) > MOST_CODE_FILES:
         raise Mistake(f"{source}: {len(found.files)} files; at most {MOST_CODE_FILES} can be sent; {_remedy(found)}")
     try:
@@ -288,7 +292,7 @@ def _remedy(found: Found) -> str:
         sizes[top] = sizes.get(top, 0) + path.stat().st_size
     largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
     shown = ", ".join(f"{name} {_size(sizes[name])}" for name in largest)
-    return f"name what the job does not need in {IGNORE_FILE} (largest: {shown}), or put data into storage.data"
+    return f"list files that the job does not need in {IGNORE_FILE} (largest: {shown}), or move data to storage.data"
 
 
 def _size(size: float) -> str:
@@ -321,7 +325,7 @@ def send(found: Found, source: str, place: CodePlace, say: Callable[[str], None]
         if upload:
             _upload(packed, place, say)
         else:
-            say(f"{packed.name} ({_size(packed.size)}) is not uploaded; `ddpjob submit` without --dry-run does that")
+            say(f"{packed.name} ({_size(packed.size)}) is not uploaded; `ddpjob submit` without --dry-run uploads it")
     return {"archive": f"{place.url.rstrip('/')}/{packed.name}", "digest": f"sha256:{packed.sha256}"}
 
 
@@ -340,7 +344,7 @@ def _upload(packed: Packed, place: CodePlace, say: Callable[[str], None]) -> Non
     except LibraryMissing:
         raise Mistake(f"an upload to {place.url} needs the package obstore: {INSTALL.format(extra='s3')}") from None
     except BucketError as error:
-        remedy = "check the bucket's name, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL of this shell"
+        remedy = "check the bucket name, and AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL here"
         raise Mistake(f"the code cannot be uploaded: {error}; {remedy}") from None
 
 

@@ -66,7 +66,7 @@ _OF_TRAIN_JOB = {
              "runtimePatches", "labels", "annotations", "managedBy"),
     "spec.trainer": ("image", "command", "args", "env", "numNodes", "numProcPerNode", "resourcesPerNode"),
 }  # fmt: skip
-"""The fields that are read, or that do not need a counterpart because the operator decides. All
+"""The fields that are read, or that do not need a counterpart because the operator sets them. All
 others are reported as omitted."""
 
 
@@ -89,7 +89,7 @@ def convert(
     """Convert a manifest of another operator. Raises Mistake for an unknown kind.
 
     `runtimes` are the runtimes that a TrainJob may name. `image` replaces the manifest's image, and
-    `script` is the entry point if it is in the image.
+    `script` is the entry point if only the image defines it.
     """
     made = _converted(manifest, runtimes)
     _complete(made, script, image)
@@ -148,7 +148,7 @@ def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") 
     made.job["spec"]["image"] = image
     if image == "IMAGE":
         made.notes.append(
-            "spec.image: a command line does not name one; write an image with Python, PyTorch and the script"
+            "spec.image: a command line does not contain one; specify an image with Python, PyTorch and the script"
         )
     text = words[0].replace("\\\n", " ").strip()
     line = list(words) if len(words) > 1 else _shell_words(text)
@@ -235,7 +235,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     if "ExitCode" in policies:
         notes.append(
             "restartPolicy: ExitCode: codes from 1 to 127 failed the job at once; a DDPJob restarts within its budget. "
-            "recovery.rules: [{cause: ExitCode, exitCodes: [...], action: Fail}] fails it for the codes that you name"
+            "recovery.rules: [{cause: ExitCode, exitCodes: [...], action: Fail}] fails it for the codes that you list"
         )
     if policies == {"Never"}:
         target.setdefault("recovery", {})["maxRestarts"] = 0
@@ -278,8 +278,8 @@ def _policies(made: Conversion, policy: Mapping[str, Any]) -> None:
         made.notes.append("runPolicy.schedulingPolicy: the scheduler places gangs; see spec.scheduling")
         if scheduling.get("queue"):
             made.notes.append(
-                f"runPolicy.schedulingPolicy.queue {scheduling['queue']}: left out; name Volcano's queue in the "
-                f"annotation {QUEUE_ANNOTATION} of podTemplate.metadata, or Kueue's in the label {QUEUE_LABEL} of "
+                f"runPolicy.schedulingPolicy.queue {scheduling['queue']}: left out; write Volcano's queue into the "
+                f"annotation {QUEUE_ANNOTATION} of podTemplate.metadata, or Kueue's into the label {QUEUE_LABEL} of "
                 "metadata"
             )
         here = target.get("scheduling", {}).get("priorityClassName")
@@ -369,7 +369,7 @@ def _procs(made: Conversion, count: Any) -> None:
 
 
 def _rendezvous(made: Conversion, settings: Iterable[tuple[str, Any]]) -> None:
-    """Take the join timeout from torchrun's rdzv_conf; the operator decides the other settings."""
+    """Take the join timeout from torchrun's rdzv_conf; the operator chooses the other settings."""
     for name, value in settings:
         if name.strip() == "join_timeout" and str(value).isdigit():
             made.job["spec"].setdefault("rendezvous", {}).setdefault("joinTimeoutSeconds", int(value))
@@ -659,7 +659,7 @@ def _after_launcher(words: list[str]) -> list[str] | None:
 def _reads_only_theirs(line: str) -> bool:
     """Whether a torchrun line needs a shell only for options that are replaced.
 
-    The values of these options have variables, but the operator replaces the options.
+    The values of these options contain variables, but the operator replaces the options.
     """
     if _SHELL.search(_THEIRS.sub(" ", line)):
         return False
@@ -718,7 +718,7 @@ def _torchrun(made: Conversion, launcher: list[str], words: list[str]) -> None:
         elif name not in _OPERATORS and (value or name in _BARE):
             own.append(f"--{name}" if name in _BARE else f"--{name}={value}")
     if position >= len(words):
-        raise Mistake("the torchrun command line names no script")
+        raise Mistake("the torchrun command line contains no script")
     program, rest = words[position], words[position + 1 :]
     if plain:
         start = launcher if len(launcher) == 1 else [launcher[0], "-m", "torch.distributed.run"]

@@ -42,7 +42,7 @@ def explain(path: str, *, recursive: bool = False) -> Iterator[str]:
         yield f"FIELD: {'.'.join(names)} <{_type(schema)}>{' -required-' if required else ''}"
         yield ""
     yield "DESCRIPTION:"
-    yield from _wrapped(schema.get("description") or "The same as for every Kubernetes object.", 4)
+    yield from _wrapped(schema.get("description") or "A standard field of every Kubernetes object.", 4)
     for line in _limits(schema):
         yield f"    {line}"
     inner = _inner(schema)

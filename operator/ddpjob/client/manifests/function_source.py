@@ -45,8 +45,8 @@ def script_of(function: Callable[..., Any], args: Mapping[str, Any], packages: S
         source = inspect.getsource(function)
     except (OSError, TypeError) as error:
         raise Mistake(
-            f"{name}: its source cannot be read, because it was typed at Python's prompt or made by exec; write it "
-            f"into a file or a notebook's cell"
+            f"{name}: its source cannot be read, because it was typed at the Python prompt or created by exec; write "
+            "it into a file or a notebook cell"
         ) from error
     if source[:1].isspace():
         source = f"if True:\n{source}"  # Dedenting the text would change multi-line strings.
@@ -64,7 +64,7 @@ def _installation(packages: Sequence[str]) -> str:
     for wrong in packages:
         if not isinstance(wrong, str) or len(wrong) > MOST_OF_A_REQUIREMENT or not _REQUIREMENT.fullmatch(wrong):
             raise Mistake(
-                f"packages: {str(wrong)[:MOST_OF_A_REQUIREMENT]!r} is not a package's name with or without versions; "
+                f"packages: {str(wrong)[:MOST_OF_A_REQUIREMENT]!r} is not a package name, optionally with versions; "
                 "write requirements such as 'einops', 'timm[x]>=1.0,<2'. Other sources belong in the image"
             )
     if not packages:
@@ -81,7 +81,9 @@ def _checked_name(function: Callable[..., Any]) -> str:
     """Return the name of a plain function. Raises Mistake for anything else."""
     name = getattr(function, "__qualname__", "") or repr(function)
     if inspect.ismethod(function) or (inspect.isfunction(function) and _in_class(function.__qualname__)):
-        raise Mistake(f"{name}: a method needs its class; write a function that makes the object and calls the method")
+        raise Mistake(
+            f"{name}: a method needs its class; write a function that creates the object and calls the method"
+        )
     if not inspect.isfunction(function):
         raise Mistake(f"{name}: not a function written with def; write one that calls it")
     if hasattr(function, "__wrapped__"):

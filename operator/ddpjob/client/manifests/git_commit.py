@@ -47,7 +47,9 @@ def _without_password(text: str) -> str:
 
 def _listed(url: str, ref: str) -> dict[str, str]:
     if shutil.which("git") is None:
-        raise Mistake("git (--git): this machine has no git to find the commit; write URL@COMMIT with the whole commit")
+        raise Mistake(
+            "git (--git): git is not installed here, so the commit is unknown; write URL@COMMIT with the whole commit"
+        )
     command = ["git", "ls-remote", "--", url, ref, f"{ref}^{{}}"]
     try:
         done = subprocess.run(

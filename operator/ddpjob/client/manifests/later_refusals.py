@@ -1,4 +1,4 @@
-"""Finds faults that a DDPJob's schema allows but the API server or kubelet refuses in its pods.
+"""Finds faults that a DDPJob's schema allows, but that the API server or kubelet rejects in pods.
 
 `ddpjob validate` uses it. The operator does not: it creates the pods and shows the API server's own
 response, which a check here can only predict.
@@ -72,7 +72,7 @@ def _labels(labels: Mapping[str, str] | None, path: str) -> Iterator[Problem]:
     for key, value in (labels or {}).items():
         if len(value) > 63 or not _LABEL_VALUE.fullmatch(value):
             remedy = "write at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends"
-            yield Problem(f"{path}.{key}", f"{value!r} cannot be a label's value; {remedy}")
+            yield Problem(f"{path}.{key}", f"{value!r} is not a valid label value; {remedy}")
 
 
 def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
@@ -83,7 +83,7 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _one_file(spec.get("script") or "")
     for name in ("script", "module"):
         if _STARTER.fullmatch(program := spec.get(name) or ""):
-            remedy = "name only the program that it starts (`ddpjob convert` translates a whole torchrun line)"
+            remedy = "specify only the program that it starts (`ddpjob convert` translates a whole torchrun line)"
             yield Problem(f"spec.{name}", f"{program} is a launcher, and the job has its own; {remedy}")
     yield from _resources(spec.get("resources") or {}, "spec.resources")
     if (shared := (spec.get("storage") or {}).get("sharedMemory")) is not None:
@@ -113,7 +113,7 @@ def _one_file(script: str) -> Iterator[Problem]:
         command = json.dumps(["bash", script])
         yield Problem(
             "spec.script",
-            f"{script} is a shell script, and torchrun starts only Python scripts; name the Python script that it "
+            f"{script} is a shell script, and torchrun starts only Python scripts; specify the Python script that it "
             f"starts, or write command: {command} instead of script",
         )
     if script.endswith(".ipynb"):
@@ -126,7 +126,7 @@ def _one_file(script: str) -> Iterator[Problem]:
         except ValueError:
             words = (found[2] or "").split()
         args = f" and args: {json.dumps(words)}" if words else ""
-        yield Problem("spec.script", f"{script!r} is more than the name of a file; write script: {found[1]}{args}")
+        yield Problem("spec.script", f"{script!r} contains more than a file name; write script: {found[1]}{args}")
 
 
 def _few_bytes(value: Any, path: str) -> Iterator[Problem]:
@@ -147,7 +147,7 @@ def _claim_template(spec: Mapping[str, Any]) -> Iterator[Problem]:
     pods = spec.get("nodes", 1) + spec.get("spares", 0)
     one_per_node = (spec.get("scheduling") or {}).get("onePodPerNode", True)
     if not can_serve_all(claim["accessModes"], pods, one_per_node=one_per_node):
-        what = f"a claim with {', '.join(claim['accessModes'])} serves one Kubernetes node, and the job has {pods} pods"
+        what = f"a claim with {', '.join(claim['accessModes'])} serves one Kubernetes node, but the job has {pods} pods"
         yield Problem(f"{path}.spec.accessModes", f"{what}; write [ReadWriteMany], or nodes: 1")
     for name in ("storageClassName", "volumeName", "volumeAttributesClassName"):
         yield from _name(claim.get(name) or None, f"{path}.spec.{name}")
@@ -169,7 +169,7 @@ def _image(image: str, path: str) -> Iterator[Problem]:
         remedy = f"the path must be in lower case; did you mean {meant}?"
     else:
         remedy = "write [REGISTRY/]NAME[:TAG], such as ghcr.io/me/train:1.4"
-    yield Problem(path, f"{image!r} is not the name of an image: {remedy}")
+    yield Problem(path, f"{image!r} is not a valid image name: {remedy}")
 
 
 def _name(name: Any, path: str) -> Iterator[Problem]:
@@ -284,12 +284,12 @@ def _mounts(container: Json, volumes: set[str], path: str, *, whole: bool) -> It
     for position, mount in enumerate(container.get("volumeMounts") or ()):
         at, name, place = f"{path}.volumeMounts[{position}]", mount.get("name"), mount.get("mountPath")
         if not name:
-            yield Problem(f"{at}.name", "missing; name one of the volumes")
+            yield Problem(f"{at}.name", "missing; set it to the name of a volume")
         elif whole and name not in volumes:
             others = ", ".join(sorted(v for v in volumes if v and v not in _OWN_VOLUMES)) or "none"
             yield Problem(f"{at}.name", f"there is no volume {name}; volumes of podTemplate: {others}")
         if not place:
             yield Problem(f"{at}.mountPath", "missing; write the folder in the container")
         elif place in places:
-            yield Problem(f"{at}.mountPath", f"{place} is already the folder of a mount; choose a different folder")
+            yield Problem(f"{at}.mountPath", f"something is already mounted at {place}; choose a different folder")
         places.add(place or "")

@@ -10,9 +10,9 @@ LOCAL_RANK and WORLD_SIZE, which torchrun also sets. Only their options differ:
 All three become `torchrun --nnodes=2 --nproc-per-node=8 train.py`. An option such as
 `--mixed_precision bf16` becomes the variable that Accelerate reads.
 
-Options that choose hosts, addresses and ranks are left out, because the operator decides them. A
-line whose plugin needs its own launcher (`--use_deepspeed` or a configuration file of Accelerate)
-has no translation.
+Options for hosts, addresses and ranks are left out, because the operator chooses these. A line
+whose plugin needs its own launcher (`--use_deepspeed` or a configuration file of Accelerate) has no
+translation.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ def _accelerate(words: Sequence[str]) -> LauncherLine | None:
     module = options.take("m", "module") is not None
     line = _line(nodes, procs, options.rest, module=module)
     if ranks and procs is None:
-        line.notes.append(f"accelerate launch --num_processes {ranks}: write procsPerNode, the processes of one node")
+        line.notes.append(
+            f"accelerate launch --num_processes {ranks}: write procsPerNode, the number of processes per node"
+        )
     for name, variable in _ACCELERATE_VARIABLES.items():
         if (value := options.take(name)) is not None:
             line.env[variable] = value

@@ -135,5 +135,5 @@ def read_job(source: str | Path, name: str | None = None) -> Json:
     if not fitting:
         raise BadInput(f"{source}: contains no DDPJob named {name}; it contains {listed}")
     if len(fitting) > 1:
-        raise BadInput(f"{source}: contains {len(fitting)} DDPJobs ({listed}); name one of them, with --name NAME")
+        raise BadInput(f"{source}: contains {len(fitting)} DDPJobs ({listed}); choose one with --name NAME")
     return checked(fitting[0])

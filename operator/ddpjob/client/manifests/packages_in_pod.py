@@ -3,12 +3,12 @@
 This file travels within the function's script, so it must run on Python 3.9 and import only the
 standard library.
 
-The script installs the packages, not an init container or a field of the job, because the script
-is what a cluster and a laptop have in common. The API, the operator and the launcher need not know
-about packages, and the Python that installs them is the one that imports them. An error from pip is
-the traceback of a rank, which status, events and `ddpjob why` already show. The price is that a
-replacement pod also installs the packages, which lengthens that recovery. For long jobs, build an
-image.
+The script itself installs the packages, because only the script exists both on a cluster and on a
+laptop. An init container or a field of the job does not. The API, the operator and the launcher
+need not know about packages, and the Python that installs them is the one that imports them. An
+error from pip becomes the traceback of a rank, which status, events and `ddpjob why` already show.
+The price is that a replacement pod also installs the packages, which lengthens that recovery. For
+long jobs, build an image.
 
 pip runs twice. `--target` alone ignores the image's packages: `packages=["timm"]` would install a
 second torch and hide the one that fits the driver. So pip first only makes a plan that takes the
@@ -23,8 +23,8 @@ pods share it and `ddpjob delete` removes it. The folder's name has a digest of 
 of Python's version, so an in-place restart finds everything there. A lock makes the ranks of a pod
 take turns. The folder appears under its final name only when it is complete.
 
-An error from pip ends the job at once, before its first step, as any refusal does (exit code 78).
-If pip could not reach the index, the error counts as a failure and is retried.
+An error from pip fails the job at once, before its first step, like any refusal (exit code 78). If
+pip could not reach the index, the error counts as a failure and is retried.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def install_missing(requirements: list[str], folder: Path) -> None:
     missing = [f"{entry['name']}=={entry['version']}" for entry in found]
     replaced = [pin for pin in missing if pin.partition("==")[0].lower() in KEPT]
     if replaced:
-        refuse(f"they would replace the image's torch by {replaced[0]}; use an image that has it, or other versions")
+        refuse(
+            f"they would replace the image's torch with {replaced[0]}; use an image that has it, or different versions"
+        )
     if missing:
         run_pip(["--no-deps", "--target", str(partial), *missing])
     partial.rename(folder)
@@ -110,7 +112,7 @@ def run_pip(words: list[str]) -> None:
 
 
 def refuse(reason: str) -> None:
-    """Raise an error that ends the job without a retry."""
+    """Raise an error that fails the job without a retry."""
     error = ValueError(f"packages: {reason}")
     error.ddpjob_refusal = True  # type: ignore[attr-defined]
     raise error

@@ -1,15 +1,15 @@
 """Reads a script without running it, to find its main names and whether its ranks form a group.
 
 Problem: a script written for one GPU also runs under torchrun. Each rank then trains its own model
-on all the data, and nothing fails. The user needs to know before the job starts, and needs the
-lines to add with the names of this script.
+on all the data, and nothing fails. The user needs to know this before the job starts, and needs the
+lines to add, written with the names in this script.
 
-Rule: the script is parsed with `ast`, never imported or executed. It forms a group if it, or a
-module that it imports from its own folder, calls a function in `_FORMS`, or creates the Trainer of
-Lightning or Hugging Face, or an Accelerator. Otherwise:
+Rule: the script is parsed with `ast`, never imported or executed. The script forms a group if its
+own code, or a module that it imports from its own folder, calls a function in `_FORMS` or creates
+an Accelerator or the Trainer of Lightning or Hugging Face. Otherwise:
 
 - the optimizer is the variable that gets `SGD(…)`, `Adam(…)` or another class of torch.optim;
-- the model is X in its argument `X.parameters()`;
+- the model is X in the optimizer's argument `X.parameters()`;
 - the training loader is the DataLoader that a loop with `.backward()` iterates, or that is passed
   to a function with such a loop. Otherwise it is the DataLoader that shuffles, or that has `train`
   in its name;
@@ -59,7 +59,7 @@ class Named:
 
 @dataclass
 class TrainingScript:
-    """What a script trains with, and how its ranks find each other."""
+    """The parts of a script that training uses, and how the script's ranks find each other."""
 
     text: str
     framework: str = ""
@@ -280,7 +280,7 @@ def _scope(tree: ast.Module, wanted: ast.stmt) -> list[ast.stmt]:
 
 
 def _is_seen(wanted: ast.stmt, scope: list[ast.stmt], tree: ast.Module) -> bool:
-    """Return whether a variable that `wanted` sets is known among the statements of `scope`."""
+    """Return whether the statements of `scope` can use a variable that `wanted` sets."""
     return wanted in tree.body or any(_contains(node, wanted) for node in scope)
 
 

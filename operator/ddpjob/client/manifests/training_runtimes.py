@@ -1,8 +1,8 @@
 """Completes a TrainJob of Kubeflow Trainer with the runtime that it names.
 
-A TrainJob of v2 contains little. A runtime (TrainingRuntime or ClusterTrainingRuntime) has the
-image, the volumes, the number of nodes and the initializers, and the TrainJob overrides parts of
-it. Kubeflow's controller merges both in this order, and so does this module:
+A v2 TrainJob contains little. A runtime (TrainingRuntime or ClusterTrainingRuntime) has the image,
+the volumes, the number of nodes and the initializers, and the TrainJob overrides parts of it.
+Kubeflow's controller merges both in this order, and so does this module:
 
 1. the pod template of the runtime's replicated job `node`;
 2. `spec.trainer` over its container `node`: image, command, args, env, resources;
@@ -157,6 +157,6 @@ def _gang(made: CompletedTrainJob, policy: Mapping[str, Any]) -> None:
         made.scheduling["schedulerName"] = "volcano"
     elif "coscheduling" in policy:
         made.notes.append(
-            "podGroupPolicy.coscheduling of the runtime: the operator places gangs by Kubernetes' own PodGroups, where "
-            "the cluster serves them (scheduling.gang)"
+            "podGroupPolicy.coscheduling of the runtime: the operator places gangs with Kubernetes' own PodGroups, "
+            "where the cluster serves them (scheduling.gang)"
         )

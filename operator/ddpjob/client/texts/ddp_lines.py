@@ -1,8 +1,9 @@
 """The lines that turn a script for one GPU into one whose ranks train together.
 
-A script with its own training loop needs eight lines: `import os`, the group, this rank's GPU, the
-sampler, the model, the sampler's epoch, saving on one rank, and the end of the group. They work
-with and without GPUs and under any torchrun, and no other line changes. For example:
+A script with its own training loop needs eight lines. They import `os`, form the group, select this
+rank's GPU, add the sampler, wrap the model, set the sampler's epoch, save on one rank only, and
+destroy the group. The lines work with and without GPUs and under any torchrun, and no other line
+changes. For example:
 
     line 31      loader = DataLoader(data, sampler=torch.utils.data.DistributedSampler(data))
 
@@ -36,7 +37,7 @@ _OF_FRAMEWORK = {
     ),
     "lightning": (
         'strategy="ddp", num_nodes=int(os.environ["GROUP_WORLD_SIZE"]), devices=int(os.environ["LOCAL_WORLD_SIZE"])',
-        "Lightning's Trainer forms the group itself, if it gets the number of nodes and processes.",
+        "Lightning's Trainer forms the group itself if it is given the number of nodes and processes.",
         ("import os", "num_nodes", "docs/own-scripts.md#lightning"),
     ),
     "accelerate": (
@@ -84,7 +85,7 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
         yield f"If they do not, add these lines ({TUTORIAL}):"
         yield from general_form()
         return
-    yield f"{path} is written for one process. In a job, each rank would train a model of its own."
+    yield f"{path} is written for one process. In a job, each rank would train a separate model."
     lines = added_lines(script)
     if not lines:
         yield f"It needs these lines ({TUTORIAL}). Their places are not certain, because {' and '.join(script.doubts)}:"
@@ -96,15 +97,15 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
 
 
 def general_form(script: TrainingScript | None = None) -> Iterator[str]:
-    """Yield the lines and the places where they belong, with the names that are known."""
+    """Yield the lines to add and the places where they belong, with the names that are known."""
     model = (script and script.model) or "model"
     loader, data = "loader", "data"
     if script and script.loader:
         loader, data = script.loader.name, _dataset(script.loader.call)
     rows = (
         ("at the top", "import os, torch"),
-        ("first of all", _INIT),
-        ("after it", _DEVICE),
+        ("then", _INIT),
+        ("after that", _DEVICE),
         ("training loader", f"{loader} = DataLoader({data}, ..., sampler={_SAMPLER}({data}))  # without shuffle"),
         ("before the epochs", f"{model} = {_DDP}({model})"),
         ("in each epoch", f"{loader}.sampler.set_epoch(epoch)"),
@@ -116,8 +117,9 @@ def general_form(script: TrainingScript | None = None) -> Iterator[str]:
 
 
 def _shown(lines: Sequence[AddedLine]) -> Iterator[str]:
-    """Yield each line with its place, indented as in the script, because that says in which block
-    it belongs.
+    """Yield each line with its place, indented as in the script.
+
+    The indentation shows to which block the line belongs.
     """
     for added in lines:
         is_end = added.text.strip() == _END and added is lines[-1]
@@ -263,7 +265,7 @@ def apply_lines(text: str, lines: Sequence[AddedLine]) -> str:
     """Return the script with the lines applied."""
     rows = text.splitlines()
     in_order = sorted(lines, key=lambda each: each.line)
-    for added in in_order[::-1]:  # Going backwards, the numbers of earlier lines stay valid.
+    for added in in_order[::-1]:  # Last line first, so that earlier line numbers stay valid.
         stop = added.last if added.replaces else added.line - 1
         rows[added.line - 1 : stop] = added.text.splitlines()
     return "\n".join(rows) + "\n"

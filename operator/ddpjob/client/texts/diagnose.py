@@ -111,7 +111,7 @@ def _operators(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
     try:
         found = api.items("/apis/apps/v1/deployments", selector)
     except ApiRefusal as refusal:
-        yield Diagnosis(None, f"the operator: you may not list deployments of all namespaces ({refusal.reason})")
+        yield Diagnosis(None, f"the operator: you may not list deployments in all namespaces ({refusal.reason})")
         return
     if not found:
         yield Diagnosis(False, "the operator: no deployment has the label app.kubernetes.io/name=ddpjob-operator",
@@ -182,7 +182,7 @@ def _rights(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
     if lacking:
         remedy = (
             f"ask for the ClusterRole edit in namespace {namespace}, to which the chart adds DDPJobs; with the chart's "
-            "watchNamespaces or userRoles.create=false, ask for a Role that names them"
+            "watchNamespaces or userRoles.create=false, ask for a Role that includes them"
         )
         yield Diagnosis(False, f"your rights in namespace {namespace}: you may not {', '.join(lacking)}", remedy)
     else:

@@ -116,7 +116,7 @@ def warnings(bodies: Sequence[Json]) -> Iterator[str]:
         running = status.condition(ConditionType.RUNNING)
         if running is not None and running.status and running.reason == NO_GROUP and not status.terminal:
             name = body["metadata"]["name"]
-            yield f"warning: {name}: {NO_GROUP}: each rank trains a model of its own; see `ddpjob why {name}`"
+            yield f"warning: {name}: {NO_GROUP}: each rank trains a separate model; see `ddpjob why {name}`"
 
 
 # --- describe ---------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def _nodes(job: DDPJob) -> str:
 
 
 def _ranks(status: JobStatus) -> str:
-    """Return the nodes in the order of their ranks, unless that is the order of their indices."""
+    """Return the nodes in rank order; empty if the status does not have this order."""
     runs: list[list[int]] = []
     for index in status.rank_order:
         if runs and index == runs[-1][-1] + 1:
@@ -239,7 +239,7 @@ def _progress(status: JobStatus) -> str:
 def time_is_left(status: JobStatus) -> bool:
     """Whether to mention the remaining time.
 
-    It is omitted if the job has ended or is suspended.
+    It is omitted if the job has finished or is suspended.
     """
     return not (status.terminal or status.holds(ConditionType.SUSPENDED))
 
@@ -271,9 +271,9 @@ def _repeated_work(status: JobStatus) -> str:
 
 
 def at_risk(status: JobStatus) -> str:
-    """Return the work that a loss now would repeat.
+    """Return the work that would have to be repeated after a loss now.
 
-    It is empty if no state is held in memory, or if the job has ended.
+    The result is empty if that is unknown or the job has finished.
     """
     steps = status.progress.get(AT_RISK)
     return f"at most {count(int(steps), 'step')}" if is_number(steps) and not status.terminal else ""
@@ -371,7 +371,7 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     name, state = body["metadata"]["name"], phase(body)
     main = main_condition(status)
     if state == "Interrupted" and body["spec"].get("image") == "":
-        # Only the contents of its folder are known.
+        # Only the contents of the job's folder are known.
         yield f"{name}: its end was not recorded. It was suspended, deleted or interrupted, or it is still training."
         return
     if state == "Interrupted":
@@ -485,8 +485,8 @@ SAID = "message "
 """Prefix of the names of remedies for messages. A message matches if it contains the rest of the
 name."""
 _STATUS = re.compile(r"^\([^)]*\) ")
-"""A status in parentheses, which begins the page's text if the reason belongs to a true
-condition."""
+"""Matches a status such as `(True) ` at the beginning of the page's text. The page has it if the
+reason belongs to a condition that is True."""
 
 
 def main_condition(status: JobStatus) -> Condition | None:

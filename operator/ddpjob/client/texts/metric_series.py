@@ -39,7 +39,7 @@ class Origin:
     """The origin of a step's newest values."""
 
     start: int
-    """The number of the start in which the values were made."""
+    """The number of the start in which the values were measured."""
     time: float | None
     """Unix seconds of the writer's clock."""
 
@@ -58,10 +58,11 @@ class MetricSeries:
     starts: list[int] = field(default_factory=list)
     """The steps after which training began, initially and after each restart."""
     restarts: int = 0
-    """Number of starts that were not the first of a job. Several jobs may have used the folder."""
+    """Number of starts, not counting the first start of each job. Several jobs may have used the
+    folder."""
     repeated: list[tuple[int, int]] = field(default_factory=list)
     """Ranges of repeated steps: the step after which training began, and the last step that is
-    known to have been made before."""
+    known to have been completed before."""
     not_finite: set[int] = field(default_factory=set)
     """Training steps whose loss is NaN or infinite. In files, it is null."""
     without_loss: set[int] = field(default_factory=set)
@@ -118,9 +119,9 @@ class MetricSeries:
         return [first[start] for start in sorted(first) if start > min(first)]
 
     def missing_beginning(self) -> str:
-        """Return a note on where the curves begin, if an earlier run trained the steps before.
+        """Return a note on where the curves begin, if an earlier run trained the earlier steps.
 
-        It is empty if they begin with the first step.
+        The note is empty if the curves begin with the first step.
         """
         if not self.starts or self.starts[0] <= 0 or min(self.made, default=0) <= self.starts[0]:
             return ""
@@ -129,7 +130,7 @@ class MetricSeries:
     def after_last_loss(self) -> str:
         """Return a note if the newest steps do not have a finite loss.
 
-        It is empty if they have one.
+        The note is empty if they have one.
         """
         known = sorted(self.steps.get("loss", {}))
         last = known[-1] if known else -1
@@ -168,7 +169,8 @@ def _fractions(epochs: Mapping[int, float]) -> dict[int, float]:
     for step in sorted(epochs):
         ends[epochs[step]] = step
     order = sorted(ends)
-    # Training may have continued in the middle, so the first known epoch has an unknown beginning.
+    # Training may have continued in the middle of an epoch, so it is unknown where the first epoch
+    # with steps began.
     begin = min(epochs, default=1) - 1 if order and order[0] != 1 else 0
     spans, length = dict[float, tuple[int, int]](), 1
     for epoch in order:

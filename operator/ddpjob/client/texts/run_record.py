@@ -17,13 +17,13 @@ from ddpjob_runtime.protocol import ENVIRONMENT, read_environment
 from ddpjob.api.job_spec import Json
 
 COMMIT, DIRTY = "ddpjob.io/git-commit", "ddpjob.io/git-dirty"
-"""Annotations: the commit's hash, and "true" if tracked files had changes that are not in it."""
+"""Annotations with the commit's hash, and with "true" if tracked files had uncommitted changes."""
 _HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _SECONDS = 5.0
 
 
 def record_of(body: Json) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) for the commit, the GPU, and each package's version, as far as known."""
+    """Yield (label, text) for the commit, the GPU, and each package's version, if known."""
     notes = body["metadata"].get("annotations")
     notes = notes if isinstance(notes, dict) else {}
     commit = notes.get(COMMIT)

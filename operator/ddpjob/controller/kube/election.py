@@ -43,7 +43,7 @@ log = logging.getLogger("ddpjob.election")
 
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 15, 10, 2
 """The defaults of Kubernetes' own components."""
-assert RETRY_SECONDS < RENEW_SECONDS < LEASE_SECONDS, "a holder must have stopped when another replica may act"
+assert RETRY_SECONDS < RENEW_SECONDS < LEASE_SECONDS, "a holder must stop before another replica may act"
 _AGAIN_SECONDS = 0.5
 """Seconds until the next attempt after a failed renewal."""
 _RELEASE_SECONDS = 3.0
@@ -64,7 +64,7 @@ class Lease:
         since."""
         self._version: str | None = None
         self._seen = 0.0
-        """When this version was first seen (monotonic seconds)."""
+        """When the current version of the Lease was first seen (monotonic seconds)."""
         self._read = float("-inf")
         self.written = float("-inf")
         """When this replica began its last write of the Lease. Other replicas never measure the
@@ -173,10 +173,10 @@ class Lease:
 
 
 async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
-    """Wait for the Lease, and run `act` while the Lease is renewed. Repeat whenever it is lost.
+    """Wait for the Lease, and run `act` while the Lease is renewed.
 
-    Return when `act` ends. The process keeps running however long the API server is unreachable,
-    because a restart would not help.
+    Repeat whenever the Lease is lost. Return when `act` returns. The process keeps running however
+    long the API server is unreachable, because a restart would not help.
     """
     while True:
         try:
@@ -189,7 +189,7 @@ async def _term(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
     """Act for one term.
 
     Raises LeadershipLost if the Lease could not be renewed in time, or any exception from `act`.
-    Both are raised after `act` has ended.
+    Both are raised after `act` has stopped.
     """
     taken = await _acquire(lease)
     acting, renewing = asyncio.ensure_future(act()), asyncio.ensure_future(_renew(lease, taken))

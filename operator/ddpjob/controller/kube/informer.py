@@ -54,14 +54,14 @@ Id = tuple[str, str]
 
 PAGE = 500
 PAGE_BYTES = 2 * 1024 * 1024
-"""Maximum size of one page of a list in bytes. As Python objects, a page may take 30 times as much.
-A larger page is requested again as smaller pages, down to one object, whose size the API server
-limits."""
+"""Maximum size of one page of a list in bytes. As Python objects, a page may take up 30 times as
+much memory. A larger page is requested again as smaller pages, down to one object, whose size the
+API server limits."""
 WATCH_SECONDS = 300
 """Duration of a watch in seconds. The API server then ends it, and the next one continues."""
 _SILENCE = 75.0
-"""How long a watch may have no event, in seconds, before it counts as dead. The API server sends a
-bookmark every minute."""
+"""How long a watch may go without an event, in seconds, before it counts as dead. The API server
+sends a bookmark every minute."""
 TURN_SECONDS = 0.02
 """Maximum time in seconds for which one watch may block everything else, including the Lease, when
 thousands of events arrive at once."""
@@ -89,7 +89,7 @@ class Cache(Generic[View]):
     ) -> None:
         self.rest, self.path, self.read, self.on_change, self.keep = rest, path, read, on_change, keep
         self.listed = asyncio.Event()
-        """Set when the cache is complete, because a list of the collection has been read."""
+        """Set once the cache is complete, that is, once a list of the collection has been read."""
         self.answered = asyncio.Event()
         """Set when `listed` is set, or when the API server has refused access to the collection."""
         self.served = False
@@ -309,7 +309,7 @@ class Informer(Cache[View]):
         async for page in self.pages(self._query, self._page, self._list_accept):
             version = int(page["metadata"]["resourceVersion"])
             self._note_version(version)
-            for body in page["items"] or ():  # null for an empty list of metadata
+            for body in page["items"] or ():  # The API server may send null instead of an empty list.
                 found.add(id_of(body))
                 self._take(body, -1)
                 del body

@@ -7,7 +7,7 @@ namespace with a thousand new jobs must not keep the others waiting.
 `DelayQueue` decides which key is handled next.
 
 - A key waits only once, and the earlier of two requested times counts. A key that is added while it
-  is being handled is handled once more afterwards.
+  is being handled is handled again afterwards.
 - A change that is not urgent waits until INTERVAL after the key's last start, so a burst of changes
   costs one reconcile per second.
 - Among due keys, the lowest rank comes first, then the group with the fewest workers, then the key
@@ -293,6 +293,6 @@ class Turns:
     def _comes(self, group: Hashable) -> tuple[bool, float]:
         """Return the sort key of a waiting group.
 
-        Among equals the first group wins, because `_waiting` is in the order of last turns.
+        Among equals the first group wins, because `_waiting` is sorted by the groups' last turns.
         """
         return 2 * self._taken[group] >= self._most, self._had.get(group, 0.0)

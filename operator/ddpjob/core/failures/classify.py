@@ -1,9 +1,10 @@
-"""Decides why a job's pod ended, from the pod and its host. `policy` decides whether that counts.
+"""Decides why a job's pod ended, from the pod and its host. `policy` decides whether the cause
+counts.
 
-Kubernetes reports this in many places, often several at once: a condition of the pod, its reason,
-the state of its container, the exit code, and the last output of the program. An evicted pod has an
-exit code too, and a container whose host was restarted has an arbitrary one. The sources are
-therefore read in a fixed order, and the first source with an answer decides (`explain_end`).
+Kubernetes reports the reason in many places, often in several at once: a condition of the pod, its
+reason, the state of its container, the exit code, and the last output of the program. An evicted
+pod has an exit code too, and a container whose host was restarted has an arbitrary one. The sources
+are therefore read in a fixed order, and the first source with an answer decides (`explain_end`).
 
 1. The pod as a whole (`_by_conditions`): a lost host, a disruption, an eviction, a rejection by the
    kubelet. These explain every exit code.
@@ -91,7 +92,7 @@ PLANNED = frozenset({Cause.JOINED, Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_C
 def names_pod(restart: Restart) -> bool:
     """Whether the restart is due to one pod.
 
-    A hang or a changed spec affects the whole group, so such a restart has the job's name instead.
+    A hang or a changed spec affects the whole group, so such a restart names the job instead.
     """
     return restart.index is not None or restart.reason == Cause.COORDINATOR_LOST
 
@@ -125,7 +126,7 @@ does not fit in /dev/shm."""
 
 
 def if_shared_memory_full(said: str, signal_name: str = "") -> str:
-    """Return how to fix a full /dev/shm, if SIGBUS or an error about /dev/shm ended the program."""
+    """Return how to fix a full /dev/shm, if the program got SIGBUS or an error about /dev/shm."""
     return _SHARED_MEMORY_FULL if signal_name == "SIGBUS" or _SAYS_SHARED_MEMORY.search(said) else ""
 
 
@@ -152,11 +153,11 @@ class End:
     """Whether the exit code belongs to an init container. It then says nothing about the program's
     configuration."""
     rank: int | None = None
-    """The failed rank that ended torchrun in a `command`, or the slow rank whose pod moves."""
+    """The failed rank that made torchrun in a `command` exit, or the slow rank whose pod moves."""
 
 
 _ENDED_BY_HOST = frozenset({"Evicted", "NodeShutdown", "Shutdown", "Terminated", "Preempting"})
-"""Reasons that a kubelet gives when it ends a running pod."""
+"""Reasons that a kubelet gives when it terminates a running pod."""
 _OWN_STORAGE = re.compile(r"exceed(s|ed) .*\blimit\b")
 """Matches the kubelet's messages when it evicts a pod for exceeding the pod's own limit
 (pkg/kubelet/eviction/helpers.go). If the host's disk is full, the kubelet writes "The node was low
@@ -340,7 +341,7 @@ def _never_began(pod: PodView) -> End:
     Either an init container failed or the host rejected the pod.
     """
     # Init containers start in order, so the failed one is the one that started last. Sidecars
-    # started before it, and the kubelet ends them afterwards.
+    # started before it, and the kubelet stops them afterwards.
     for name, container in reversed(list(pod.init_containers.items())):
         if container.ended and container.exit_code != 0:
             written = read_termination_message(container)
@@ -397,7 +398,7 @@ def read_termination_message(container: ContainerView) -> TerminationMessage:
 
 @dataclass(frozen=True)
 class FailedRank:
-    """The rank that ended torchrun in a `command`.
+    """The failed rank that made torchrun in a `command` exit.
 
     `exit_code` is 128 + N for signal N, as in a shell. `init` is true if the rank could not start,
     in which case a retry would not help.
@@ -412,8 +413,8 @@ class FailedRank:
 
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):")
 _OF_TABLE = {name: re.compile(rf"^ *{name} *: (-?[0-9]{{1,6}})\b", re.MULTILINE) for name in ("rank", "exitcode")}
-"""Matches the lines of torchrun's table of failures. For a rank that was ended by a signal, the
-table is the only source."""
+"""Matches the lines of torchrun's table of failures. For a rank that was terminated by a signal,
+the table is the only source."""
 
 
 def read_failed_rank(text: str) -> FailedRank | None:
@@ -486,9 +487,8 @@ def is_about_platform(end: End) -> bool:
 
 def _of_wrong_platform(pod: PodView, said: str) -> End:
     last = said.strip().splitlines()[-1][-_LONGEST_WORDS:]
-    why = (
-        f"the image of pod {pod.name} is not for Kubernetes node {pod.host or '(unknown)'}, its architecture or system"
-    )
+    host = pod.host or "(unknown)"
+    why = f"the image of pod {pod.name} is not for the architecture or operating system of Kubernetes node {host}"
     return End(Cause.START_ERROR, f"{why}: {last}")
 
 

@@ -2,8 +2,8 @@
 
 A pod on a machine without power looks healthy, because Kubernetes keeps showing the last state that
 its kubelet reported. Giving up a pod too early costs a restart for a short network outage, but
-giving it up too late keeps all other nodes waiting. There are two witnesses, and either may be
-wrong alone.
+giving it up too late keeps all other nodes waiting. Two witnesses are consulted, because either of
+them may be wrong.
 
 - The host: Kubernetes reports it as not ready, or it has been deleted. That counts unless no host
   at all is ready, because then the control plane is partitioned from all hosts.
@@ -33,13 +33,13 @@ from ddpjob.core.view import View
 from ddpjob.core.world import PodView, World
 
 ENDING_MARGIN = timedelta(seconds=5)
-"""How long a pod may take to end beyond its grace period."""
+"""How long a pod may take to terminate after its grace period has ended."""
 
 
 def lost_since(pod: PodView, world: World, now: datetime) -> datetime | None:
-    """Return since when a pod has been silent; None if it is alive or has ended.
+    """Return when a pod fell silent; None if it is alive or has ended.
 
-    If the beginning is unknown, return `now`. The caller remembers the first result.
+    If that time is unknown, return `now`. The caller remembers the first result.
     """
     if pod.ended:
         return None
@@ -92,7 +92,7 @@ def _host_lost(pod: PodView, world: World, now: datetime) -> datetime | None:
 
 
 def _member_lost(pod: PodView, world: World) -> datetime | None:
-    """Return since when a running pod has had no connection to the coordinator.
+    """Return when a running pod lost its connection to the coordinator.
 
     Return None if it has a connection, or if the coordinator has lost most pods. In the latter
     case, the coordinator itself is partitioned.

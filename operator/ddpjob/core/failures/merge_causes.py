@@ -37,7 +37,8 @@ from ddpjob.core.failures.classify import Cause, names_pod
 SAME_BREAK = timedelta(seconds=5)
 """Maximum time between a pod's end and an incident that belong to one break."""
 CLEARLY_BEFORE = timedelta(seconds=2)
-"""Longer than the clocks can differ, including the kubelets' rounding."""
+"""A time that is longer than any difference between the clocks, including the kubelets' rounding.
+"""
 
 _EVER = datetime.max.replace(tzinfo=UTC)
 _HARD = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
@@ -109,11 +110,12 @@ def attribute(
     lists incidents (pod, time) that do not include a cause because a pod's end explains them.
 
     1. An end joins the last recorded break if its pod was created before that break, and the group
-       is still down from the break or the two are within SAME_BREAK. All other ends form one new
-       break. Its cause is an end that does not count, if there is one, otherwise the earliest end.
-    2. The first incident within SAME_BREAK of the new break joins it. It is the cause if the ends
-       are ordinary failures of a worker. Otherwise it is a consequence of the eviction, deletion or
-       lack of memory, or a separate break if it was clearly earlier.
+       is still down because of the break or the two are within SAME_BREAK. All other ends form one
+       new break. Its cause is an end that does not count, if there is one, otherwise the earliest
+       end.
+    2. The first incident within SAME_BREAK of the new break joins it. The incident is the cause if
+       the ends are ordinary failures of a worker. Otherwise it is a consequence of the eviction,
+       deletion or lack of memory, or a separate break if it was clearly earlier.
     3. An incident within SAME_BREAK of the last recorded break is a consequence of it, if no
        earlier incident has explained that break. Every other incident is a separate break.
 
@@ -201,7 +203,7 @@ def _close(incident: Finding, here: _Break) -> bool:
 
 
 def _join(incident: Finding, here: _Break) -> bool:
-    """Add an incident to a break that began with ended pods, as its cause or as a consequence.
+    """Add an incident to a break that began with ends of pods, as its cause or a consequence.
 
     Return False if the incident is a separate, earlier break.
     """

@@ -4,7 +4,7 @@ Here a node is a Kubernetes node. Health agents mark nodes that are about to fai
 should move before it fails (`judge_nodes`). But agents may be wrong, so there are limits:
 
 - A sign must last for LASTS, and at most SHARE of the nodes of one kind may have one.
-- A job leaves a node only once an hour, and only if a spare or another node may take the pod.
+- A job leaves a node only once an hour, and only if a spare or another node can take over.
 - Whether that other node has room is unknown. Without a spare, the unhealthy node itself must
   therefore be able to take the pod back.
 
@@ -45,7 +45,7 @@ from ddpjob.core.failures.classify import PLANNED, Cause, End, without_wait
 from ddpjob.core.failures.policy import COUNTED, find_lost_device, names_program_error
 from ddpjob.core.only_copy import ONLY_COPY, STATE, find_holders
 from ddpjob.core.view import View
-from ddpjob.core.world import TRAINER_CONTAINER, HostView, PodView
+from ddpjob.core.world import ANNOTATION_WORKLOAD, TRAINER_CONTAINER, HostView, PodView
 
 LASTS = timedelta(seconds=60)
 """How long a node must have been unhealthy, by the operator's clock. Pods are not moved because of
@@ -58,7 +58,10 @@ MAX_MOVES = 3
 LINK_LOSSES = 3
 """Number of consecutive lost connections after which a pod is replaced. It is one more than for
 failures, because a restarting switch may cause two."""
-_BEYOND = "the required affinity, spread constraints, claims or amounts of this job's podTemplate and resources"
+_BEYOND = (
+    "the required affinity, spread constraints, claims or quantities in this job's podTemplate and resources, or the "
+    "topology of its queue"
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class NodeVerdict:
 def judge_nodes(view: View) -> list[NodeVerdict]:
     """Return verdicts on the slots' pods on unhealthy nodes, ordered by index.
 
-    The result is empty once a node of the job has finished, because the job is about to end.
+    The result is empty once a node of the job has finished, because the job is about to finish.
     """
     hosts = view.world.hosts
     if not hosts or any(slot.state is SlotState.SUCCEEDED for slot in view.status.slots):
@@ -112,7 +115,7 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
         elif host.name in left:
             reason, why = (
                 "MovedBefore",
-                "the job has left this Kubernetes node within the last hour, and found no better one",
+                "the job left this Kubernetes node within the last hour, and found no better one",
             )
         elif _came_after(pod, host):
             reason, why = "PlacedThere", "the scheduler chose this Kubernetes node when it was already unhealthy"
@@ -124,7 +127,7 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
         elif spares:
             reason, why, spares = "", "", spares - 1
         elif wants.more:
-            reason, why = "NoOtherNode", f"no spare is ready, and only the scheduler can judge {_BEYOND}"
+            reason, why = "NoOtherNode", f"no spare is ready, and only the scheduler can evaluate {_BEYOND}"
         elif not wants.admitted_to(host):
             why = (
                 "no spare is ready, and this Kubernetes node is cordoned or tainted, so it could not take the pod back"
@@ -188,7 +191,7 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     """Return why the pod must be replaced after this failure; empty if it may stay."""
     if failure.reason == Cause.PEER_LOST:
         often = _link_breaks(view, failure, within) and not _has_moved_too_often(view, within)
-        return f"has lost its connection {LINK_LOSSES} times in a row while other pods did not" if often else ""
+        return f"has lost its connection {LINK_LOSSES} times in a row while no other pod did" if often else ""
     said = find_lost_device(view.job.spec, failure.message, trained=view.trained)
     if said:
         return f"has lost its device ({said})"
@@ -202,7 +205,7 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     # are not consecutive.
     if not again or restored or len(view.status.slots) < 2 or names_program_error(failure.message):
         return ""
-    return "" if _has_moved_too_often(view, within) else "has failed twice in a row while other pods did not"
+    return "" if _has_moved_too_often(view, within) else "has failed twice in a row while no other pod did"
 
 
 def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> bool:
@@ -329,6 +332,8 @@ class Wants:
         pod = _dict(spec.pod_template.get("spec"))
         affinity = _dict(pod.get("affinity"))
         rules = any(name.startswith("required") and v for kind in affinity.values() for name, v in _dict(kind).items())
+        # With a topology, Kueue chooses the Kubernetes node.
+        rules = rules or ANNOTATION_WORKLOAD in added.annotations
         more = rules or any(pod.get(f) for f in ("resourceClaims", "nodeName", "topologySpreadConstraints"))
         amounts: dict[str, Any] = {spec.gpu_resource: spec.gpus_per_node} if spec.gpus_per_node else {}
         amounts |= _extended(spec.resources)
@@ -349,8 +354,8 @@ class Wants:
         """Whether a node is of the kind that the job runs on.
 
         Such a node offers the requested kinds of devices or, if the job does not request any, has
-        the labels of its node selector. A node whose devices are all broken still offers the kind,
-        with the number 0.
+        the labels of its node selector. A node whose devices are all broken still lists them, with
+        the number 0.
         """
         if self.devices:
             return self.devices.keys() <= host.devices.keys()

@@ -1,8 +1,8 @@
 """Decides whether a cause counts against the budget, and whether it fails the job.
 
-A restart helps after a lost node, but not if the program itself is wrong. It cannot be known for
-certain which of the two a failure is. The defaults therefore consider the cause, and whether the
-job has ever made a step. Users who know better write `recovery.rules`.
+A restart helps after a lost node, but not if the program itself is wrong. It is impossible to know
+for certain which of the two has happened. The defaults therefore consider the cause, and whether
+the job has ever made a step. Users who know better write `recovery.rules`.
 
 1. The first of `recovery.rules` that matches the cause and exit code decides (`evaluate_rules`)
    whether to fail the job, restart and count, or restart without counting.
@@ -12,8 +12,8 @@ job has ever made a step. Users who know better write `recovery.rules`.
    and consequences of other failures do not.
 4. Before the first step, REPEATS consecutive counted failures with the same error in the program's
    text (`find_repeated_error`) or on several ranks at once (`find_error_everywhere`) fail the job,
-   because the program would be the same in the next attempt. Errors of a network, a disk or a
-   device pass, and never end a job in this way.
+   because the program would be the same in the next attempt. Network, disk and device errors are
+   usually temporary, and never fail a job in this way.
 
 Example of a job without rules and with maxRestarts=10:
 
@@ -66,8 +66,8 @@ _CONFIGURATION = frozenset({2, *range(64, 79)} - {EXIT_STEPPED_ASIDE})
 
 PROGRAM_ERROR = "ProgramError"
 REPEATS = 3
-"""Number of consecutive failures with the same program error that end a job before its first
-step."""
+"""Number of consecutive failures with the same program error that fail a job before its first step.
+"""
 APART = timedelta(seconds=10)
 """Minimum time between failures that count as repeated, so that a temporary fault can pass."""
 _OUTSIDE = re.compile(
@@ -78,7 +78,7 @@ _OUTSIDE = re.compile(
     r"|\bhttps?:|no space|quota|\bS3\b|\b(?:CUDA|HIP|NCCL|cuDNN|cuBLAS|NVML|ECC)\b(?! out of memory)",
     re.IGNORECASE,
 )
-"""Matches errors of a network, a disk or a device, by their type or wording."""
+"""Matches network, disk and device errors, by their type or wording."""
 _PROGRAM_ERROR = re.compile(
     r"^rank .* ended with exit code 1: ((?:SyntaxError|IndentationError|TabError|NameError|UnboundLocalError|KeyError"
     r"|ImportError|ModuleNotFoundError|AttributeError|TypeError|NotImplementedError|RecursionError): .*)$",
@@ -169,7 +169,7 @@ def find_error_everywhere(spec: JobSpec, recent: Sequence[Restart]) -> str | Non
     """Return a message if several ranks had the same error in the last REPEATS counted failures.
 
     Failures that follow each other within APART are counted as one. Any type of error qualifies,
-    except errors of a network, a disk or a device, which may be temporary.
+    except network, disk and device errors, which may be temporary.
     """
     if _is_ruled(spec):
         return None

@@ -2,19 +2,19 @@
 
 All ranks wait for the slowest one in each step, so one throttled GPU or one busy host slows the
 whole job down. The ranks measure this (`ddpjob_pod/stragglers.py`) and report which of them lag.
-Moving one costs a restart, and helps only if its place is the reason. So a rank moves only if all
-of these conditions hold:
+Moving a rank costs a restart, and helps only if the rank's host is the reason. So a rank moves only
+if all of these conditions hold:
 
 - It is reported as at least SLOWDOWN times as slow as the median rank, and each step would take at
   least COST less time if it kept pace. If a script reports no costs, its slow ranks are only
   reported.
 - It has been reported for LASTS by the operator's clock, in addition to the half minute after which
-  the training reports it. Short loads, evaluations and checkpoints end sooner.
+  the training reports it. Short loads, evaluations and checkpoints are over sooner.
 - At most a quarter of the pods are slow. If more are, they are not an exception.
 - A spare is ready on a different Kubernetes node. Otherwise the rank would only lose its work.
 - Within the last hour, the rank was not moved, the job has not left this Kubernetes node, and there
   were fewer than MAX_MOVES moves. If a rank is slow again after a move, its work is the reason.
-- The last such move was APART ago. One pod is moved at a time.
+- The last such move was at least APART ago. Only one pod is moved at a time.
 
 Example with the trainer's defaults and one spare:
 
@@ -44,7 +44,7 @@ from ddpjob.core.world import PodView
 
 SLOWDOWN = 1.3
 COST = 0.1
-"""Minimum share of each step that a move must save. It then repays its restart in about a
+"""Minimum share of each step that a move must save. Such a move repays its restart in about a
 minute."""
 LASTS = timedelta(seconds=30)
 APART = timedelta(minutes=5)
@@ -79,7 +79,7 @@ class _Slow:
 def judge_slow_ranks(view: View) -> list[PaceVerdict]:
     """Return verdicts on pods with clearly slow ranks, the slowest first.
 
-    The result is empty while the job finishes, and until APART has passed since the last move.
+    The result is empty while the job is finishing, and until APART has passed since the last move.
     """
     slow = [found for found in _slow_pods(view) if view.now >= found.since + LASTS]
     if not slow or _next_after_move(view) is not None:
@@ -144,15 +144,15 @@ def _why_it_stays(view: View, found: _Slow, slow: list[_Slow]) -> str:
     if spec.recovery.slow_ranks is SlowRanks.REPORT:
         return "recovery.slowRanks is Report"
     if found.cost is None or not spec.under_torchrun:
-        return "the script does not report what the rank costs, or spec.command is set, so the rank is only named"
+        return "the time that the rank costs is not reported, or spec.command is set, so the rank is only reported"
     if len(slow) > max(1, SHARE * spec.nodes):
         return "more than a quarter of the pods are slow, so none of them is an exception"
     if found.index == 0 and spec.rendezvous.placement is Placement.MASTER:
-        return "its pod has the coordinator, because rendezvous.placement is Master"
+        return "its pod runs the coordinator, because rendezvous.placement is Master"
     if any(restart.rank is not None and restart.rank // procs == found.rank // procs for restart in moved):
-        return "the same rank was slow in a different place within the last hour, so its work may be the reason"
+        return "the same rank was slow in a different pod within the last hour, so its work may be the reason"
     if not view.world.one_host and found.pod.host in avoided | {restart.node for restart in moved}:
-        return "the job has left this Kubernetes node within the last hour, and found no better one"
+        return "the job left this Kubernetes node within the last hour, and found no better one"
     if often:
         return f"there were {MAX_MOVES} moves, or {RECENT} restarts of any kind, within the last hour"
     return "" if spares else "no spare is ready on a different Kubernetes node; set spec.spares"

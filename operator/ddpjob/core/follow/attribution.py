@@ -1,4 +1,4 @@
-"""Second stage: attribute ended pods and the coordinator's new incidents to breaks.
+"""Second stage: attribute the ends of pods and the coordinator's new incidents to breaks.
 
 Each break has one cause. All other failures in it are consequences, which never count. The rules
 are in `failures.merge_causes`. This stage turns ends and incidents into findings for these rules.
@@ -7,7 +7,7 @@ It also handles two cases that the findings alone cannot show:
 - The end of an idle spare does not break the group (`_was_idle`).
 - A `command` has no coordinator that reports which rank failed first. If one node fails, all others
   soon fail as well, because they have lost a peer. If only such errors have been seen, the stage
-  waits for the peer's own end for up to CAUSE_WAIT (`awaits_cause`). Then a single finding is kept:
+  waits up to CAUSE_WAIT for the peer itself to end (`awaits_cause`). Then a single finding is kept:
   a disruption if there is one, otherwise the first error that is not about a lost peer.
 
 Example of a `command` with 2 nodes:
@@ -45,7 +45,7 @@ _LOSSES = frozenset({IncidentKind.PEER_LOST, IncidentKind.LEFT})
 
 
 def awaits_cause(ends: Ends) -> bool:
-    """Whether every ended pod of a `command` has lost a peer whose own end may be observed soon."""
+    """Whether all ends in a `command` are due to a lost peer whose own end may be observed soon."""
     if ends.view.job.spec.under_torchrun or not ends.slots:
         return False
     if all(slot.state is not SlotState.RUNNING for slot in ends.view.status.slots):
@@ -78,7 +78,7 @@ class Attribution:
 
 
 def attribute_ends(ends: Ends) -> Attribution:
-    """Merge ended pods and new incidents into breaks."""
+    """Merge the ends of pods and new incidents into breaks."""
     view = ends.view
     incidents = find_new_incidents(view)
     findings = [_finding_of_end(view, index, ended, incidents) for index, ended in ends.slots.items()]

@@ -8,7 +8,8 @@ here. `attribution` then decides whether it is the cause of a break or a consequ
 Some ends look like faults of a host, but are the job's own fault. They become InitFailure, which
 fails a job before its first step:
 
-- a container that cannot start because the job's program is missing, or on two hosts
+- a container that cannot start because the job's program is missing, or that fails to start on two
+  hosts
 - a preflight that no pod passes (`_judge_preflights`)
 
 The opposite case is a coordinator that ends before the operator has reached it. Its host is
@@ -75,7 +76,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Ends:
-    """The ended pods, and the status with the current states of the slots and the coordinator."""
+    """The pods that have ended, and the status with current states of slots and coordinator."""
 
     view: View
     slots: dict[int, Ended]
@@ -89,7 +90,7 @@ class Ends:
 
 
 def find_ends(view: View) -> Ends:
-    """Return the ended pods of the current generation's slots and coordinator."""
+    """Return the pods of the current generation's slots and coordinator that have ended."""
     view, slots = _follow_slots(view)
     view, coordinator = _follow_coordinator(view)
     ends = Ends(view, slots, _suspect_host(view, coordinator))
@@ -116,9 +117,9 @@ def _follow_slots(view: View) -> tuple[View, dict[int, Ended]]:
 
 
 def _silent_since(view: View, slot: Slot, pod: PodView | None) -> datetime | None:
-    """Return since when a slot's pod has been silent; None if it is not silent.
+    """Return when a slot's pod fell silent; None if it is not silent.
 
-    If the exact beginning is unknown, the slot remembers the first reconcile that saw the silence.
+    If the exact time is unknown, the slot remembers the first reconcile that saw the silence.
     """
     since = lost_since(pod, view.world, view.now) if pod is not None else None
     return min(since, slot.lost_since) if since is not None and slot.lost_since is not None else since
@@ -128,7 +129,7 @@ def _host_lost(view: View, pod: PodView, since: datetime | None) -> End:
     seconds, hosts = _seconds(view, since), view.world.hosts
     if not is_down(pod.host, hosts):
         return End(Cause.NODE_LOST, f"pod {pod.name} on Kubernetes node {pod.host} has been silent for {seconds} s")
-    what = "is deleted" if (hosts or {})[pod.host].deleted else f"has not been ready for {seconds} s"
+    what = "has been deleted" if (hosts or {})[pod.host].deleted else f"has not been ready for {seconds} s"
     return End(Cause.NODE_LOST, f"Kubernetes node {pod.host} of pod {pod.name} {what}")
 
 
@@ -208,7 +209,7 @@ def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
 
 
 def _judge_start_errors(ends: Ends) -> Ends:
-    """Return the ends. Start errors that are the job's own fault are changed to InitFailure.
+    """Return the ends, with start errors that are the job's own fault changed to InitFailure.
 
     A start error is the job's fault if its own program is missing or, before the first step, if
     containers could not start on two hosts. An image for a different platform is the hosts' fault
@@ -241,12 +242,12 @@ def _has_other_platform(view: View, hosts: set[str]) -> bool:
 
 
 def _suspect_host(view: View, ended: Ended | None) -> Ended | None:
-    """Return the coordinator's end, as the host's fault if the operator never reached it.
+    """Return the coordinator's end.
 
-    Such an end does not count, and the next coordinator starts on a different host. If the job
-    already avoids a host because of a start error, the host is not suspected again, because the
-    fault is more likely in the program. An image for a different platform is always judged by the
-    platform.
+    If the operator never reached the coordinator, the end is blamed on the host. Such an end does
+    not count, and the next coordinator starts on a different host. If the job already avoids a host
+    because of a start error, the host is not suspected again, because the fault is more likely in
+    the program. An image for a different platform is always judged by the platform.
     """
     pod, report, rendezvous = view.coordinator, view.report, view.status.rendezvous
     if pod is None or pod.role is not Role.COORDINATOR or not pod.host or pod.deleted_at is not None:
@@ -260,11 +261,11 @@ def _suspect_host(view: View, ended: Ended | None) -> Ended | None:
         return ended
     where = f"the coordinator's pod {pod.name} on Kubernetes node {pod.host}"
     if ended is None and pod.prepared is False and view.now - (pod.scheduled or view.now) >= UNPREPARED:
-        why = f"{where} has had no volumes or no network for {_seconds(view, pod.scheduled)} s"
+        why = f"{where} has had no volumes or network for {_seconds(view, pod.scheduled)} s"
         return Ended(End(Cause.START_ERROR, f"{why}; the next coordinator starts elsewhere"), pod, pod.name)
     if ended is None or ended.end.cause is not Cause.EXIT_CODE or not _ended_soon(view, pod):
         return ended
-    why = f"{where} ended before the operator reached it; the next one starts elsewhere: {ended.end.message}"
+    why = f"{where} ended before the operator reached it; the next coordinator starts elsewhere: {ended.end.message}"
     return replace(ended, end=replace(ended.end, cause=Cause.START_ERROR, message=why))
 
 
@@ -274,7 +275,7 @@ def _ended_soon(view: View, pod: PodView) -> bool:
 
 
 def _judge_preflights(ends: Ends) -> Ends:
-    """Return the ends. A preflight that no pod passes is changed to InitFailure.
+    """Return the ends, with a preflight that no pod passes changed to InitFailure.
 
     The reason may be a folder that the job cannot write to, or a wrong gpusPerNode. This is judged
     only before the first step. There must be more than two failed preflights per slot, or more than
@@ -286,7 +287,7 @@ def _judge_preflights(ends: Ends) -> Ends:
     passed = view.report is not None and any(m.state in _PASSED for m in view.report.members)
     if passed or view.trained or before + len(failed) <= min(2 * len(view.status.slots), RECENT):
         return ends
-    why = "no pod has passed: "
+    why = "no pod has passed the preflight: "
     judged = {
         i: replace(e, end=replace(e.end, cause=Cause.INIT_FAILURE, message=why + e.end.message))
         for i, e in failed.items()

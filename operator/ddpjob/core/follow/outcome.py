@@ -3,14 +3,14 @@
 Done. Under torchrun, a node exits with 0 only once every node of the group has finished, because
 the launchers wait for each other. One node with exit code 0 therefore proves that the whole group
 has made its last step (`is_done`). From then on no pod is replaced, and the other pods have FINISH
-to end. A `command` has no such barrier, so all of its nodes must succeed.
+to exit. A `command` has no such barrier, so all of its nodes must succeed.
 
 Failed. A restart is pointless in these cases, in this order (`find_failure`):
 
 1. A rule, or its default, says that the cause fails the job (`failures.policy`).
 2. The job has never run, and its image does not exist.
 3. The coordinator cannot start before the first step.
-4. More failures have counted than recovery.maxRestarts allows.
+4. More failures have been counted than recovery.maxRestarts allows.
 5. The same error of the program repeats before the first step.
 
 Example with 2 nodes under torchrun:
@@ -39,7 +39,7 @@ from ddpjob.core.view import View
 from ddpjob.core.world import Role
 
 FINISH = timedelta(seconds=60)
-"""How long the other pods may take to end after the first pod has ended with exit code 0."""
+"""How long the other pods may take to exit after the first pod has exited with 0."""
 
 
 # --- the work is done -------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def settle(view: View) -> View | None:
 
 
 def give_up_lost(attribution: Attribution) -> View:
-    """Return the view of a finished group, in which ended pods are marked as lost for good."""
+    """Return the view of a finished group, with pods that have ended marked as lost for good."""
     ends = attribution.ends.slots
     slots = enumerate(attribution.ends.view.status.slots)
     view = attribution.ends.view.with_slots([replace(s, state=SlotState.LOST) if i in ends else s for i, s in slots])
@@ -100,7 +100,7 @@ def give_up_lost(attribution: Attribution) -> View:
 
 
 def has_finished_while_ending(view: View) -> bool:
-    """Whether pods of the previous generation have finished their work while they were ending."""
+    """Whether pods of the previous generation have finished their work while terminating."""
     before = view.status.rendezvous.generation - 1
     pods = [*view.world.nodes(), *(p for p in view.world.departed if p.role is not Role.COORDINATOR)]
     return view.job.spec.under_torchrun and any(p.generation == before and is_success(p, launcher=True) for p in pods)
@@ -163,7 +163,7 @@ def _budget_spent(view: View) -> Failure | None:
     restarts, limit = view.status.restarts, view.job.spec.recovery.max_restarts
     if restarts.counted <= limit:
         return None
-    spent = f"{count(restarts.counted, 'failure')}, recovery.maxRestarts is {limit}"
+    spent = f"{count(restarts.counted, 'failure')}, but recovery.maxRestarts is {limit}"
     last = next((r for r in reversed(restarts.recent) if r.counted), None)
     if last is not None:
         spent = f"{last.reason}: {put_cause_first(without_wait(last.message), spent)}"

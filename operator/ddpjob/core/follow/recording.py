@@ -4,7 +4,7 @@ The status is written before any pod is replaced, so a restart is counted exactl
 operator dies in between. Three kinds of entries are added to the attributed restarts:
 
 - A pod that is alive, but whose device or host is broken, is replaced (`judge_failing`). The entry
-  is a consequence of the failure that shows this.
+  is a consequence of the failure that revealed the fault.
 - The loss of the coordinator is a restart of its own. In mode Fast the group continues to train
   without a coordinator, so the loss neither counts nor breaks the group.
 - Hosts that have become suspect are avoided from now on.

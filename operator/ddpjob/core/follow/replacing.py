@@ -1,4 +1,4 @@
-"""Last stage: decide what replaces ended pods, and when.
+"""Last stage: decide what replaces the pods that have ended, and when.
 
 If possible, each lost pod is replaced alone: its slot gets the next attempt, and the other pods
 keep running. A new generation replaces the whole group instead (`_must_regroup`):
@@ -48,7 +48,7 @@ _REGROUPS = frozenset({Cause.RENDEZVOUS_LOST})
 
 
 def replace_ended(recorded: Recorded) -> View:
-    """Return the view with the next attempts of ended pods, or the next generation, planned."""
+    """Return the view with replacements planned: the next attempts, or a new generation."""
     ends, view = recorded.slots, recorded.view.with_status(_with_backoff(recorded))
     if _must_regroup(recorded, view):
         return view.with_status(begin_generation(view if view.job.spec.under_torchrun else _all_wait(view, ends)))

@@ -4,11 +4,11 @@
 2. `attribution`: which of these ends and new incidents are causes, and which are consequences
 3. `recording`: restarts in the status, whether they count, and hosts to avoid
 4. `outcome`: whether the job fails
-5. `replacing`: the next attempts of ended pods, or a new generation
+5. `replacing`: the next attempts of pods that have ended, or a new generation
 
 Later stages are skipped in three cases. If the group has finished, the job is complete. If the
 cause of an end is still awaited, nothing is recorded, and the next reconcile starts again. If the
-group has made its last step, ended pods are not replaced.
+group has made its last step, pods that have ended are not replaced.
 
 Example: a drain evicts pod train-1-0, and rank 0 loses its connection to it.
 

@@ -105,8 +105,8 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
         members = status.gang.nodes if status.gang is not None and status.gang_waits else len(status.slots)
         pods += [CreateNode(i, s.attempt) for i, s in planned if i < members and _due(view, s.not_before, held)]
     if buildable and missing and _due(view, status.rendezvous.not_before, held):
-        # Create the coordinator right after the first node's pod. It prefers the same kind of
-        # machine, and should not wait for all pods of a large job.
+        # Create the coordinator right after the first node's pod. The coordinator prefers the same
+        # kind of machine, and should not wait for all pods of a large job.
         pods.insert(1, CreateCoordinator())
     isolated = view.status.condition(ConditionType.ISOLATED)
     if world.policy and not world.has_policy and (pods or isolated is None or isolated.status):
@@ -127,9 +127,10 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
 
 
 def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -> bool:
-    """Whether the back-off of a creation is over. If it is not, add its end to `held`.
+    """Whether the back-off of a creation is over.
 
-    If more than the maximum remains, the clock was set back. The back-off then counts as over.
+    If it is not over, add the time when it ends to `held`. If more than the maximum remains, the
+    clock was set back. The back-off then counts as over.
     """
     longest = max(timedelta(seconds=view.job.spec.recovery.backoff.maximum), ROOM) + timedelta(seconds=1)
     if not_before is None or not timedelta(0) < not_before - view.now <= longest:
@@ -181,7 +182,7 @@ def _removals(view: View, lost: frozenset[str]) -> list[Action]:
         if pod.name in view.current_names and pod.name not in lost:
             continue
         if not pod.ended and (pod.name in lost or is_given_up(view, pod, lost_since(pod, world, view.now))):
-            # An unreachable host will never confirm the pod's end.
+            # An unreachable host will never confirm that the pod has ended.
             actions.append(DeletePod(pod.name, pod.uid, 0))
         elif pod.role is Role.COORDINATOR:
             if pod.deleted_at is None and (pod.generation == generation or not old_nodes_run):
@@ -268,7 +269,7 @@ DEAF = timedelta(seconds=4)
 
 
 def send_away_deaf(view: View, endpoint: str) -> list[Action]:
-    """Return the message that ends launchers that have missed the deletion of their pods.
+    """Return the message that stops launchers that have missed the deletion of their pods.
 
     SIGTERM is lost if it arrives while a container's first process starts. The launcher would then
     wait for a group until the kubelet kills it at the end of the grace period. The coordinator
@@ -289,9 +290,9 @@ LONGEST_DEAF = timedelta(seconds=20)
 
 
 def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
-    """Return the message that ends a replaced coordinator, which may still run on a lost host.
+    """Return the message that stops a replaced coordinator, which may still run on a lost host.
 
-    If the generation continues, its members look for the next coordinator. Otherwise they end. A
+    If the generation continues, its members look for the next coordinator. Otherwise they exit. A
     coordinator of an old generation whose host is not lost gets no message, because its pods may be
     saving. It is deleted after them.
     """

@@ -8,11 +8,11 @@ its pods. Only the scheduler can prevent this, so the operator creates a PodGrou
 - Once all its pods have been seen on hosts at the same time, the gang is placed (`with_placed`),
   and remains so in this generation. Later pods do not belong to a group, because Kubernetes 1.36
   does not schedule a group's pods while fewer than its minimum exist.
-- A job whose gang has been placed can later be stuck with half of its nodes. It then yields: if it
-  has held nodes for YIELD without training, and the scheduler finds no room for a pod that it
-  needs, it gives up all its nodes and waits as a new gang. After a preemption that leaves too few
-  nodes it does so at once. A job whose newest state is only in these pods keeps them (`only_copy`),
-  unless another job waits for room.
+- A job whose gang has been placed can later be stuck with half of its nodes. It then yields: it
+  gives up all its nodes and waits as a new gang. It does so if it has held nodes for YIELD without
+  training, and the scheduler finds no room for a pod that it needs. After a preemption that leaves
+  too few nodes, it yields at once. A job whose newest state is only in these pods keeps them
+  (`only_copy`), unless another job waits for room.
 
 Example of two jobs with 4 nodes each on a cluster with 6:
 
@@ -43,7 +43,7 @@ pod."""
 
 
 def plan_gang(view: View) -> GangStatus | None:
-    """Return the gang of a generation that begins now; None if its pods are placed one by one."""
+    """Return the gang of a new generation; None if its pods are placed one by one."""
     spec = view.job.spec
     wanted = spec.scheduling.gang
     if wanted is None:
@@ -76,7 +76,7 @@ def is_outdated(view: View) -> bool:
 
 
 def with_placed(view: View) -> JobStatus:
-    """Return the status, with the gang marked as placed once all its pods are on hosts together."""
+    """Return the status, with the gang marked as placed once all its pods are on hosts."""
     status = view.status
     if status.gang is None or status.gang.placed:
         return status
@@ -105,8 +105,8 @@ def explain_yield(view: View) -> str:
     """Return why the job gives up its nodes and waits as a gang again; empty if it does not.
 
     A job gives them up if it has held nodes for YIELD without training, and the scheduler finds no
-    room for a pod that it needs. Its own ending pods may occupy that room, so the job waits for
-    them.
+    room for a pod that it needs. Its own terminating pods may occupy that room, so the job waits
+    for them.
     """
     status, spec, now = view.status, view.job.spec, view.now
     running, scheduled = (status.condition(kind) for kind in (ConditionType.RUNNING, ConditionType.SCHEDULED))

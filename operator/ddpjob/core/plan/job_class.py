@@ -2,12 +2,13 @@
 
 The platform team writes classes, and users name one in spec.className. A job takes its class when
 it starts or is resumed, and keeps it in the status. A change to the class must not restart running
-jobs, so it reaches a job only at its next start or resume.
+jobs, so a job takes it only when it next starts or resumes.
 
 - If the namespace has no such class, the job waits (ClassMissing).
 - If a job sets a field that the class fixes, or exceeds a limit, a new job fails and a resumed job
   waits (ClassRefused).
-- If a running job is changed in such a way, it keeps the class's values (ClassExceeded).
+- If a running job is changed so that it violates the class, it keeps the class's values
+  (ClassExceeded).
 
 Example with the class h100, which allows 8 nodes:
 
@@ -31,7 +32,7 @@ CLASS_MISSING, CLASS_REFUSED, CLASS_EXCEEDED = "ClassMissing", "ClassRefused", "
 
 
 def find_class_fault(view: View) -> tuple[str, str] | None:
-    """Return a reason and a message if a job that begins cannot get its class; otherwise None."""
+    """Return (reason, message) if a starting job cannot get its class; otherwise None."""
     job, offer = view.job, view.world.offer
     if not begins(job):
         return None
@@ -39,7 +40,7 @@ def find_class_fault(view: View) -> tuple[str, str] | None:
         known = ", ".join(offer.known[:10]) or "none"
         message = (
             f'spec.className: "{job.spec.class_name}" is not one of the classes that namespace {job.namespace} may use '
-            f"({known}); suspend the job and name one of these, or ask the platform team to add the class to the "
+            f"({known}); suspend the job and choose one of these, or ask the platform team to add the class to the "
             "chart's jobClasses"
         )
         return CLASS_MISSING, message
@@ -47,9 +48,10 @@ def find_class_fault(view: View) -> tuple[str, str] | None:
 
 
 def take_class(view: View) -> JobStatus | None:
-    """Return the status with the current class, for a job that begins.
+    """Return the status with the current class, for a job that is about to start.
 
-    Return None if the job does not begin, does not name a class, or already has the current class.
+    Return None if the job is not about to start, does not name a class, or already has the current
+    class.
     """
     given, taken = view.world.offer.job_class, view.status.job_class
     if not begins(view.job) or given is None:
@@ -75,5 +77,5 @@ def with_class_applied(view: View) -> JobStatus:
         # The job runs with the values of the class and with as many nodes as the class allows.
         message = "not applied: " + "; ".join(exceeded)
         return with_condition(status, ConditionType.CLASS_APPLIED, False, CLASS_EXCEEDED, message, view.now)
-    message = f"the job keeps the values of class {taken.name} from its start; status.jobClass contains them"
+    message = f"the job keeps the values that class {taken.name} had when it started; status.jobClass contains them"
     return with_condition(status, ConditionType.CLASS_APPLIED, True, "Applied", message, view.now)

@@ -1,29 +1,35 @@
 """Decides what a job in a Kueue queue requests, whether it may run, and at which size.
 
-Kueue grants quota through its own objects, Workloads. Their owner creates a Workload, starts when
-it is admitted, stops when it is evicted, and releases the quota. The operator is such an owner.
+Kueue grants quota through its own objects, Workloads. The owner of a Workload creates it, starts
+when it is admitted, stops when it is evicted, and releases the quota. The operator is such an
+owner.
 
-- A Workload requests the pods of all slots and the coordinator's pod. Its name is a hash of the
-  request, so that creating it twice is harmless.
 - The job runs while one of its Workloads is admitted and holds quota for pods of this shape
-  (`_holding`). `status.queue` is the grant. Pods are built from the grant, so its size applies
-  instead of the spec's.
-- A different size needs a new Workload, which names the current Workload as its predecessor. Kueue
+  (`_holding`). `status.queue` is the grant. Pods are built from it, so its size applies.
+- A different size needs a new Workload, which names the current one as its predecessor. Kueue
   admits it without stopping the job (Kueue calls this a "slice").
+- An elastic job starts with the pods that have quota, at least `minNodes` (Kueue's "partial
+  admission"). It asks for the others in additional Workloads. `status.queue.more` lists them in
+  the order of their slots. If one is evicted, the job continues without its slots and later ones.
 - An evicted job loses its pods first, like a suspended job. Its quota is released only after the
   pods are gone; otherwise two jobs would use it.
 
 Example of a job that is scaled from 4 nodes to 6:
 
-    Workload 1a (4 pods and the coordinator) is admitted: the job trains with 4 nodes
     nodes=6: Workload 7c (6 pods and the coordinator) replaces 1a. The job keeps 4 nodes
     Kueue admits 7c and finishes 1a: the job is resized to 6 nodes, 1a is deleted
     Kueue evicts 7c: the pods end gracefully, then 7c is released and waits in its place
 
-The label that names the queue is read when a job begins, and while it is suspended. On a running
-job, a new label has no effect, and removing the label does not release the quota.
+Example of a job with nodes=4 and elastic.minNodes=2:
 
-Why: docs/decisions/0017.
+    Kueue admits 3 pods of Workload 1a: slots 0 to 2 train, and Workload 9f asks for 1 pod
+    Kueue admits 9f: slot 3 joins
+    Kueue evicts 9f: slot 3 ends, and 9f waits again. Slots 0 to 2 continue to train
+
+The label of the queue is read when a job begins, and while it is suspended. A new or removed label
+has no effect on a running job.
+
+Why: docs/decisions/0017 and 0032.
 """
 
 from __future__ import annotations
@@ -33,21 +39,28 @@ import json
 from dataclasses import replace
 
 from ddpjob.api.job import DDPJob
-from ddpjob.api.job_status import ConditionType, JobStatus
+from ddpjob.api.job_status import ConditionType, JobStatus, QueueStatus, QuotaShare
 from ddpjob.core.decision import Action, CreateWorkload, DeleteWorkload, MarkWorkload, ReleaseWorkload
 from ddpjob.core.failures.liveness import may_run
 from ddpjob.core.status.conditions import QUEUE_NOT_SERVED, QUEUE_WAITS, with_condition, without_condition
 from ddpjob.core.status.messages import count
 from ddpjob.core.view import View
-from ddpjob.core.world import WorkloadView
+from ddpjob.core.world import ANNOTATION_WORKLOAD, WorkloadView
 
 REPLACED = "WorkloadSliceReplaced"
 """Kueue's reason for a finished Workload whose quota goes to its successor. It finishes a moment
 before the successor is admitted."""
 _NOT_SERVED = (
-    "the job's label names queue {}, and the operator finds no Workloads in this cluster (kueue.x-k8s.io/v1beta2, of "
-    "Kueue 0.15 or later); install Kueue, or remove the label kueue.x-k8s.io/queue-name to run the job without a queue"
+    "the job's label names queue {}, but this cluster does not serve Workloads (kueue.x-k8s.io/v1beta2, in Kueue 0.15 "
+    "or later); install Kueue, or remove the label kueue.x-k8s.io/queue-name to run the job without a queue"
 )
+MOST_PARTS = 16
+"""Maximum number of additional Workloads that may be admitted in part. It bounds the status."""
+ONE_DOMAIN = "kueue.x-k8s.io/podset-required-topology"
+"""The annotation of podTemplate that requires one topology domain for all pods of a Workload."""
+_OFFSET = "kueue.x-k8s.io/pod-index-offset"
+"""The annotation with the index of the first slot of a Workload."""
+_STAYS = "the job does not grow, because spec.podTemplate requires one topology domain for all of its pods"
 _NO_LABEL = "the job's label kueue.x-k8s.io/queue-name was removed, so the job does not request a different quota"
 
 
@@ -59,18 +72,43 @@ def shape_of(job: DDPJob) -> str:
     return hashlib.sha256(json.dumps(needs, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def workload_name(job: DDPJob) -> str:
-    """Return the name of the Workload that requests the pods of the job's spec."""
-    asked = f"{job.uid} {shape_of(job)} {job.spec.pods}"
+def find_request(job: DDPJob, queue: QueueStatus | None) -> CreateWorkload | None:
+    """Return the Workload that the job needs besides `queue`, its current quota.
+
+    Return None if the job needs no other quota. The name is a hash of the request.
+    """
+    pods, held = job.spec.pods, queue.workload if queue is not None else ""
+    if job.spec.elastic is None and not (queue is not None and queue.more):
+        return CreateWorkload(_name(job, f"{pods}"), pods, replaces=held)
+    least = job.spec.min_nodes
+    if queue is None or queue.pods > pods:
+        return CreateWorkload(_name(job, f"{pods} {least}"), pods, least, held)
+    missing = pods - queue.pods
+    if not missing or _needs_one_domain(job):
+        return None
+    least = 1 if len(queue.more) < MOST_PARTS else missing
+    return CreateWorkload(_name(job, f"{queue.pods}+{missing}"), missing, least, after=queue.pods)
+
+
+def _name(job: DDPJob, request: str) -> str:
+    asked = f"{job.uid} {shape_of(job)} {request}"
     return f"{job.name}-queue-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
+
+
+def _needs_one_domain(job: DDPJob) -> bool:
+    """Whether additional pods would have to be in the topology domain of the first ones.
+
+    Kueue places each Workload by itself.
+    """
+    return ONE_DOMAIN in ((job.spec.pod_template.get("metadata") or {}).get("annotations") or {})
 
 
 def is_queued(view: View) -> bool:
     """Whether a queue decides when the job runs.
 
     If the label is added to a job that runs without a queue, it takes effect only once the job is
-    suspended, so that training does not end. If the label is removed, training keeps its quota,
-    because Kueue would otherwise grant that quota to other jobs.
+    suspended, so that training is not interrupted. If the label is removed, training keeps its
+    quota, because Kueue would otherwise grant that quota to other jobs.
     """
     status = view.status
     if view.world.serves_queues is None:
@@ -80,19 +118,49 @@ def is_queued(view: View) -> bool:
 
 
 def _holding(view: View) -> WorkloadView | None:
-    """Return the Workload whose quota the job holds, preferring one of the spec's size."""
-    job, shape, name = view.job, shape_of(view.job), workload_name(view.job)
-    least = job.spec.elastic.min_nodes if job.spec.elastic else 1
-    pending = any(not (w.finished or w.leaving) for w in view.world.workloads)
+    """Return the Workload that holds the job's first quota, preferring one of the spec's size."""
+    job, shape = view.job, shape_of(view.job)
+    request = find_request(job, None)
+    name = request.name if request is not None else ""
+    firsts = [w for w in view.world.workloads if not w.additional]
+    pending = any(not (w.finished or w.leaving) for w in firsts)
     usable = [
         w
-        for w in view.world.workloads
+        for w in firsts
         if w.admitted and not (w.evicted or w.leaving) and (not w.finished or (w.finished == REPLACED and pending))
-        if w.shape == shape and w.grant is not None and w.grant.pods >= least
+        if w.shape == shape and w.grant is not None
         # A change by the user takes effect when the job begins.
         if view.status.queue is not None or w.asks == _asks(job)
     ]
     return min(usable, key=lambda w: (bool(w.finished), w.name != name), default=None)
+
+
+def _with_more(view: View, first: QueueStatus) -> QueueStatus:
+    """Return the first quota together with the additional quota that the job may use.
+
+    Slots are dropped only at the end. So the additional quota after a withdrawn or unneeded one is
+    given up too.
+    """
+    job, shape, queue, before = view.job, shape_of(view.job), first, view.status.queue
+    usable = {
+        w.name: w
+        for w in view.world.workloads
+        if w.additional and w.shape == shape and w.admitted and not (w.evicted or w.leaving or w.finished)
+    }
+    for share in before.more if before is not None and before.uid == first.uid else ():
+        known = usable.get(share.workload)
+        if known is None or known.uid != share.uid or queue.pods + share.pods > job.spec.pods:
+            return queue
+        queue = replace(queue, pods=queue.pods + share.pods, more=(*queue.more, share))
+    request = find_request(job, queue)
+    new = usable.get(request.name) if request is not None and request.after else None
+    if new is None or new.grant is None:
+        return queue
+    node = new.grant.node
+    if ANNOTATION_WORKLOAD in node.annotations:
+        node = replace(node, annotations={**node.annotations, _OFFSET: f"{queue.pods}"})
+    share = QuotaShare(workload=new.name, uid=new.uid, pods=new.grant.pods, node=node)
+    return replace(queue, pods=queue.pods + share.pods, more=(*queue.more, share))
 
 
 def with_grant(view: View) -> View:
@@ -108,7 +176,14 @@ def with_grant(view: View) -> View:
         # alone.
         return view
     held = _holding(view)
-    return view.with_status(replace(status, queue=held.grant if held is not None else None))
+    queue = _with_more(view, held.grant) if held is not None and held.grant is not None else None
+    if queue is not None and queue.pods < _least(view.job):
+        queue = None
+    return view.with_status(replace(status, queue=queue))
+
+
+def _least(job: DDPJob) -> int:
+    return job.spec.elastic.min_nodes if job.spec.elastic is not None else 1
 
 
 def explain_waiting(view: View) -> tuple[str, str]:
@@ -121,16 +196,24 @@ def explain_waiting(view: View) -> tuple[str, str]:
     if world.problems:
         faults = "; ".join(world.problems)
         return QUEUE_WAITS, f"requests no quota from queue {job.queue} until spec.podTemplate is corrected: {faults}"
-    asked = next((w for w in world.workloads if w.name == workload_name(job)), None)
+    request = find_request(job, view.status.queue)
+    if request is None:
+        return QUEUE_WAITS, _STAYS
+    asked = next((w for w in world.workloads if w.name == request.name), None)
     said = asked.message if asked is not None else ""
     refused = _refusal(view)
     if asked is None and refused:
         said = refused
-    return QUEUE_WAITS, f"waits in queue {job.queue} for {_size(job.spec.pods)}{f': {said}' if said else ''}"
+    if asked is not None and asked.grant is not None and asked.grant.pods < _least(job) and not request.after:
+        said = f"its Workload is admitted for {count(asked.grant.pods, 'pod')}, fewer than elastic.minNodes"
+    wanted = _size(request.pods, "more pod" if request.after else "pod")
+    if 0 < request.least < request.pods and not request.after:
+        wanted += f", or at least {request.least}"
+    return QUEUE_WAITS, f"waits in queue {job.queue} for {wanted}{f': {said}' if said else ''}"
 
 
-def _size(pods: int) -> str:
-    return f"the quota of {count(pods, 'pod')}"
+def _size(pods: int, noun: str = "pod") -> str:
+    return f"the quota of {count(pods, noun)}"
 
 
 def _refusal(view: View) -> str:
@@ -154,9 +237,9 @@ def with_admitted(view: View) -> JobStatus:
 def plan_queue_actions(view: View) -> list[Action]:
     """Return the quota requests to create, release and delete.
 
-    The quota of ending pods must not be released. A job that has left its queue therefore keeps its
-    Workloads until its old pods have ended. For a job in a queue, the caller ensures that it either
-    has quota or has no pods left.
+    The quota of terminating pods must not be released. A job that has left its queue therefore
+    keeps its Workloads until its old pods have ended. For a job in a queue, the caller ensures that
+    it either has quota or has no pods left.
     """
     job, world, queue = view.job, view.world, view.status.queue
     if not is_queued(view):
@@ -165,26 +248,37 @@ def plan_queue_actions(view: View) -> list[Action]:
         return [] if any(may_run(pod, view.now) for pod in old) else drop_workloads(view)
     if not world.serves_queues:
         return []
-    name, actions = workload_name(job), list[Action]()
+    request, actions = find_request(job, queue), list[Action]()
+    name = request.name if request is not None else ""
     replaced = any(queue is not None and w.uid == queue.uid and w.finished for w in world.workloads)
     for workload in world.workloads:
-        held = queue is not None and workload.uid == queue.uid
-        if workload.leaving or held or (replaced and not workload.finished):
+        held = queue is not None and workload.uid in queue.uids
+        if workload.leaving or held or (replaced and not (workload.finished or workload.additional)):
             continue  # A successor that is about to take over is judged afterwards.
+        if workload.additional and _uses_more(view):
+            continue
         if workload.name != name or workload.finished or (queue is None and workload.asks != _asks(job)):
             actions.append(DeleteWorkload(workload.name, workload.uid))
         elif workload.evicted and workload.reserved:
             actions.append(ReleaseWorkload(workload.name, workload.uid))
-    if job.queue and not world.problems and not any(workload.name == name for workload in world.workloads):
-        actions.append(CreateWorkload(name, queue.workload if queue is not None else ""))
+    if request and job.queue and not world.problems and not any(w.name == name for w in world.workloads):
+        actions.append(request)
     if queue is not None and view.status.holds(ConditionType.RUNNING):
         running = "the group trains"
         actions += [
             MarkWorkload(w.name, w.uid, "PodsReady", "Started", running)
             for w in world.workloads
-            if w.uid == queue.uid and not w.ready
+            if w.uid in queue.uids and not w.ready
         ]
     return actions
+
+
+def _uses_more(view: View) -> bool:
+    """Whether pods of dropped slots may still run, on quota that the job no longer has."""
+    status, now = view.status, view.now
+    running = [pod for pod in view.world.nodes() if may_run(pod, now)]
+    granted = status.queue.pods if status.queue is not None else 0
+    return len(running) > granted or any(pod.index >= len(status.slots) for pod in running)
 
 
 def _asks(job: DDPJob) -> tuple[str, str]:
@@ -197,7 +291,7 @@ def drop_workloads(view: View) -> list[Action]:
 
 
 def finish_workloads(view: View) -> list[Action]:
-    """Return actions that release the quota of a job that has ended.
+    """Return actions that release the quota of a finished job.
 
     The Workloads stay as a record, as they do for other kinds of jobs.
     """

@@ -5,7 +5,7 @@ slot, and the pod of slot 2 in attempt 5 is called `JOB-2-5`. The slots are the 
 missing pod is created, and a running pod that no slot names is deleted.
 
 No pod name is ever used twice. A replacement therefore need not wait for a deletion, and a name
-never leads to the address of a different pod. So attempts only grow, and a new slot begins above
+never leads to the address of a different pod. So attempts only grow, and a new slot starts above
 the highest attempt of any dropped slot. An operator may also have died right after creating a pod,
 before the status shows it, so the attempts of all existing pods are skipped.
 
@@ -36,7 +36,7 @@ from datetime import datetime, timedelta
 from ddpjob_runtime import protocol
 
 from ddpjob.api.job_spec import Placement
-from ddpjob.api.job_status import JobStatus, RendezvousStatus, Slot, SlotState
+from ddpjob.api.job_status import ConditionType, JobStatus, RendezvousStatus, Slot, SlotState
 from ddpjob.core.failures.classify import Cause, End
 from ddpjob.core.plan.gang import plan_gang
 from ddpjob.core.view import View
@@ -47,8 +47,8 @@ QUICK = timedelta(seconds=60)
 ROOM = timedelta(seconds=8)
 """Time to wait after a preempted pod's end before the next pod is created. kube-scheduler 1.36 does
 not reserve room for a gang that preempts other pods. It retries the gang within 10 s
-(podMaxBackoffSeconds) of the attempt that preempted them, and their shutdown takes part of that
-time. A pod that is created sooner would take the room and be preempted again."""
+(podMaxBackoffSeconds) of the attempt that preempted the pods, and the shutdown of these pods takes
+part of that time. A pod that is created sooner would take the room and be preempted again."""
 _REPEATING = frozenset(
     {
         *(Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.EVICTED),
@@ -72,6 +72,8 @@ class Repeated:
     not_before: datetime | None = None
 
 
+_MOST_FORMER_KEYS = 8
+"""Maximum number of replaced keys in the status. The oldest are forgotten."""
 SUPPORTED_PROTOCOLS = frozenset({protocol.VERSION})
 """Protocol versions of other releases' runtimes for which this operator can build pods."""
 
@@ -88,6 +90,39 @@ def template_mark(view: View) -> str:
 
 def _spec_and_key(view: View) -> str:
     return f"{view.job.spec.template_hash}-{view.world.key_mark}"
+
+
+def key_of(status: JobStatus) -> str:
+    """Return the mark of the operator key from which the job's token was made; empty if new."""
+    return status.template_hash.partition("-")[2].partition("-")[0]
+
+
+def is_superseded(view: View) -> bool:
+    """Whether a different operator has replaced this operator's key, and may still run the job.
+
+    Two operators with different keys act on the same job if they may not hold Leases. Each would
+    mistake the other's key for a change of its own, and would restart the job in turn, forever. So
+    a key that was replaced once does not return by itself. Example, with keys a and b:
+
+        a begins the job     key a
+        b sees key a         key b, formerKeys [a]: one planned restart
+        a sees key b         a finds its own key in formerKeys, and leaves the job alone
+
+    The key may return where nothing is interrupted: when the job resumes, or when a change of its
+    spec replaces its pods. An operator that holds the namespace's Lease is alone, so its key was
+    restored by an administrator, and it acts.
+    """
+    status, world = view.status, view.world
+    if world.is_sole_operator or key_of(status) == world.key_mark or world.key_mark not in status.former_keys:
+        return False
+    stops = status.terminal or status.holds(ConditionType.SUSPENDED) or view.job.spec.run_policy.suspend
+    return not stops and status.template_hash.partition("-")[0] == view.job.spec.template_hash
+
+
+def _former_keys(view: View) -> tuple[str, ...]:
+    """Return the replaced keys of a new generation, which is made with this operator's key."""
+    keys = dict.fromkeys((*view.status.former_keys, key_of(view.status)))
+    return tuple(key for key in keys if key and key != view.world.key_mark)[-_MOST_FORMER_KEYS:]
 
 
 def protocol_of(status: JobStatus) -> int:
@@ -129,7 +164,7 @@ def _lacks_pods(view: View) -> bool:
 def with_slots(status: JobStatus, slots: list[Slot]) -> JobStatus:
     """Return the status with these slots, and the highest attempt of any slot so far."""
     grow = all(new.attempt >= old.attempt for old, new in zip(status.slots, slots, strict=False))
-    assert grow, "an attempt of a slot is planned again, so the name of its pod would be used twice"
+    assert grow, "an attempt of a slot was planned twice, so two pods would have the same name"
     highest = max([status.highest_attempt, *(slot.attempt for slot in slots)])
     return replace(status, slots=tuple(slots), highest_attempt=highest)
 
@@ -163,7 +198,7 @@ def begin_generation(view: View) -> JobStatus:
         not_before=status.rendezvous.not_before,
     )
     own_folder = status.own_folder or not status.slots
-    status = replace(with_slots(status, slots), own_folder=own_folder)
+    status = replace(with_slots(status, slots), own_folder=own_folder, former_keys=_former_keys(view))
     status = replace(status, rendezvous=rendezvous, template_hash=template_mark(view), gang=plan_gang(view))
     return status if status.runtime else replace(status, runtime=view.world.runtime_offered)
 
@@ -229,7 +264,7 @@ def plan_next_coordinator(status: JobStatus) -> JobStatus:
 
 
 def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None) -> Repeated:
-    """Return the back-off after another end.
+    """Return the back-off after another pod has ended.
 
     The count rises if the pod ended quickly for the same cause, and a delay may help against this
     cause. Otherwise it is reset. After a preemption, the next pod waits for ROOM instead.

@@ -4,10 +4,10 @@ The end is written once, by `fail` or `complete`. Later reconciles only perform 
 due (`wind_down`), and no longer change the conditions:
 
 1. Running nodes of a failed job are stopped by a message through the coordinator, because a pod
-   that ends by itself keeps its log. After STOP_SECONDS, or if no message can reach them, they are
-   deleted.
+   that exits on its own keeps its log. After STOP_SECONDS, or if no message can reach them, they
+   are deleted.
 2. The coordinator's pod is deleted, and the other pods as runPolicy.cleanPodPolicy says. Sidecars
-   that are still running are ended.
+   that are still running are stopped.
 3. The quota and the PodGroup are released once no pod of the job can be running.
 4. After runPolicy.ttlSecondsAfterFinished, the job itself is deleted.
 
@@ -56,7 +56,7 @@ from ddpjob.core.view import View
 from ddpjob.core.world import COORDINATOR_CONTAINER, PodView, Role, host_port
 
 STOP_SECONDS = 15
-"""How long running nodes may take to stop by themselves before they are deleted."""
+"""How long running nodes may take to stop on their own before they are deleted."""
 EXIT_SECONDS = 15
 """How long a coordinator in a node's pod may take to exit before the pod is deleted together with
 its log."""
@@ -100,8 +100,8 @@ def complete(view: View, events: list[Event]) -> Decision:
         message = "all nodes have finished"
     if _trained_apart(view):
         message += (
-            ", but the ranks formed no group, so each of them trained a separate model: `ddpjob init SCRIPT` shows "
-            "the missing lines"
+            ", but the ranks formed no group, so each of them trained a separate model; `ddpjob init SCRIPT` shows the "
+            "missing lines"
         )
     progress = show_progress(view.status.progress, view.reported_progress, view.now, at_once=True)
     if progress.get("resumed") == NO:
@@ -151,7 +151,7 @@ def _end(view: View, events: list[Event], reason: str) -> Decision:
 
 
 def wind_down(view: View) -> Decision:
-    """Return the actions due for a job that has ended. Its status no longer changes."""
+    """Return the actions that are due for a finished job. Its status no longer changes."""
     job, world, now = view.job, view.world, view.now
     ended_at = view.status.completion_time or now
     training = [p for p in world.nodes() if not p.ended and p.deleted_at is None]
@@ -181,7 +181,7 @@ def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]
     """Return the message that stops running nodes, or deletions if no message can reach them.
 
     Nodes of a `command`, and nodes whose program has not started, cannot receive a message. Nodes
-    of a complete job end by themselves.
+    of a complete job exit on their own.
     """
     reachable = view.job.spec.under_torchrun and view.coordinator is not None
     if overdue or not reachable:
@@ -197,7 +197,7 @@ def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]
 
 
 def _clean(view: View) -> list[Action]:
-    """Return actions that delete pods per runPolicy.cleanPodPolicy and end leftover containers."""
+    """Return actions that delete pods per runPolicy.cleanPodPolicy and stop leftover containers."""
     policy = view.job.spec.run_policy.clean_pod_policy
     actions: list[Action] = []
     for pod in view.world.pods:
@@ -224,10 +224,10 @@ def has_leftovers(pod: PodView) -> bool:
 
 
 def end_leftovers(job: DDPJob, pod: PodView, now: datetime) -> list[Action]:
-    """Return actions that end the other containers of a pod whose trainer has ended.
+    """Return actions that stop the other containers of a pod whose trainer has exited.
 
     A coordinator (placement Master) is asked to exit, so that the pod and its log remain. A sidecar
-    can only be ended by deleting its pod.
+    can only be stopped by deleting its pod.
     """
     coordinator = pod.containers.get(COORDINATOR_CONTAINER)
     patient = pod.main.finished is None or now < pod.main.finished + timedelta(seconds=EXIT_SECONDS)

@@ -122,7 +122,7 @@ def _restarting(present: Present) -> JobStatus:
 
 
 def _has_run_long(status: JobStatus, now: datetime) -> bool:
-    """Whether the group has run so long that it must have made steps, even if unreported."""
+    """Whether the group has run so long that it must have made steps, even if none was reported."""
     running = status.condition(ConditionType.RUNNING)
     return running is not None and running.status and now - running.since >= SURELY_TRAINED
 
@@ -133,7 +133,7 @@ def _isolated(view: View) -> JobStatus:
     condition = partial(with_condition, status, ConditionType.ISOLATED, now=view.now)
 
     if world.policy_refused:
-        reached = "pods of other jobs can reach this job's pods; the operator tries again with the job's next pod"
+        reached = "pods of other jobs can reach this job's pods; the operator retries with the job's next pod"
         return condition(False, "PolicyRefused", f"NetworkPolicy {world.policy}: {world.policy_refused}; {reached}")
     if spec.network.isolate and spec.on_host_network:
         why = "no NetworkPolicy applies to the job's pods, because podTemplate.spec.hostNetwork is set"

@@ -1,15 +1,15 @@
 """Counts a job's GPU seconds: how many GPUs its pods hold, multiplied by the time in seconds.
 
 Cost and fair shares are settled in GPU hours, which nobody can reconstruct once pods are gone. The
-status therefore holds the sum, and since when how many GPUs are held:
+status therefore holds the sum, the number of GPUs that are held now, and since when:
 
     gpuSeconds: 28800
     gpuUse: {held: 16, since: "2026-03-01T10:30:00Z"}
 
 The sum covers the time up to `since`. A pod holds its GPUs from the moment that Kubernetes binds it
 to a node until all its containers have ended or its object is gone, whatever its program does:
-while images are pulled, while a spare stands by, and while a pod ends. These are the GPUs that
-nobody else can use. Only GPUs named by spec.gpuResource count.
+while images are pulled, while a spare stands by, and while a pod terminates. These are the GPUs
+that nobody else can use. Only GPUs named by spec.gpuResource count.
 
 At each reconcile, the number in `gpuUse.held` is multiplied by the time since `gpuUse.since` and
 added to the sum. The result is written together with any other change to the status, whenever the

@@ -6,8 +6,8 @@ outcome is known. Each reconcile resends pending notifications with the same id,
 receiver can drop duplicates.
 
 - A notification is sent when a job completes or fails, and when its budget is nearly spent.
-- If the receiver cannot be used, the Notifies condition shows this at the job's start. The entry is
-  abandoned.
+- If the receiver cannot be used, the Notifies condition shows this when the job starts, and the
+  entry is abandoned.
 - A job is not deleted after its time to live while a notification is pending.
 
 Example of a job that fails:
@@ -29,7 +29,7 @@ from ddpjob.api.job_spec import Json, NotifyEvent
 from ddpjob.api.job_status import ConditionType, JobStatus, Notification, NotificationState, format_time
 from ddpjob.core.decision import BLOCKED_POLL, Decision, DeleteJob, Event, SendNotification
 from ddpjob.core.status.conditions import with_condition, without_condition
-from ddpjob.core.status.messages import event_text, put_cause_first
+from ddpjob.core.status.messages import count, event_text, put_cause_first
 from ddpjob.core.world import World
 
 _PROGRESS = ("epoch", "epochs", "step", "steps", "percent", "loss", "samplesPerSecond", "eta", "updatedAt")
@@ -109,7 +109,7 @@ def _unusable(job: DDPJob, world: World) -> str:
     known = ", ".join(sorted(world.receivers)[:10]) or "none"
     return (
         f'spec.notify.receiver: "{job.spec.notify.receiver}" is not one of the receivers that namespace '
-        f"{job.namespace} may use ({known}); name one of them, or have the platform team add it to the chart's "
+        f"{job.namespace} may use ({known}); choose one of them, or ask the platform team to add it to the chart's "
         "notify.receivers"
     )
 
@@ -162,7 +162,8 @@ def _why(job: DDPJob, status: JobStatus, event: NotifyEvent) -> tuple[str, str]:
         condition = status.condition(ConditionType(event))
         return (condition.reason, condition.message) if condition is not None else (str(event), "")
     counts, allowed = status.restarts, job.spec.recovery.max_restarts
-    used = f"{counts.counted} of recovery.maxRestarts = {allowed} {'is' if counts.counted == 1 else 'are'} used up"
+    used = f"{counts.counted} of {count(allowed, 'restart')} {'is' if counts.counted == 1 else 'are'} used up"
+    used += " (recovery.maxRestarts)"
     last = next((r for r in reversed(counts.recent) if r.counted), None)
     if last is None:
         return str(event), used

@@ -36,7 +36,7 @@ UNKNOWN = "unknown"
 
 
 def count_repeats(view: View) -> JobStatus:
-    """Return the status with the repeated steps of the round in the coordinator's report."""
+    """Return the status with the repeated steps of the round that the coordinator reports."""
     status, report = view.status, view.report
     if report is None:
         return status
@@ -66,7 +66,7 @@ def current_restart(status: JobStatus) -> Restart | None:
 def makes_new_steps(status: JobStatus) -> bool:
     """Whether a running group makes steps that no earlier round has made, as far as is known.
 
-    It does not before its first step, nor while it repeats steps.
+    It makes none before its first step or while it repeats steps.
     """
     restart = current_restart(status)
     if restart is None:
@@ -108,13 +108,13 @@ def _with_seconds(counts: Restarts, restart: Restart | None, seconds: float) -> 
 def judge_snapshots(view: View) -> JobStatus:
     """Return the status with the SnapshotsHeld condition.
 
-    The condition is absent until states do not fit.
+    The condition is absent until a state does not fit into a pod's memory.
     """
     status, figures = view.status, view.reported_progress
     condition = partial(with_condition, status, ConditionType.SNAPSHOTS_HELD, now=view.now)
     needed, risk = figures.get(protocol.SNAPSHOT_BYTES), figures.get(protocol.AT_RISK)
     if is_number(needed) and needed > 0:
-        why = f"two states of the training need {needed / 2**30:.1f} GiB of each pod's memory"
+        why = f"two training states need {needed / 2**30:.1f} GiB of each pod's memory"
         remedy = "raise storage.snapshotMemory and resources.limits.memory, or set recovery.snapshots: none"
         cost = "so a loss repeats the work since the last checkpoint"
         return condition(False, "NoRoom", f"{why}, which is more than is available, {cost}; {remedy}")

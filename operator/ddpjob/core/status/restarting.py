@@ -8,7 +8,7 @@ cases need care (`judge_restarting`):
   running group is older than the break.
 - For a `command`, no report shows when the group forms. If the program reported steps before, the
   next reported step shows that training has resumed. Otherwise only the pods are known to run.
-- A suspension may end a restart. Such a restart never gets a duration.
+- A suspension may cut a restart short. Such a restart never gets a duration.
 
 Example of a drained node:
 
@@ -90,9 +90,10 @@ def _steps(progress: Mapping[str, Any]) -> bool:
 def _timed(view: View) -> tuple[Restart, ...]:
     """Return the recent restarts, with the duration in seconds of each restart that is over.
 
-    If steps are reported to the coordinator, a restart is over with the next step. The coordinator
-    measures the last restart more precisely than the operator, which sees it only at reconciles. A
-    restart that a suspension has ended gets no duration, because there was no recovery.
+    If steps are reported to the coordinator, a restart is over when the next step has been made.
+    The coordinator measures the last restart more precisely than the operator, which sees it only
+    at reconciles. A restart that a suspension has cut short gets no duration, because there was no
+    recovery.
     """
     report = view.report
     if report is not None and report.recovery.down_since is not None and view.job.spec.under_torchrun:

@@ -1,6 +1,6 @@
 """The Running condition: whether the group trains, and what is missing or wrong.
 
-Only the coordinator's report proves that a group trains. If it does not, the most useful
+Only the coordinator's report proves that a group trains. Without this proof, the most useful
 explanation is shown (`judge_running`), in this order:
 
 1. a container that cannot start, with the kubelet's reason
@@ -91,14 +91,14 @@ def judge_running(view: View, training: int | None, running_pods: int) -> tuple[
     if report is None:
         return status.holds(ConditionType.RUNNING), "CoordinatorUnreachable", f"{present}; {_unreachable(view)}"
     if report.attempt and report.state == CoordinatorState.FORMING and status.holds(ConditionType.RUNNING):
-        trains = "continues to train, while it connects" if there == 1 else "continue to train, while they connect"
+        trains = "continues to train while it connects" if there == 1 else "continue to train while they connect"
         return True, "CoordinatorReplaced", f"{present} and {trains} to a new coordinator"
     if report.backoff_until is not None and report.backoff_until > view.now:
         until = f"{report.backoff_until:%H:%M:%S} UTC"
         return (
             False,
             "BackingOff",
-            f"{present}; the next round starts at {until}: the same failure repeats without progress",
+            f"{present}; the next round starts at {until}, because the same failure repeats without progress",
         )
     if spec.under_torchrun and (finished or report.state == CoordinatorState.SUCCEEDED):
         return (
@@ -122,9 +122,9 @@ def _waits_for_finished(view: View) -> tuple[str, str] | None:
     if at is None or running is None or since is None or view.now < since + LEFT_ALONE:
         return None
     return FINISHED_EARLY, (
-        f"pod {name} has ended with exit code 0 at {format_time(at)}, and pod {running} still runs and reports no "
-        "step. If its ranks wait for the ranks of the other pod, they wait forever. Read its log, and run `ddpjob "
-        "restart` if it hangs"
+        f"pod {name} ended with exit code 0 at {format_time(at)}, but pod {running} is still running and reports no "
+        "step. If its ranks are waiting for ranks of the other pod, they will wait forever. Read its log, and run "
+        "`ddpjob restart` if it hangs"
     )
 
 
@@ -152,7 +152,7 @@ def _secret_hint(view: View, held: Stuck) -> str:
         if secret and held.reason == "CreateContainerConfigError" and secret in held.message:
             return (
                 f"; spec.storage.{name}.secretName needs a Secret {secret} in namespace {view.job.namespace} with the "
-                "keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: the pod starts by itself once the Secret exists"
+                "keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; the pod starts automatically once the Secret exists"
             )
     return ""
 
@@ -174,7 +174,8 @@ def _unreachable(view: View) -> str:
         return f"{text}: its report cannot be used ({view.world.report_refused}), and {UNREACHABLE_LONG}"
     if view.now - since >= UNREACHABLE:
         port = view.job.spec.rendezvous.endpoint_port
-        text += f": training may continue, but {UNREACHABLE_LONG}; let the operator's pod reach port {port} of pods"
+        reach = f"allow the operator's pod to reach port {port} of pods"
+        text += f": training may continue, but {UNREACHABLE_LONG}; {reach}"
     before = last_step(known)
     return text if before is None else f"{text}; when it last answered, the group had {_NO_STEP} {format_time(before)}"
 
@@ -213,15 +214,15 @@ def _without_steps(view: View, overdue: Overdue, training: int) -> str:
     ends = view.job.spec.recovery.hangs is Hangs.END
     remedy = "it restarts once nothing moves" if ends else "it is left alone, because recovery.hangs is Report"
     text = (
-        f"the group of {count(training, 'node')} has {_NO_STEP} {format_time(since)}, far beyond the job's own "
-        f"pace{said}: {overdue.where}. If it hangs, {remedy}; recovery.hangAfterSeconds sets a fixed limit"
+        f"the group of {count(training, 'node')} has {_NO_STEP} {format_time(since)}, far longer than its usual gap "
+        f"between steps{said}: {overdue.where}. If it hangs, {remedy}; recovery.hangAfterSeconds sets a fixed limit"
     )
     return f"{text}\n{overdue.traceback}" if overdue.traceback else text
 
 
 _SAME_STEP = timedelta(minutes=1)
-"""Maximum difference between two reported times of the same step. They differ slightly, because
-each report compares the clocks again."""
+"""Maximum difference between two reported times of the same step. The two times differ slightly,
+because each report compares the clocks again."""
 _NO_STEP = "made no step since"
 _LAST_STEP = re.compile(rf"{_NO_STEP} (\S+Z)")
 

@@ -120,7 +120,7 @@ def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str
         what += f"; the values come from {'spec.rendezvous.resources' if of_coordinator else 'spec.resources'}"
     if "violates PodSecurity" in rejected.message:
         where = "spec.podTemplate.spec.securityContext, or that of the container that it names"
-        instead = "replace hostPath and nfs by claims, and remove hostNetwork and hostPort"
+        instead = "replace hostPath and nfs with claims, and remove hostNetwork and hostPort"
         what += f"; set the missing fields in {where}; {instead}"
     return CREATION_REFUSED, f"{what}; retried within a minute{_idle(view, alive)}"
 
@@ -130,7 +130,7 @@ _OF_A_CONTAINER = re.compile(r"usage per (Container|Pod) is|request ratio per (C
 _NO_CLASS = re.compile(r"no PriorityClass with name \S+ was found")
 """Matches the rejection for a missing PriorityClass, for which disabling gangs would not help."""
 _NO_BUDGET = (
-    "is refused, so a drain may end several pods at once (to do without it, set scheduling.disruptionBudget to false)"
+    "is refused, so a drain may end several pods at once (to run without it, set scheduling.disruptionBudget to false)"
 )
 
 
@@ -163,13 +163,13 @@ GANG_NOT_SERVED = "GangNotServed"
 def _gang_not_served(*, volcano: bool) -> str:
     """Report that the cluster does not serve PodGroups, and how to run without them."""
     kubernetes = (
-        "PodGroups in this cluster (scheduling.k8s.io/v1alpha2, of Kubernetes 1.36 with the feature gates "
-        "GenericWorkload and GangScheduling)"
+        "PodGroups (scheduling.k8s.io/v1alpha2, in Kubernetes 1.36 with the feature gates GenericWorkload and "
+        "GangScheduling)"
     )
-    missing = "Volcano PodGroups in this cluster (scheduling.volcano.sh/v1beta1)" if volcano else kubernetes
+    missing = "Volcano PodGroups (scheduling.volcano.sh/v1beta1)" if volcano else kubernetes
     return (
-        f"scheduling.gang is true, and the operator finds no {missing}; leave scheduling.gang out, or set it to false, "
-        f"to schedule the pods one by one"
+        f"scheduling.gang is true, but this cluster does not serve {missing}; leave scheduling.gang out, or set it to "
+        "false, to schedule the pods one by one"
     )
 
 
@@ -205,13 +205,13 @@ def _spread_hint(view: View, pod: PodView) -> str:
         return f" (pod {leaving.name} is still terminating and keeps its Kubernetes node until {until} at the latest)"
     if scheduling.same_topology and "pod affinity" in pod.unschedulable:
         return (
-            f" (all pods must be in one {scheduling.same_topology}; if that of the placed pods has no room, set "
-            f"runPolicy.suspend to true and back to false, so that the job chooses again)"
+            f" (all pods must be in the same {scheduling.same_topology}; if the one with the placed pods has no room, "
+            "set runPolicy.suspend to true and back to false, so that the job chooses again)"
         )
     if scheduling.one_pod_per_node and "anti-affinity" in pod.unschedulable:
         wanted = "spec.nodes and spec.spares" if view.job.spec.spares else "spec.nodes"
         return (
-            f" (one pod per {scheduling.topology_key}: fewer Kubernetes nodes fit than {wanted} asks for; "
+            f" (one pod per {scheduling.topology_key}: fewer Kubernetes nodes fit than are needed for {wanted}; "
             "scheduling.onePodPerNode=false lets pods share one)"
         )
     return ""

@@ -6,7 +6,7 @@ and each write is a request to the API server. So:
 - Progress alone is written at most once per REFRESH. The first loss and the first speed are written
   at once, and so is progress that is written together with a new phase.
 - Only known fields and a limited number of metrics are shown, and only finite numbers.
-- If the steps begin again at 0 after a restart, `stepsBefore` keeps the last step.
+- If the steps start again at 0 after a restart, `stepsBefore` keeps the last step.
 - A rank that lags is shown for at least SHOWN, because each change causes an event.
 
 Example:
@@ -132,7 +132,7 @@ def without_speed(progress: Json) -> Json:
 
 
 def without_future(progress: Json) -> Json:
-    """Return the progress of an ended job, without the remaining time and the steps at risk."""
+    """Return the progress of a finished job, without the remaining time and the steps at risk."""
     return {name: value for name, value in progress.items() if name not in ("eta", *_OF_MEMORY)}
 
 

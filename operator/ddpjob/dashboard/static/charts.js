@@ -8,15 +8,15 @@ const ddpjobCharts = (() => {
     if (size >= 1e4) return Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 2 }).format(value);
     return size !== 0 && size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
   };
-  // One unit for a quantity, everywhere: an accuracy in percent, as in the list and in the terminal.
+  // Each quantity has the same unit everywhere: an accuracy is in percent, as in the list and in the terminal.
   const figure = (title, value) => (title.endsWith("accuracy") && value !== null && value !== undefined && Math.abs(value) <= 1
     ? `${(100 * value).toFixed(2)}%` : short(value));
   const seconds = (value) => (value < 120 ? `${short(value)} s` : value < 7200 ? `${short(value / 60)} min` : `${short(value / 3600)} h`);
   const place = (by, value) => (by === "time" ? seconds(value) : `${by} ${short(value)}`);
 
-  // A null separates two stretches: training was out in between, and no line joins them.
+  // A null separates two stretches: training was interrupted in between, so no line joins them.
   const finite = (values) => values.filter((value) => value !== null && value !== undefined);
-  // Points without neighbours, which a line does not show.
+  // Isolated points, which a line would not show.
   const alone = (values) => values.flatMap((value, at) => {
     const known = (other) => values[other] !== null && values[other] !== undefined;
     return known(at) && !known(at - 1) && !known(at + 1) ? [at] : [];
@@ -48,7 +48,7 @@ const ddpjobCharts = (() => {
     ctx.restore();
   };
 
-  // `lines`: [{x, y, stroke, width, dash, faint}]. `moved` gets the place of the cursor in `data`, or null.
+  // `lines`: [{x, y, stroke, width, dash, faint}]. `moved` gets the cursor's index in `data`, or null.
   function chart(box, { title, lines, by, logarithmic, starts, repeated, moved, label }) {
     const shown = lines.map(({ x, y }) => [x, logarithmic ? y.map((value) => (value > 0 ? value : null)) : y]);
     const data = shown.length === 1 ? shown[0] : uPlot.join(shown);

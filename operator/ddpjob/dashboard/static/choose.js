@@ -1,4 +1,4 @@
-// Jobs of the list that are chosen for a comparison, on any of its pages, until the tab is closed.
+// Remembers the jobs chosen for a comparison, on all pages of the list, until the tab is closed.
 "use strict";
 (() => {
   const form = document.getElementById("compare");

@@ -1,4 +1,4 @@
-// The comparison: curves of several jobs over each other, smoothed as the reader wants.
+// Draws the curves of several jobs in the same charts, smoothed as the user chooses.
 "use strict";
 (() => {
   const { colour, figure, place, finite, isSteep, chart } = ddpjobCharts;
@@ -8,11 +8,11 @@
   const { by, smooth, log } = controls.elements;
   const jobs = [...document.querySelectorAll("#key li[data-path]")].map((item, number) => (
     { number, path: item.dataset.path, name: item.dataset.name, found: null }));
-  const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3], [4, 2], [12, 4]];  // not by the colour alone
+  const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3], [4, 2], [12, 4]];  // so that jobs differ not only by colour
   const boxes = new Map();
   let inPods = false, busy = false, again = false, last = 0;
 
-  // The mean of all values so far, the newest weighing most; without the bias to the first value (TensorBoard's way).
+  // A moving average in which the newest values weigh most, without a bias to the first value (as in TensorBoard).
   function smoothed(values, weight) {
     let mean = 0, sum = 0;
     return values.map((value) => {
@@ -34,7 +34,7 @@
       drawOne(title, curves, title.startsWith("test ") ? 0 : weight);
     }
     const notes = jobs.map(({ name, found }) => {
-      if (!found) return `${name}: its curves cannot be read at present`;
+      if (!found) return `${name}: its curves cannot be read at the moment`;
       if (!found.curves.length) return `${name}: no curves${found.note ? `: ${found.note}` : ""}`;
       return found.note ? `${name}: ${found.note}` : "";
     }).filter(Boolean);
@@ -102,7 +102,7 @@
     draw();
   }
 
-  // The address has what is shown, so that it can be sent to others.
+  // The address contains the selection, so that users can share it.
   function remember() {
     const address = new URL(location.href);
     for (const field of [by, smooth, log]) address.searchParams.set(field.name, field.value);

@@ -42,7 +42,7 @@
   async function load() {
     if (busy) return;
     busy = true;
-    const inPods = wanted;  // Each press of the button runs commands in pods, once.
+    const inPods = wanted;  // Each press of the button runs commands in pods only once.
     wanted = false;
     try {
       const answer = await fetch(section.dataset.path + (inPods ? "?pods=1" : ""));
@@ -65,7 +65,7 @@
         ? `Over steps, from ${found.source}.${lines} ${why}`
         : `No curves: ${why || "this job has reported no steps"}.`;
     } catch {
-      note.textContent = "The curves cannot be read at present.";
+      note.textContent = "The curves cannot be read at the moment.";
     } finally {
       busy = false;
       last = Date.now();
@@ -75,7 +75,7 @@
   }
 
   more.addEventListener("click", () => { wanted = more.disabled = true; note.textContent = "Reading..."; load(); });
-  // What was read in the pods stays until the next press: it goes back further than what was reported.
+  // Curves from the pods stay until the next press, because they reach further back than reported values.
   document.addEventListener("ddpjob:refreshed", () => { if (!kept && Date.now() - last > 5000) load(); });
   const again = () => { for (const { curve, starts, repeated } of [...plots.values()]) draw(curve, starts, repeated); };
   rest.addEventListener("toggle", again);

@@ -1,4 +1,4 @@
-// Keeps a page up to date: the server says that something has changed, and the page is read again.
+// Keeps a page up to date: when the server announces a change, the page is fetched again.
 "use strict";
 (() => {
   const shown = document.getElementById("live");
@@ -11,7 +11,7 @@
     if (shown.textContent !== text) shown.textContent = text;
   }
 
-  // Makes `old` what `fresh` is, and keeps what is equal: focus, selection, open details and scrolling stay.
+  // Updates `old` to match `fresh`. Equal nodes are kept, so focus, selection, open details and scrolling stay.
   function morph(old, fresh) {
     if (old.isEqualNode(fresh)) return;
     if (old.nodeType !== 1 || old.nodeName !== fresh.nodeName || old.id !== fresh.id) {
@@ -36,7 +36,7 @@
     return new Map(rows);
   }
 
-  // Screen readers say what has changed, which they cannot see; at most three jobs at once.
+  // Announces changes to screen readers, for at most three jobs at once.
   function announce(before) {
     const changed = [...states()].filter(([id, [, state]]) => before.has(id) && before.get(id)[1] !== state);
     const said = changed.slice(0, 3).map(([, [name, state]]) => `${name} is ${state}`);
@@ -71,7 +71,7 @@
     }
   }
 
-  // At most once a second, however many changes there are.
+  // At most once a second, regardless of the number of changes.
   function soon() {
     clearTimeout(timer);
     timer = setTimeout(refresh, Math.max(0, last + 1000 - Date.now()));
@@ -91,10 +91,10 @@
     if (source) source.close();
     source = null;
   }
-  // A hidden page asks for nothing: browsers allow few connections to one server.
+  // A hidden page sends no requests, because browsers allow few connections to one server.
   document.addEventListener("visibilitychange", () => (document.hidden ? disconnect() : connect()));
   connect();
-  setInterval(() => { if (!document.hidden && Date.now() - last > 15000) refresh(); }, 5000);  // ages
+  setInterval(() => { if (!document.hidden && Date.now() - last > 15000) refresh(); }, 5000);  // updates the ages
 
   const words = document.getElementById("q") || document.getElementById("find");
   document.addEventListener("keydown", (event) => {

@@ -1,4 +1,4 @@
-// A log that follows: at most MOST lines stay on the page.
+// Streams a log. At most MOST lines stay on the page.
 "use strict";
 (() => {
   const MOST = 5000;
@@ -44,7 +44,7 @@
     source.addEventListener("error", () => {
       if (source && source.readyState === EventSource.CLOSED) {
         source = null;
-        state.textContent = "The log cannot be read at present; trying again";
+        state.textContent = "The log cannot be read at the moment; retrying";
         setTimeout(open, 5000);
       }
     });
@@ -52,7 +52,7 @@
   document.getElementById("pod").addEventListener("change", () => document.getElementById("log-form").requestSubmit());
   document.getElementById("wrap").addEventListener("change", (event) => log.classList.toggle("wrap", event.target.checked));
   follow.addEventListener("change", () => { if (follow.checked) log.scrollTop = log.scrollHeight; });
-  // Who scrolls up wants to read.
+  // A user who scrolls up wants to read.
   log.addEventListener("scroll", () => {
     const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 30;
     if (follow.checked !== atEnd) follow.checked = atEnd;

@@ -1,5 +1,5 @@
 """Additional destinations for metrics: TensorBoard, Prometheus, Weights & Biases, MLflow.
 
-Each has a file here and a line in `background`. Metrics always go to metrics.jsonl and the
-terminal.
+Each destination has a file here and a line in `background`. Metrics always go to metrics.jsonl and
+the terminal.
 """

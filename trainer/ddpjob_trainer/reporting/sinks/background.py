@@ -23,7 +23,7 @@ _WAITING_RECORDS, _CLOSING_SECONDS, _STOPPING_SECONDS = 1000, 60.0, 5.0
 class _Background:
     """A sink in its own thread.
 
-    If the sink cannot keep up or raises an error, this is reported, and the sink is not called
+    If the sink cannot keep up or raises an error, this is reported once, and the sink is not called
     again.
     """
 
@@ -79,7 +79,7 @@ class Sinks:
         self._parts = parts
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Pass numbers after `step` steps to the sinks, by names such as train/loss.
+        """Pass the numbers after `step` steps to the sinks, by names such as train/loss.
 
         This does not wait for the sinks. None values are omitted.
         """

@@ -106,8 +106,8 @@ _BY_LABEL = {
 def _address() -> str:
     """Return the address to listen on.
 
-    In a pod, it stands for all addresses, because the network and `kubectl port-forward` use
-    different ones. Under `ddpjob run`, it is the loopback.
+    In a pod, this is the wildcard address, because the network and `kubectl port-forward` use
+    different addresses. Under `ddpjob run`, it is the loopback.
     """
     pod = os.environ.get("POD_IP", "")
     return pod if pod.startswith("127.") else "0.0.0.0"
@@ -160,6 +160,9 @@ class Prometheus:
 
 
 def prepare(config: ReportConfig, run: Run) -> Callable[[], Sink]:
-    """Listen at once, because a port that is in use is a configuration error."""
+    """Listen, and return a function that returns the sink.
+
+    Listen at once, because a port in use is a configuration error.
+    """
     opened = Prometheus(config, run)
     return lambda: opened

@@ -31,7 +31,7 @@ class Sink(Protocol):
         """Accept the numbers after global step `step`."""
 
     def close(self, complete: bool) -> None:
-        """End this incarnation of the run; `complete` is whether training is complete."""
+        """End this incarnation of the run. `complete` indicates whether training is complete."""
 
 
 def kept(path: Path, make: Callable[[], str]) -> str:

@@ -15,7 +15,7 @@ _FILE = "wandb.id"
 class WeightsAndBiases:
     """Logs the step as a metric.
 
-    W&B's own step count must not decrease, but ours does after a restart.
+    W&B's own step count must not decrease, but the trainer's does after a restart.
     """
 
     def __init__(self, config: ReportConfig, run: Run) -> None:

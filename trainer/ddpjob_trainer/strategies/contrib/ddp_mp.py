@@ -51,7 +51,7 @@ class DdpMp(Ddp):
 
     @property
     def waits_apart(self) -> bool:
-        """False, because the work is on several devices."""
+        """Return False, because the work is on several devices."""
         return False
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -74,7 +74,7 @@ class DdpMp(Ddp):
 
     @property
     def device_ids(self) -> None:
-        """None, because the model is on several devices."""
+        """Return None, because the model is on several devices."""
         return
 
 

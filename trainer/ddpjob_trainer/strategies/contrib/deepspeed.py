@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpjob_trainer.config.config import Config
-from ddpjob_trainer.config.sections import AmpLevel, OptimizerName
+from ddpjob_trainer.config.sections import OptimizerName
 from ddpjob_trainer.distributed import devices
 from ddpjob_trainer.distributed.process_group import Group, destroy
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.optim.optimizers import set_learning_rate
+from ddpjob_trainer.optim.parameter_groups import set_learning_rate
 from ddpjob_trainer.optim.precision import Autocasting, Precision, Update
 from ddpjob_trainer.strategies.strategy import State, Strategy, refuse_scalars
 
@@ -46,9 +46,9 @@ _DECIDED = {
 
 
 class DeepSpeed(Strategy):
-    """Lets DeepSpeed step our own optimizer.
+    """Lets DeepSpeed step the trainer's own optimizer.
 
-    Micro-batches, loss weights and the end of an accumulation are decided here.
+    This class, not DeepSpeed, decides micro-batches, loss weights and the end of an accumulation.
     """
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
@@ -62,7 +62,8 @@ class DeepSpeed(Strategy):
                 " not scale losses; set amp.dtype=bfloat16 and leave out amp.loss_scale, or set strategy=ddp"
                 " or fsdp"
             )
-        # Each backward pass sends gradients to the ranks that own them, so all need equally many.
+        # Each backward pass sends gradients to the ranks that own them, so all ranks need equally
+        # many passes.
         self.equal = self._stage >= 2
         self._deepspeed = _import_deepspeed(device)
         self._alone = group.world == 1 and not dist.is_initialized()
@@ -111,7 +112,7 @@ class DeepSpeed(Strategy):
 
         With ZeRO, DeepSpeed clips the gradients and skips the step if they are not finite.
         """
-        if self._stage == 0:  # Here, DeepSpeed would accept any gradient.
+        if self._stage == 0:  # At stage 0, DeepSpeed would accept any gradient.
             return super().update(rate)
         set_learning_rate(self.optimizer, rate)
         self._engine.step()
@@ -160,9 +161,7 @@ class DeepSpeed(Strategy):
 
     @property
     def _fragments(self) -> ModuleType:
-        """DeepSpeed's functions that gather a weight's vectors from all ranks or distribute
-        them.
-        """
+        """DeepSpeed's functions that gather a weight's vectors from all ranks or distribute it."""
         from deepspeed import utils
 
         module: ModuleType = utils
@@ -209,7 +208,7 @@ class DeepSpeed(Strategy):
     def _link(self) -> None:
         """Make ZeRO 1 and 2 look up again where each weight's state is.
 
-        Otherwise they look it up only once, when only the first group has stepped.
+        Otherwise, they look them up only once, when only the first group has stepped.
         """
         if self._stage < 3:
             self._engine.optimizer._hp_optimizer_states_linked = False
@@ -250,7 +249,7 @@ class DeepSpeed(Strategy):
         return shape
 
     def close(self) -> None:
-        """Destroy the engine, and the process group if it is ours."""
+        """Destroy the engine, and the process group if the trainer created it."""
         self._engine.destroy()
         if self._alone:
             destroy()
@@ -289,7 +288,7 @@ def settings(config: Config, group: Group) -> dict[str, Any]:
             f" {stage}; set deepspeed.stage={zero['stage']}, or leave it out of the file"
         )
     ours = {
-        # A size of 1 per rank, so that DeepSpeed does not divide, because the losses are already
+        # The size is 1 per rank, so that DeepSpeed does not divide the losses, which are already
         # weighted.
         "train_batch_size": group.world,
         "train_micro_batch_size_per_gpu": 1,
@@ -302,15 +301,10 @@ def settings(config: Config, group: Group) -> dict[str, Any]:
 
 
 def _check(config: Config) -> None:
-    stage, amp = config.deepspeed.stage, config.amp
+    stage = config.deepspeed.stage
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"deepspeed.stage: {stage} is unknown; use 0, 1, 2 or 3")
-    if amp.level in (AmpLevel.O2, AmpLevel.O3):
-        raise ConfigError(
-            f"amp.level={amp.level}: strategy=deepspeed uses float32 weights and does not scale losses; set"
-            " amp.level=O1 with amp.dtype=bfloat16, or amp.level=O0, or strategy=ddp or fsdp"
-        )
-    if stage and config.optim.name in (OptimizerName.LARS, OptimizerName.LAMB):
+    if stage and config.optim.name not in (OptimizerName.SGD, OptimizerName.ADAMW):
         raise ConfigError(
             f"optim.name={config.optim.name}: needs whole layers, but deepspeed.stage={stage} gives the"
             " optimizer shards of them; set deepspeed.stage=0"
@@ -348,7 +342,7 @@ def _own(value: Any, flat: torch.Tensor) -> Any:
 
 
 def _import_deepspeed(device: torch.device) -> ModuleType:
-    """Return the library, which logs only errors from now on.
+    """Import and return the library, which logs only errors from now on.
 
     Raises ConfigError if it is missing.
     """
@@ -361,7 +355,7 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
             f"strategy=deepspeed: DeepSpeed cannot be imported ({error}); pip install deepspeed, or use"
             " strategy=fsdp, which also shards weights"
         ) from error
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # It warns about optimizers that are not its own.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # DeepSpeed warns about optimizers that are not its own.
     # On a CPU, its first start would compile a shared-memory reduction, which is useful only for
     # ranks on one node.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -55,8 +55,8 @@ class Horovod(Strategy):
             raise ConfigError(
                 "strategy=horovod: Horovod 0.28 cannot add up bfloat16; set amp.dtype=float16, or amp.level=O1"
             )
-        # Its hooks must be on the weights that receive gradients, but the optimizer may work on
-        # float32 copies of these weights.
+        # Horovod's hooks must be on the weights that receive gradients, but the optimizer may work
+        # on float32 copies of these weights.
         self._exchange: Any = self._hvd.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters()),
             named_parameters=self.model.named_parameters(),
@@ -130,7 +130,8 @@ def _import_horovod() -> ModuleType:
 
 
 def _meet(group: Group) -> Any:
-    """Set HOROVOD_* as horovodrun does, and return the rendezvous server (rank 0) or None.
+    """Set HOROVOD_* as horovodrun does. Return the rendezvous server on rank 0, None on other
+    ranks.
 
     All ranks must call this together.
     """

@@ -2,8 +2,8 @@
 
 Ranks communicate through torch.distributed.rpc, in rounds. Each worker pushes its gradients, the
 server adds them up in rank order and takes a step, and the workers pull the new weights. Li et al.,
-Scaling Distributed Machine Learning with the Parameter Server, 2014; this is its synchronous
-variant, which computes the same result as a single process.
+Scaling Distributed Machine Learning with the Parameter Server, 2014. This is the paper's
+synchronous variant, which computes the same result as a single process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ddpjob_trainer.data.sampler import DataShare
 from ddpjob_trainer.distributed.init_method import open_store
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.optim.optimizers import set_learning_rate
+from ddpjob_trainer.optim.parameter_groups import set_learning_rate
 from ddpjob_trainer.optim.precision import Update
 from ddpjob_trainer.strategies.strategy import (
     State,
@@ -49,11 +49,6 @@ class ParameterServer(Strategy):
             raise ConfigError(
                 "strategy=parameter_server: one rank is the server, so start at least 2 ranks (torchrun"
                 " --nproc-per-node=2, --spawn 2, a DDPJob of 2 pods), or set strategy=single"
-            )
-        if config.model.sync_batchnorm:
-            raise ConfigError(
-                "model.sync_batchnorm: the server of strategy=parameter_server has no samples; leave it out, or set"
-                " strategy=ddp"
             )
         super().__init__(config, group, device)
         self._serves = group.rank == _SERVER
@@ -123,7 +118,7 @@ class ParameterServer(Strategy):
     def load(self, state: State) -> None:
         """Load a state. Only the server keeps its optimizer part."""
         super().load(state)
-        if not self._serves:  # It is loaded only so that all ranks fail together if it does not fit.
+        if not self._serves:  # The state is loaded only so that all ranks fail together if it does not fit.
             self.optimizer.state.clear()
 
     def close(self) -> None:
@@ -136,7 +131,7 @@ class ParameterServer(Strategy):
 class _ServerBuffer:
     """Thread-safe buffer on the server between two RPCs.
 
-    It holds the workers' gradients, then the weights.
+    The buffer holds the workers' gradients, then the weights.
     """
 
     def __init__(self) -> None:

@@ -1,0 +1,140 @@
+"""`python -m ddpjob_trainer export CHECKPOINT -o FOLDER` writes the model for other programs.
+
+`model.safetensors` has the weights in Hugging Face's format. `model.pt2` is torch.export's program,
+which runs without the model's source, on batches of any size. Both contain, as text, what a program
+needs to know about the data (`metadata`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpjob_trainer import config
+from ddpjob_trainer.atomic_files import replacing, write_all
+from ddpjob_trainer.checkpoints import compatibility
+from ddpjob_trainer.checkpoints.index import prepare_folder
+from ddpjob_trainer.data.catalog import open_data
+from ddpjob_trainer.data.dataset import describe
+from ddpjob_trainer.errors import CheckpointError, TrainingError, first_line
+from ddpjob_trainer.model.models import build_model
+
+WEIGHTS, PROGRAM, METADATA = "model.safetensors", "model.pt2", "metadata.json"
+"""The files, and the name of the metadata within the program."""
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command, and return the exit code. Raises TrainerError."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ddpjob_trainer export",
+        description="Write a checkpoint's model for other programs: its weights as safetensors, and a program of"
+        " torch.export. If there is a moving average of the weights, it is written instead.",
+    )
+    parser.add_argument(
+        "checkpoint", type=Path, help="a checkpoint (file or folder), or the folder of all checkpoints (best or newest)"
+    )
+    parser.add_argument("-o", "--output", type=Path, required=True, help=f"folder for {WEIGHTS} and {PROGRAM}")
+    options = parser.parse_args(arguments)
+    prepare_folder(options.output, "--output")
+    model, known = _read(options.checkpoint)
+    save_safetensors(model.state_dict(), known, options.output / WEIGHTS)
+    print(f"wrote {options.output / WEIGHTS}", flush=True)
+    example = torch.zeros(2, *json.loads(known["size"]), dtype=getattr(torch, known["dtype"]))
+    _save_program(model, example, known, options.output / PROGRAM)
+    print(f"wrote {options.output / PROGRAM}")
+    print("\n".join(f"  {name}: {text}" for name, text in known.items()))
+    return 0
+
+
+def _read(path: Path) -> tuple[nn.Module, dict[str, str]]:
+    """Return the checkpoint's model on the CPU, in evaluation mode, and its metadata.
+
+    Raises CheckpointError.
+    """
+    try:
+        content = compatibility.read_whole(path)
+        weights = compatibility.weights_in(content, path, average=True)
+    except CheckpointError as error:
+        raise CheckpointError(str(error).removeprefix("checkpoint.load: ")) from error
+    if "config" not in content or "sampler" not in content:
+        raise CheckpointError(f"{path} does not have a configuration of this trainer; export one of its checkpoints")
+    own = {key: value for key, value in content["config"].items() if key.startswith(("data.", "model."))}
+    settings = config.load(None, [], base=own)
+    data = content.get("data") or describe(open_data(settings.data))  # The checkpoint is older.
+    # Settings that change training only would make the program longer.
+    plain = replace(settings.model, compile=False, sync_batchnorm=False, channels_last=False, drop_path=0.0, freeze=())
+    model = build_model(plain, tuple(data["shape"]), data["classes"], settings.data.seed)
+    if wrong := compatibility.list_differences(weights, model.state_dict()):
+        raise CheckpointError(
+            f"{path} does not fit model.name={plain.name}, which has changed since: {'; '.join(wrong[:3])}; use the"
+            " function with which it was trained"
+        )
+    model.load_state_dict(weights)
+    side = settings.data.size_tested
+    return model.eval(), {
+        "model": plain.name,
+        "step": str(content["step"]),
+        "torch": str(torch.__version__),
+        "classes": json.dumps(data["names"] or data["classes"]),
+        "size": json.dumps([data["shape"][0], side, side] if side else data["shape"]),
+        "dtype": "int64" if data["whole_numbers"] else "float32",
+        **{key: json.dumps(data[key]) for key in ("scale", "mean", "std") if key in data},
+    }
+
+
+def save_safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], path: Path) -> None:
+    """Write tensors in the format of https://huggingface.co/docs/safetensors.
+
+    A JSON header is followed by the tensors' bytes. Tensors with large elements come first, so that
+    all are aligned. Raises TrainingError for a type of tensor that few readers know.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _TYPES:
+            raise TrainingError(
+                f"{path} was not written: {name} has the type {tensor.dtype}; use one of"
+                f" {', '.join(_TYPES.values())}, or a buffer with persistent=False"
+            )
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
+    for name in order:
+        begin, end = end, end + tensors[name].nbytes
+        shape = list(tensors[name].shape)
+        header[name] = {"dtype": _TYPES[tensors[name].dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with replacing(path) as file:
+        write_all(file, len(text).to_bytes(8, "little") + text)
+        for name in order:
+            write_all(file, tensors[name].detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _save_program(model: nn.Module, example: torch.Tensor, metadata: Mapping[str, str], path: Path) -> None:
+    try:
+        batch = ({0: torch.export.Dim("batch")},)
+        program = torch.export.export(model, (example,), dynamic_shapes=batch, strict=False)
+        torch.export.save(program, path, extra_files={METADATA: json.dumps(dict(metadata))})
+    except Exception as error:  # Tracing a user's model can fail in any way.
+        raise TrainingError(
+            f"{path} was not written: torch.export cannot trace model.name={metadata['model']}"
+            f" ({first_line(error)}); load {WEIGHTS} into the model's own code"
+        ) from error

@@ -1,0 +1,22 @@
+"""Selects names by a pattern from the configuration."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable
+
+from ddpjob_trainer.errors import ConfigError
+
+
+def select(key: str, pattern: str, names: Iterable[str], of: str) -> list[str]:
+    """Return the parameters of the model `of` that match `pattern` (with * and ?).
+
+    Raises ConfigError, with the nearest names, if there are none.
+    """
+    names = list(names)
+    found = fnmatch.filter(names, pattern)
+    if not found:
+        near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:1]
+        raise ConfigError(f"{key}: no parameter of {of} matches {pattern!r}; use, for example, {', '.join(near)}")
+    return found

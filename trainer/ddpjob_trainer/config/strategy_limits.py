@@ -1,0 +1,106 @@
+"""What a strategy does not support: one table, from which refusals and documentation are made.
+
+Problem: if a strategy ignored a setting, the run would not match its configuration. Such a run must
+be refused with a message that names a strategy that supports the setting. If each strategy checked
+for itself, the checks would be scattered, and the documentation would have to repeat them.
+
+Rule: `LIMITS` has a row for each setting that some strategy does not support, with the reason.
+`config.load` calls `check`, so a launcher refuses the run before it starts any rank. A row without
+`is_set` depends on the data, so `run_plan` refuses it. Settings without a row are supported; `ddp`
+supports all settings. Limits that depend on a strategy's own settings, such as deepspeed.stage, or
+on the model are checked by the strategy.
+
+Example: `strategy=fsdp model.freeze=head.*` ends with
+
+    model.freeze: strategy=fsdp always trains all parameters; leave it out, or set strategy=ddp
+
+and `docs/trainer.md` has the row `model.freeze | fsdp, pipeline, ... | always trains all
+parameters` (docs/generate_trainer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from ddpjob_trainer.config.sections import AmpLevel, CommHook, StrategyName
+from ddpjob_trainer.errors import ConfigError
+
+_SINGLE, _DP, _FSDP, _PIPELINE = StrategyName.SINGLE, StrategyName.DP, StrategyName.FSDP, StrategyName.PIPELINE
+_DDP_MP, _SERVER = StrategyName.DDP_MP, StrategyName.PARAMETER_SERVER
+_HOROVOD, _DEEPSPEED = StrategyName.HOROVOD, StrategyName.DEEPSPEED
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A key with values that some strategies do not support.
+
+    `reasons` completes the sentence "strategy=NAME ..." for each such strategy. `is_set` indicates
+    whether a value is one of the unsupported values, and `values` names these, unless any set value
+    is unsupported.
+    """
+
+    key: str
+    reasons: Mapping[StrategyName, str]
+    is_set: Callable[[Any], bool] | None = bool
+    values: str = ""
+
+
+INTEGERS = Limit(
+    "inputs that are integers", dict.fromkeys((_PIPELINE, _DDP_MP), "needs a model with float inputs"), None
+)
+LIMITS = (
+    Limit(
+        "model.freeze",
+        dict.fromkeys((_FSDP, _PIPELINE, _DDP_MP, _HOROVOD, _DEEPSPEED, _SERVER), "always trains all parameters"),
+    ),
+    Limit(
+        "model.drop_path",
+        dict.fromkeys((_PIPELINE, _DDP_MP), "splits the model, so its parts would draw different random numbers"),
+    ),
+    Limit(
+        "model.sync_batchnorm",
+        {
+            _PIPELINE: "computes different layers and micro-batches on each rank",
+            _SERVER: "has a rank without samples, the server",
+        },
+    ),
+    Limit(
+        "ddp.ordered",
+        {
+            _FSDP: "adds gradients up inside its collectives",
+            _PIPELINE: "has no rank that holds all gradients",
+            _DDP_MP: "has no device that holds all gradients",
+            **dict.fromkeys((_HOROVOD, _DEEPSPEED, _SERVER), "adds gradients up by rank"),
+        },
+    ),
+    Limit(
+        "ddp.comm_hook",
+        dict.fromkeys((_SINGLE, _DP, _FSDP, _PIPELINE, _HOROVOD, _DEEPSPEED, _SERVER), "does not use DDP"),
+        lambda hook: hook is not CommHook.NONE,
+    ),
+    Limit("train.accumulate", {_PIPELINE: "uses pipeline.micro_batches instead"}, lambda number: number > 1),
+    Limit(
+        "amp.level",
+        {_DEEPSPEED: "keeps weights in float32"},
+        lambda level: level in (AmpLevel.O2, AmpLevel.O3),
+        "O2, O3",
+    ),
+    INTEGERS,
+)
+
+
+def check(config: object, strategy: StrategyName) -> None:
+    """Raise ConfigError if the strategy does not support a setting in a Config."""
+    for limit in LIMITS:
+        if strategy not in limit.reasons or limit.is_set is None:
+            continue
+        value: Any = reduce(getattr, limit.key.split("."), config)
+        if limit.is_set(value):
+            others = "ddp" if _FSDP in limit.reasons else "ddp or fsdp"
+            raise ConfigError(
+                f"{limit.key}: strategy={strategy.value} {limit.reasons[strategy]}; leave it out, or set"
+                f" strategy={others}"
+            )
