@@ -96,7 +96,7 @@ class RandAugment:
 
     @property
     def space(self) -> dict[str, tuple[Callable[[int, int, int], torch.Tensor | None], bool]]:
-        """The operations, each with its magnitudes for (bins, height, width), and if they have
+        """The operations, each with its magnitudes for (bins, height, width), and whether they have
         signs.
         """
         return self._transform._AUGMENTATION_SPACE  # type: ignore[no-any-return]

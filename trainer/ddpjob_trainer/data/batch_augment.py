@@ -15,7 +15,8 @@ Example: of 128 images, 46 are warped by one `grid_sample`, although each has it
 
 Every pixel has the same bits as with torchvision, whose own functions fill the tables. Where its
 kernels use a fused multiply-add, the sum is computed in float64, in which it is exact, and rounded
-once. The draws are those of torch's generator, seeded per image, computed for a whole epoch.
+once. The draws are those of torch's generator, seeded per image, computed for a whole epoch. This
+was compared on CPUs, but not on a GPU.
 """
 
 from __future__ import annotations
@@ -232,9 +233,10 @@ def _map(name: str, size: float, ramp: torch.Tensor) -> torch.Tensor:
 def _levels(pixels: int, ramp: torch.Tensor) -> torch.Tensor:
     """Return new values by row and column, for channels of `pixels` pixels.
 
-    Row s above 0 equalizes a channel whose values below its largest number 255 * s pixels or more;
-    the column is the number of pixels with smaller values. Row -r stretches a channel whose values
-    span r; the column is a pixel's distance from the smallest value.
+    Row s above 0 equalizes a channel in which 255 * s pixels or more (but fewer than 255 * (s + 1))
+    are below the largest value; the column is the number of pixels with smaller values. Row -r
+    stretches a channel whose values span r; the column is a pixel's distance from the smallest
+    value.
     """
     from torchvision.transforms.v2 import functional
 
