@@ -16,7 +16,10 @@ from ddpjob_trainer.data.randomness import derive, derive_for_all, twister_words
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SEED, EPOCH = 3, 2
-_NO_LAUNCH = ("view", "split", "slice", "select", "expand", "unbind", "unsqueeze", "empty", "detach", "as_strided")
+_NO_LAUNCH = (
+    *("view", "split", "slice", "select", "expand", "unbind", "unsqueeze", "empty", "detach", "as_strided"),
+    "lift_fresh",  # torch.from_numpy
+)
 
 
 class Launches(TorchDispatchMode):
