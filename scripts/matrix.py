@@ -53,7 +53,7 @@ QUICK = (
     "test_runtime_fast.py::test_a_crash_loop_backs_off",
     "test_launcher_checks.py::test_arguments_of_a_script_are_not_taken_for_options_of_torchrun",
     # The fork server's effects on torch, and its assumptions about torch.
-    "test_forkserver.py::test_a_worker_sees_what_a_fresh_process_would_see",
+    "test_forkserver.py::test_a_worker_sees_the_same_as_a_fresh_process",
     "test_forkserver.py::test_the_end_of_a_worker_is_reported",
     "test_forkserver.py::test_torchs_compiler_is_imported_only_when_something_needs_it",
     "test_forkserver.py::test_an_idle_fork_server_imports_it_and_refuses_if_no_fork_survives_that",
@@ -65,7 +65,7 @@ QUICK = (
 LONG = (
     "test_coordinator_disorder.py",
     "test_one_coordinator.py",
-    "test_planted_hangs.py::test_planted_hangs_are_ended_automatically",
+    "test_planted_hangs.py::test_planted_hangs_are_resolved_automatically",
     "test_silent_hosts.py",
     "test_coordinator_sockets.py::test_members_that_fall_silent_together_are_waited_for",
     "test_coordinator_sockets.py::test_a_launcher_that_was_stopped_restarts_no_worker",

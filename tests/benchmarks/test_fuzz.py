@@ -40,7 +40,7 @@ def made(name: str) -> Target:
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_a_parser_accepts_or_refuses_whatever_it_gets(name: str) -> None:
+def test_a_parser_accepts_or_refuses_any_input(name: str) -> None:
     target = made(name)
     for data in islice(inputs_of(PARSERS[name], target, seed=1), INPUTS):
         finding = attempt(target, data).finding

@@ -36,7 +36,7 @@ def test_a_job_is_suspended_and_resumed(jobs: Jobs) -> None:
     patch(jobs, "pause", runPolicy={"suspend": False})
     jobs.wait_phase("pause", "Complete")
     status = jobs.status("pause")
-    assert status["progress"]["step"] == 5, "what was changed while suspended is honoured"
+    assert status["progress"]["step"] == 5, "changes made while suspended are applied"
     assert (status["restarts"]["counted"], status["restarts"]["uncounted"]) == (0, 0)
 
 
@@ -73,7 +73,7 @@ def test_an_autoscaler_and_kubectl_scale_change_an_elastic_job_in_place(jobs: Jo
     jobs.kubectl("scale", "ddpjob", "scaled", "--replicas=1")
     jobs.wait("one node", lambda: world(jobs, "scaled") == "1/1")
     status = jobs.status("scaled")
-    assert [slot["attempt"] for slot in status["slots"]] == [0], "the first pod has lived through it all"
+    assert [slot["attempt"] for slot in status["slots"]] == [0], "the first pod has survived it all"
     assert status["rendezvous"]["generation"] == 0
     assert status["restarts"]["counted"] == 0
     log = jobs.kubectl("logs", "scaled-0-0")

@@ -116,7 +116,7 @@ def test_a_job_that_is_deleted_while_it_waits_leaves_nothing_behind(jobs: Jobs) 
     jobs.wait("nothing is left", lambda: not workloads(jobs))
 
 
-def test_a_job_of_a_different_controller_is_left_alone_and_cannot_be_taken_over(jobs: Jobs) -> None:
+def test_a_job_managed_by_another_controller_is_left_alone_and_cannot_be_taken_over(jobs: Jobs) -> None:
     theirs = "kueue.x-k8s.io/multikueue"
     jobs.apply(queued(steps_job("theirs", 5, managedBy=theirs)))
     jobs.apply(steps_job("ours", 5, nodes=1, recovery=FAST))

@@ -30,7 +30,7 @@ def test_a_pod_deleted_by_force_is_replaced_and_the_job_completes(jobs: Jobs) ->
     assert status["round"] == 1
     assert status["progress"]["step"] == 200
     logs = jobs.kubectl("logs", "two-0-0")
-    assert logs.count("rank 0 of 2 begins") + logs.count("rank 1 of 2 begins") == 2, "its workers began twice"
+    assert logs.count("rank 0 of 2 begins") + logs.count("rank 1 of 2 begins") == 2, "its workers started twice"
 
 
 def test_a_spare_takes_over_and_a_new_coordinator_disturbs_nothing(jobs: Jobs) -> None:
@@ -57,7 +57,7 @@ def test_a_spare_takes_over_and_a_new_coordinator_disturbs_nothing(jobs: Jobs) -
     jobs.kill("fast-coordinator-0")
     jobs.wait("another coordinator", lambda: jobs.status("fast")["rendezvous"].get("attempt") == 1)
     jobs.wait("more steps", lambda: jobs.step("fast") > step + 50, timeout=30)
-    assert [jobs.kubectl("logs", pod).count("begins") for pod in jobs.pods()] == begun, "nobody was restarted"
+    assert [jobs.kubectl("logs", pod).count("begins") for pod in jobs.pods()] == begun, "no worker was restarted"
     status = jobs.status("fast")
     assert status["rendezvous"]["generation"] == 0 and status["restarts"]["counted"] == 0
     assert status["restarts"]["recent"][-1]["reason"] == "CoordinatorLost"

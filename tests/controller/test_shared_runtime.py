@@ -49,7 +49,7 @@ async def test_many_jobs_share_their_runtime_by_two_requests(c: Case) -> None:
     await seen()
     await asyncio.gather(*(reconcile(c.cluster, key, loop_moment) for key in keys))
     asked = [method for method, path, _ in c.server.requests if "/configmaps" in path and method != "GET"]
-    assert asked == ["POST", "POST"], "what belongs to the jobs, and the runtime that it keeps"
+    assert asked == ["POST", "POST"], "the object that belongs to the jobs, and the runtime that it keeps"
     assert c.keepers() == {key.name for key in keys}
     assert len(c.pods()) == 3 * len(keys)
 

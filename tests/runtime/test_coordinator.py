@@ -115,7 +115,7 @@ def test_below_the_minimum_the_group_waits() -> None:
     assert world.round.number == 2 and world.ranks() == [1, 2]
 
 
-def test_a_round_whose_workers_do_not_start_is_given_up() -> None:
+def test_a_round_whose_workers_do_not_start_is_abandoned() -> None:
     world = World(2)
     members = [world.hello(i) for i in range(2)]
     world.ready(*members)
@@ -240,7 +240,7 @@ def test_a_rank_that_saves_before_its_launcher_is_asked_leaves_others_time_to_sa
 
 @pytest.mark.parametrize("error", ["Interrupted: SIGTERM", RESET])
 @pytest.mark.parametrize("later", [0.2, 5.0])
-def test_a_script_that_fails_when_asked_to_end_leaves_others_time_to_save(error: str, later: float) -> None:
+def test_a_script_that_fails_when_asked_to_stop_leaves_others_time_to_save(error: str, later: float) -> None:
     """Such a script fails because its SIGTERM handler raises an exception, or because its peers
     fail.
     """

@@ -503,7 +503,7 @@ def test_no_line_of_a_stranger_ends_a_launcher(line: bytes) -> None:
     ends: list[tuple[int, str, str]] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = client_of(f"127.0.0.1:{listener.getsockname()[1]}", 10.0, ends)
-        listener.settimeout(30)  # A connection that fails silently is given up after SILENCE_SECONDS.
+        listener.settimeout(30)  # A connection that fails silently is dropped after SILENCE_SECONDS.
         client.start()
         for _ in range(2):
             connection, _ = listener.accept()
@@ -580,7 +580,7 @@ def _writes_its_stack(file: Path) -> Callable[[int, int], None]:
 
 @contextlib.contextmanager
 def _worker(folder: Path, name: str, text: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker that runs this script, which creates the file `up` once it runs."""
+    """Yield a worker that runs this script, which creates the file `up` once it runs."""
     (folder / name).write_text(text)
     environment = {**os.environ, "RANK": "0", "DDPJOB_LAUNCHER_PID": str(os.getpid())}
     words = [sys.executable, "-u", str(RUNTIME / "worker.py"), "--script", str(folder / name)]

@@ -39,7 +39,7 @@ class Town:
         self.ends: list[tuple[int, str, str]] = []
 
     def start(self, address: str, attempt: int = 0, generation: int = 0, token: str = TOKEN) -> subprocess.Popen[bytes]:
-        """A coordinator that listens at the address."""
+        """Return a coordinator that listens at the address."""
         command = [sys.executable, str(RUNTIME), "coordinator", "--port", str(self.job.port), "--mode", "Fast"]
         command += ["--nodes", str(self.job.nodes), "--host", address, "--attempt", str(attempt)]
         env = {"DDPJOB_GENERATION": str(generation), "DDPJOB_TOKEN": token}
@@ -68,7 +68,7 @@ class Town:
         member.joined(go["round"])
 
     def at(self) -> list[str]:
-        """The address of the coordinator to which each member is connected."""
+        """Return the address of the coordinator to which each member is connected."""
         sockets = [member._socket for member in self.members if member.welcomed]
         found = []
         for stream in sockets:

@@ -263,7 +263,7 @@ def test_the_speed_of_counted_steps_covers_only_timed_steps(monkeypatch: pytest.
 
 
 def torch_without_gpu(**fields: Any) -> Any:
-    """The part of torch that the step counter uses."""
+    """Return the part of torch that the step counter uses."""
     cuda = SimpleNamespace(is_initialized=lambda: False)
     return SimpleNamespace(compiler=SimpleNamespace(is_compiling=lambda: False), cuda=cuda, **fields)
 

@@ -90,7 +90,7 @@ EXTREMES: tuple[Any, ...] = (
 
 
 def as_read(world: World) -> Report:
-    """The report as the operator reads it. Raises the reader's errors."""
+    """Return the report as the operator reads it. Raises the reader's errors."""
     text = http_api._report(world.coordinator.report()).encode(errors="backslashreplace")
     assert len(text) <= protocol.largest_report(world.coordinator.settings.nodes)
     return Report.read(json.loads(text))

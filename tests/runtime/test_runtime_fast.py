@@ -37,7 +37,7 @@ def states(report: Report) -> list[str]:
 
 
 def made(job: Job, rank: int) -> list[tuple[float, int, int]]:
-    """(time, pid, step) of every step that a rank has taken."""
+    """Return (time, pid, step) of every step that a rank has taken."""
     path = job.folder / f"steps-{rank}"
     if not path.exists():
         return []
@@ -210,7 +210,7 @@ def test_a_frozen_node_is_fenced(job: Job) -> None:
             ),
             20,
         )
-        job.post("/v1/gone", {"pods": [victim], "why": "its node was given up"})
+        job.post("/v1/gone", {"pods": [victim], "why": "its node was abandoned"})
     finally:
         for pid in frozen:
             os.kill(pid, signal.SIGCONT)

@@ -11,7 +11,7 @@ from ddpjob_runtime.coordinator.takeover import ADOPT_SECONDS, BROKEN_SECONDS
 
 
 def second(nodes: int = 2, min_nodes: int | None = None) -> World:
-    """A coordinator of attempt 1."""
+    """Return a coordinator of attempt 1."""
     return World(nodes, min_nodes, attempt=1)
 
 

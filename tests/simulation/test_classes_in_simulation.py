@@ -47,7 +47,7 @@ def events(s: Simulation) -> list[str]:
 # --- from start to end
 
 
-async def test_a_job_has_what_its_class_gives() -> None:
+async def test_a_job_gets_the_values_of_its_class() -> None:
     s = await classed({"env": [{"name": "MINE", "value": "1"}]}, h100=H100).begun()
     assert images(s) == {"team/train:1"}, "the coordinator's image too"
     assert all((v["NCCL_IB_HCA"], v["MINE"]) == ("mlx5", "1") for v in variables(s)) and len(variables(s)) == 2

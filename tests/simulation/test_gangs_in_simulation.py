@@ -33,12 +33,12 @@ class WithGangs(Simulation):
 
 
 def bound(s: Simulation) -> list[Pod]:
-    """Pods of slots that hold a host."""
+    """Return the pods of slots that hold a host."""
     return [p for p in s.nodes() if p.node and not p.ended]
 
 
 def groups(s: Simulation) -> dict[str, int]:
-    """Minimum of each PodGroup."""
+    """Return the minimum of each PodGroup."""
     return {g["metadata"]["name"]: g["spec"]["schedulingPolicy"]["gang"]["minCount"] for g in s.store.all("PodGroup")}
 
 

@@ -107,7 +107,7 @@ async def test_the_group_leaves_a_coordinator_with_a_dead_kubelet_without_losing
 
 @SIZES
 async def test_a_neighbouring_pod_is_replaced_and_the_replacement_joins(spec: Json) -> None:
-    """A pod on the coordinator's host is given up as well, although it still trains."""
+    """A pod on the coordinator's host is also abandoned, although it still trains."""
     s = await begun(spec)
     host = s.pods["job-0-0"].host
     move(s, s.coordinator_pod, host)

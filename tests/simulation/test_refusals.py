@@ -473,7 +473,7 @@ async def test_a_claim_is_kept_or_deleted_with_its_job_as_the_spec_says(when_del
     assert (s.store.find("PersistentVolumeClaim", "job-checkpoints") is not None) == (when_deleted == "Retain")
 
 
-async def test_a_job_scaled_beyond_what_its_claim_can_serve_reports_it_and_trains_on() -> None:
+async def test_a_job_scaled_to_more_nodes_than_its_claim_can_serve_keeps_training() -> None:
     s = Simulation({"nodes": 1, "storage": {"checkpoints": {"claimName": "disk"}}}, steps=10**6)
     s.store.create("PersistentVolumeClaim", {"metadata": {"name": "disk"}, "spec": {"accessModes": ["ReadWriteOnce"]}})
     await s.until_phase("Running")
@@ -502,7 +502,7 @@ async def test_a_kept_claim_is_reused() -> None:
     assert claim["metadata"]["labels"]["ddpjob.io/job-uid"] == "earlier", "the claim is not touched"
 
 
-async def test_a_claim_of_another_owner_is_never_used() -> None:
+async def test_a_claim_owned_by_another_object_is_never_used() -> None:
     s = Refusing(storing())
     theirs = {"metadata": {"name": "job-checkpoints"}, "spec": CLAIM["spec"]}
     s.store.create("PersistentVolumeClaim", theirs)

@@ -80,7 +80,7 @@ def test_an_option_that_ddp_leaves_alone_is_not_said_to_be_set(flag: str) -> Non
 
 
 @pytest.mark.parametrize("flag", sorted(set(FLAGS) - OF_LAUNCHERS))
-def test_a_flag_of_another_tool_is_answered(flag: str) -> None:
+def test_a_flag_from_another_tool_gets_a_hint(flag: str) -> None:
     """A flag has an entry of its own, or is the last part of a key's name."""
     name = flag.lstrip("-").replace("-", "_")
     if not other_names.remark(flag):

@@ -81,7 +81,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_running_statistics_are_those_of_one_update_with_the_mean(alone: Path, tmp_path: Path) -> None:
+def test_the_running_statistics_match_one_update_with_the_mean(alone: Path, tmp_path: Path) -> None:
     """The reference is computed by hand: one step of one epoch, five micro-batches, momentum
     0.1.
     """

@@ -40,7 +40,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_loss_curve_and_weights_of_several_ranks_are_those_of_one(world: int, alone: Path, tmp_path: Path) -> None:
+def test_loss_curve_and_weights_of_several_ranks_match_one_rank(world: int, alone: Path, tmp_path: Path) -> None:
     good(world, [*SAME, f"checkpoint.dir={tmp_path}"])
     np.testing.assert_allclose(final_losses(tmp_path / "run"), final_losses(alone / "run"), rtol=TINIEST, atol=TINIEST)
     for name, value in weights(alone).items():
@@ -48,7 +48,7 @@ def test_loss_curve_and_weights_of_several_ranks_are_those_of_one(world: int, al
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_with_its_own_micro_batches_the_loss_curve_is_that_of_one_rank(world: int, alone: Path, tmp_path: Path) -> None:
+def test_with_its_own_micro_batches_the_loss_curve_matches_one_rank(world: int, alone: Path, tmp_path: Path) -> None:
     good(world, [*TINY, f"checkpoint.dir={tmp_path}"])
     np.testing.assert_allclose(final_losses(tmp_path / "run"), final_losses(alone / "run"), rtol=1e-3, atol=1e-3)
 

@@ -23,7 +23,7 @@ LOCKS = ("dev.txt", *SHIPPED, "build.txt")
 
 
 def asked(*extras: str) -> list[Requirement]:
-    """Requirements of the package itself with these extras, including extras of its own."""
+    """Return the requirements of the package itself with these extras, including extras of its own."""
     found = [Requirement(text) for text in PYPROJECT["project"]["dependencies"]]
     for requirement in (Requirement(text) for extra in extras for text in EXTRAS[extra]):
         found += asked(*requirement.extras) if requirement.name == "ddpjob" else [requirement]
@@ -31,8 +31,8 @@ def asked(*extras: str) -> list[Requirement]:
 
 
 def unmet(requirements: list[Requirement], *names: str) -> list[str]:
-    """Requirements that these lock files do not contain, or contain in a version that is not
-    allowed.
+    """Return the requirements that these lock files do not contain, or contain in a version that is
+    not allowed.
     """
     held = {package: versions for name in names for package, versions in lock.pins(name).items()}
     return [

@@ -84,7 +84,7 @@ def test_only_the_lagging_rank_is_reported(kind: str, tmp_path: Path) -> None:
 
 
 def clock_of(*steps: tuple[float, float], first: object = None) -> WorkClock:
-    """A clock with these steps: seconds of own work and of waiting."""
+    """Return a clock with these steps: seconds of own work and of waiting."""
     clock, optimizer = WorkClock(torch), first or object()
     clock.step_ends(optimizer)
     for own, waiting in steps:

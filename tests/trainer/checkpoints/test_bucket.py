@@ -413,7 +413,7 @@ def test_an_upload_that_fails_for_an_unknown_reason_is_retried(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("removed", ["checkpoint", "checkpoint/b"])
-def test_the_upload_of_a_removed_checkpoint_is_given_up(
+def test_the_upload_of_a_removed_checkpoint_is_abandoned(
     removed: str, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the upload was retried forever, and the process waited for it. If only a part had

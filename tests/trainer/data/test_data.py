@@ -444,7 +444,7 @@ def test_ranks_that_see_different_data_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["imagefolder", "cifar10", "shards"])
-def test_data_without_read_permission_is_reported_with_the_user(name: str, tmp_path: Path) -> None:
+def test_unreadable_data_is_reported_with_the_uid(name: str, tmp_path: Path) -> None:
     root = tmp_path / "closed"
     root.mkdir(mode=0)
     before = os.geteuid()

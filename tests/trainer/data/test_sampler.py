@@ -158,7 +158,7 @@ def test_a_step_of_a_long_epoch_costs_its_own_micro_batches_only(monkeypatch: py
     assert last.epoch == 1 and len(calls) == 301 + 2, "and continues into the next epoch"
 
 
-def test_upcoming_steps_are_those_of_each_epoch() -> None:
+def test_upcoming_steps_match_each_epoch() -> None:
     sampler = ElasticSampler(23, 5, Dealing(1, 2, 4), SamplerState(epoch=1, consumed=10, seed=2))
     upcoming = list(sampler.upcoming(4))
     found = []

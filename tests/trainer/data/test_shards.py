@@ -109,7 +109,7 @@ def test_an_index_of_different_shards_is_rebuilt(packed: Path, monkeypatch: pyte
 
 
 def relabelled(shard: Path) -> None:
-    """Return the same tar, at the same length, with the other label for each image."""
+    """Rewrite the tar in place, at the same length, with the other label (0 or 1) for each image."""
     content = io.BytesIO()
     with tarfile.open(shard) as old, tarfile.open(fileobj=content, mode="w", format=tarfile.USTAR_FORMAT) as new:
         for member in old:

@@ -168,7 +168,7 @@ def test_waits_of_a_gpus_stream_are_exchange_in_any_phase(monkeypatch: pytest.Mo
     assert clock.take() == expected and clock.sees_waits
 
 
-def test_the_clock_marks_the_end_of_a_backward_pass_before_what_waits_for_it() -> None:
+def test_the_clock_marks_the_end_of_a_backward_pass_before_dependent_work() -> None:
     """DDP waits in a callback that the engine calls last. Without `watch`, this time would count as
     part of the pass.
     """

@@ -147,7 +147,7 @@ def deviation(folder: Path, reference: Path) -> float:
 @pytest.mark.parametrize(
     ("strategy", "world"), [(HOROVOD, 3), (SERVER, 3), (DEEPSPEED[0], 2), (DEEPSPEED[2], 3), (DEEPSPEED[3], 2)]
 )
-def test_losses_weights_and_optimizer_are_those_of_one_process(
+def test_losses_weights_and_optimizer_match_one_process(
     strategy: str, world: int, smooth: Path, tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
     good(

@@ -77,7 +77,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_and_weights_are_those_of_one_process(case: str, alone: Path, tmp_path: Path) -> None:
+def test_losses_and_weights_match_one_process(case: str, alone: Path, tmp_path: Path) -> None:
     world, keys, exact = CASES[case]
     good(world, [*PROBLEM, *keys, f"strategy={case.split()[0].rstrip(',')}", f"checkpoint.dir={tmp_path}"])
     assert_same(tmp_path, alone, exact=exact)

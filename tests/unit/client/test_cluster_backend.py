@@ -294,7 +294,7 @@ class Exec:
 
 
 def running(frames: Iterable[bytes], monkeypatch: pytest.MonkeyPatch) -> ClusterBackend:
-    """A backend whose pods send these frames."""
+    """Return a backend whose pods send these frames."""
     from kubernetes.client import ApiClient, Configuration
     from kubernetes.stream import ws_client
 

@@ -56,7 +56,7 @@ def restarted(**fields: Any) -> Json:
     return {"total": 1, "counted": 1, "repeatedSteps": fields.get("repeatedSteps", 0), "recent": recent}
 
 
-def test_repeated_work_and_what_is_at_risk_are_shown_wherever_a_job_is_described() -> None:
+def test_repeated_work_and_work_at_risk_are_shown_wherever_a_job_is_described() -> None:
     known = restarted(continuedFrom="memory", repeatedSteps=1, repeatedSeconds=0.4) | {"repeatedSeconds": 0.4}
     body = job(phase="Running", restarts=known, progress={"step": 9, "stepsAtRisk": 4})
     said = "\n".join(describe(body, [], [], NOW))
@@ -163,7 +163,7 @@ def test_a_job_that_no_operator_has_seen_is_reported() -> None:
     assert "no operator has reconciled it" in text(job()) and "ddpjob doctor" in text(job())
 
 
-def test_a_job_of_a_different_controller_is_marked() -> None:
+def test_a_job_managed_by_another_controller_is_marked() -> None:
     theirs = "kueue.x-k8s.io/multikueue"
     assert text(job(spec={"managedBy": theirs})) == (
         f"j is managed by {theirs} (spec.managedBy), so DDPJob's operator ignores it."

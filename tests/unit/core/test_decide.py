@@ -61,8 +61,8 @@ def test_an_incident_may_name_any_index(index: int) -> None:
 
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> DDPJob:
-    """A job that this operator began before an upgrade to an invented next version that supports
-    both protocols.
+    """Return a job that this operator began before an upgrade to an invented next version that
+    supports both protocols.
     """
     job = a_job()
     monkeypatch.setattr("ddpjob_runtime.protocol.VERSION", NEXT)

@@ -150,7 +150,7 @@ def test_ranks_without_a_group_are_not_said_to_train_as_one_group() -> None:
         assert [e.reason for e in decision.events if e.warning] == (["NoGroup"] if at == 5 else [])
 
 
-def test_nodes_are_called_one_group_only_once_their_ranks_communicate() -> None:
+def test_nodes_count_as_one_group_only_after_their_ranks_communicate() -> None:
     """A script that forms a group may still train the ranks separately."""
     job, pods = running(2)
     for progress, said in (({"step": 1}, "2 nodes run together"), ({"exchanging": True}, "2 nodes train as one group")):

@@ -60,7 +60,7 @@ def test_the_operators_own_clock_dates_a_signal() -> None:
     assert first["n0"].unhealthy_since == again["n0"].unhealthy_since == later(10)
     healed = remembered(again, {"n0": well}, later(60))
     assert healed["n0"].unhealthy_since is None
-    assert remembered(healed, {"n0": ill}, later(70))["n0"].unhealthy_since == later(70), "it begins again"
+    assert remembered(healed, {"n0": ill}, later(70))["n0"].unhealthy_since == later(70), "it starts over"
 
 
 def test_a_signal_older_than_the_operator_is_not_trusted() -> None:

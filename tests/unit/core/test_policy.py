@@ -43,7 +43,7 @@ def test_without_rules_the_default_policy_applies(cause: Cause, counted: bool) -
         assert evaluate_rules(spec(), cause, 1, trained=trained) == Ruling(counted)
 
 
-def test_a_program_that_cannot_start_fails_a_job_that_never_made_a_step() -> None:
+def test_a_program_that_cannot_start_fails_a_job_that_never_completed_a_step() -> None:
     assert evaluate_rules(spec(), Cause.INIT_FAILURE, 78, trained=False).fails == "InitFailure"
     assert evaluate_rules(spec(), Cause.INIT_FAILURE, 78, trained=True) == Ruling(True)
     restart = spec({"cause": "InitFailure", "action": "Restart"})

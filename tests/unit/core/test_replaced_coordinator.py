@@ -26,7 +26,7 @@ def messages(decision: Decision) -> list[tuple[str, str]]:
 
 
 def on_a_dead_host(mode: str) -> Decision:
-    """A coordinator whose host has been silent for a long time and has no node of the job."""
+    """Return a coordinator whose host has been silent for a long time and has no node of the job."""
     job, pods = running(2, recovery={"mode": mode})
     hosts = {name: HostView(name=name, ready=True, since=None, out_of_service=False) for name in ("n0", "n1", "n9")}
     hosts["n9"] = replace(hosts["n9"], ready=False, since=later(3))

@@ -113,7 +113,7 @@ def test_an_impossible_duration_does_not_hold_up_the_progress(written: Any) -> N
 
 
 def lagging(stragglers: Any, *, shown: Any = (), state: CoordinatorState = CoordinatorState.RUNNING) -> View:
-    """A view of a job of two nodes with two ranks each."""
+    """Return a view of a job of two nodes with two ranks each."""
     body = {"image": "image", "script": "train.py", "nodes": 2, "procsPerNode": 2}
     job = DDPJob.read({"metadata": {"name": "job", "namespace": "space", "uid": "uid"}, "spec": body})
     pods = [PodView(name=f"job-{n}-0", uid=f"{n}", role=Role.NODE, index=n, host=("", "host")[n]) for n in (0, 1)]

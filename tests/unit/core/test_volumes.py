@@ -171,7 +171,7 @@ def test_the_jobs_own_claim_and_one_kept_for_it_can_be_used() -> None:
         ({"deleting": True}, "is being removed"),
     ],
 )
-def test_a_claim_of_another_owner_is_never_used(change: dict[str, Any], says: str) -> None:
+def test_a_claim_owned_by_another_object_is_never_used(change: dict[str, Any], says: str) -> None:
     message = problem(replace(OURS, **change))
     assert message.startswith("ClaimTaken") and says in message and FIELD in message
 

@@ -104,7 +104,7 @@ def test_a_valid_template_has_no_problems() -> None:
     assert problems(template) == ()
 
 
-def test_the_overlay_adds_to_the_node_and_the_coordinator_gets_what_the_image_needs() -> None:
+def test_the_overlay_goes_to_nodes_and_its_image_settings_to_the_coordinator() -> None:
     template = {
         "metadata": {"labels": {"team": "vision"}},
         "spec": {
