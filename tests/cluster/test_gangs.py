@@ -80,7 +80,10 @@ def test_two_jobs_that_deadlock_with_half_of_the_gpus_each_run_in_turn_as_gangs(
         jobs.wait(f"the pods of {name}", lambda name=name: {f"{name}-0-0", f"{name}-1-0"} <= set(jobs.pods()))
     jobs.kill("one-1-0")
     tried = {"one-0-0", "one-1-1", "two-0-0", "two-1-0"}
-    jobs.wait("its successor is tried", lambda: tried <= {n for n, pod in jobs.pods().items() if was_refused(pod)})
+    jobs.wait(
+        "the scheduler has tried its successor",
+        lambda: tried <= {n for n, pod in jobs.pods().items() if was_refused(pod)},
+    )
     time.sleep(BACKOFF_SECONDS)  # pods that are still in their back-off would come after the others
     gpus.each(1)
     if gang:

@@ -151,11 +151,11 @@ def test_a_job_that_fits_runs_on_its_flavor_and_the_next_waits_for_its_end(
         assert pod["spec"]["nodeName"] == queue.host
         assert pod["spec"]["nodeSelector"]["kubernetes.io/hostname"] == queue.host
     jobs.wait(
-        "Kueue hears of it", lambda: conditions(workload_of(jobs, "first")).get("PodsReady") == ("True", "Started")
+        "Kueue is notified", lambda: conditions(workload_of(jobs, "first")).get("PodsReady") == ("True", "Started")
     )
     jobs.wait("its quota is taken", lambda: queue.used() == 2)
     jobs.apply(queued(sleeping("second", 1)))
-    jobs.wait("it is said why", says(jobs, "second", f"insufficient unused quota for {GPU}"))
+    jobs.wait("the reason is shown", says(jobs, "second", f"insufficient unused quota for {GPU}"))
     assert jobs.status("second")["phase"] == "Queued" and "Queued" in jobs.kubectl("get", "ddpjob", "second")
     assert not alive(jobs, "second")
     (tmp_path / "end").touch()
@@ -210,7 +210,7 @@ def test_stopping_a_queue_ends_the_pods_and_reopening_it_resumes_the_job(
     jobs.wait("some steps", lambda: jobs.step("drained") > 20)
     queue.stop("Hold")
     jobs.apply(queued(sleeping("held", 1)))
-    jobs.wait("it is said why", says(jobs, "held", "ClusterQueue"))
+    jobs.wait("the reason is shown", says(jobs, "held", "ClusterQueue"))
     assert jobs.status("drained")["phase"] == "Running", "Hold keeps admitted jobs running"
     queue.stop("HoldAndDrain")
     jobs.wait_phase("drained", "Queued")

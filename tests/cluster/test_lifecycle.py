@@ -97,7 +97,7 @@ def test_a_deadline_ends_the_job_and_its_time_to_live_removes_it(jobs: Jobs) -> 
     assert jobs.condition("late", "Failed")["reason"] == "DeadlineExceeded"
     jobs.wait("the job's end", lambda: "late" not in jobs.kubectl("get", "ddpjobs", "--output=name"), timeout=40)
     jobs.wait(
-        "the end of what it owned",
+        "the end of its objects",
         lambda: not jobs.pods() and "late" not in jobs.kubectl("get", "services", "--output=name"),
         60,
     )
@@ -154,6 +154,6 @@ def test_a_deleted_job_leaves_nothing_and_its_name_is_free(jobs: Jobs) -> None:
     jobs.wait_phase("again", "Complete", timeout=120)
     jobs.kubectl("delete", "ddpjob", "again")
     jobs.wait(
-        "the end of what it owned",
+        "the end of its objects",
         lambda: not jobs.pods() and "again" not in jobs.kubectl("get", "services,configmaps", "--output=name"),
     )

@@ -37,11 +37,11 @@ def test_a_spare_takes_over_and_a_new_coordinator_disturbs_nothing(jobs: Jobs) -
     jobs.apply(steps_job("fast", 100000, spares=1, recovery={"mode": "Fast"}, scheduling={"onePodPerNode": False}))
     jobs.wait("a spare", lambda: jobs.status("fast").get("nodes", {}).get("display") == "2/2 +1")
     jobs.wait("the first steps", lambda: jobs.step("fast") >= 3)
-    jobs.wait("what the mode promises", lambda: jobs.condition("fast", "FastRecovery").get("status") == "True")
+    jobs.wait("the condition of the mode", lambda: jobs.condition("fast", "FastRecovery").get("status") == "True")
     (survivor, victim), (spare,) = sorted(jobs.pods()), jobs.pods("spare")
 
     jobs.kill(victim)
-    jobs.wait("the spare's part", lambda: set(jobs.pods()) == {survivor, spare}, timeout=10)
+    jobs.wait("the spare's takeover", lambda: set(jobs.pods()) == {survivor, spare}, timeout=10)
     replacement = f"{victim.removesuffix('-0')}-1"
     jobs.wait(
         "another spare",
@@ -73,7 +73,7 @@ def test_a_script_that_saves_nothing_continues_after_its_last_step(jobs: Jobs) -
     for number, pod in enumerate(("memory-1-0", "memory-0-0"), start=1):
         jobs.wait("steps to lose", lambda: jobs.step("memory") > 20 * number)  # noqa: B023
         jobs.kill(pod)
-        jobs.wait("the account", lambda: len(continued_from(jobs, "memory")) == number)  # noqa: B023
+        jobs.wait("the restart's record", lambda: len(continued_from(jobs, "memory")) == number)  # noqa: B023
     assert continued_from(jobs, "memory") == ["memory", "memory"]
     restarts = jobs.status("memory")["restarts"]
     assert max(restart["repeatedSteps"] for restart in restarts["recent"]) <= 1, restarts

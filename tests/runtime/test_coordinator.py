@@ -625,7 +625,7 @@ def test_a_new_connection_does_not_extend_the_time_to_end_the_workers() -> None:
     assert world.last(second)[0] == "stop"
 
 
-@pytest.mark.parametrize("peer_first", [True, False], ids=["its peer has reported", "nobody has reported"])
+@pytest.mark.parametrize("peer_first", [True, False], ids=["its peer has reported", "no member has reported"])
 def test_a_failure_whose_report_was_lost_with_a_link_is_still_the_cause(peer_first: bool) -> None:
     """Regression: the peer whose connection to the failed member was reset was blamed, or only a
     loss was known.

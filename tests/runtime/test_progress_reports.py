@@ -481,7 +481,7 @@ def test_a_copy_is_reported_as_soon_as_it_exists(
             script.kill()
 
 
-def test_rank_0_says_what_it_trains_with(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_reports_the_software_and_the_gpu_that_it_uses(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replaced coordinator is notified again. A script that counts its own steps does not hide
     it.
     """

@@ -26,7 +26,7 @@ def a_report() -> Report:
     return world.coordinator.report()
 
 
-def test_the_operator_reads_what_the_coordinator_writes() -> None:
+def test_the_operator_reads_a_report_that_the_coordinator_writes() -> None:
     report = a_report()
     read = Report.read(json.loads(json.dumps(report.write())))
     assert read.state is CoordinatorState.RESTARTING and read.incidents[0].kind is IncidentKind.WORKER_FAILED
@@ -62,7 +62,7 @@ def test_a_wrong_field_of_the_report_is_refused_by_name(change: dict[str, Any], 
     assert str(caught.value) == error
 
 
-def test_a_required_key_must_be_there_and_an_unknown_one_may() -> None:
+def test_a_required_key_must_exist_and_an_unknown_key_is_ignored() -> None:
     body = a_report().write()
     assert Report.read({**body, "colour": "red"}) == Report.read(body)
     del body["nodes"]

@@ -168,7 +168,7 @@ def test_a_hang_is_detected_and_shown(job: Job) -> None:
     incident = report["incidents"][0]
     assert incident["kind"] == "Hang", incident
     assert "wait_for_ever" in incident["traceback"] and "rank 0" in incident["traceback"].lower()
-    assert "wait_for_ever" in incident["message"], "the message names where a rank stands"
+    assert "wait_for_ever" in incident["message"], "the message shows where a rank is"
     pods = [m["pod"] for m in report["members"]]
     assert any("wait_for_ever" in job.log(pod).read_text() for pod in pods), "the pod's own log holds its stacks"
     assert list((job.folder / "stacks").glob("round-0.1-rank-*.txt"))
@@ -218,7 +218,7 @@ def test_a_frozen_node_is_fenced(job: Job) -> None:
 
 
 def parent_of(pid: int, victim: str, job: Job) -> bool:
-    """Whether a worker belongs to the launcher of `victim`."""
+    """Return whether a worker belongs to the launcher of `victim`."""
     return f"DDPJOB_POD={victim}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 

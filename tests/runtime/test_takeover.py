@@ -140,8 +140,8 @@ def test_a_broken_round_whose_members_are_all_back_continues_at_once() -> None:
 
 @pytest.mark.parametrize("first", ["Ready", "Running"])
 def test_members_that_save_for_a_planned_restart_keep_their_time(first: str) -> None:
-    """The earlier coordinator has asked them to end. One of them has saved already, or saves before
-    the other.
+    """The earlier coordinator has asked them to stop. One of them has saved already, or saves
+    before the other.
     """
     world = second()
     members = []

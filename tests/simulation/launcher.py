@@ -101,7 +101,7 @@ class Launcher:
         launcher is not stuck.
 
         A stuck launcher may return from a partition and keep training until the coordinator gives
-        it up.
+        up on it.
         """
         reached = self._welcomed and self._connection is not None and self._connection.frozen_since is None
         return reached and not self.leaving and not self.stuck

@@ -227,7 +227,7 @@ class Connection:
             self.network.clock.later(self.launcher.silence, lambda: self._silent(since, up=False))
 
     def _heard_again(self) -> None:
-        """Deliver the next heartbeat of a member that has been given up in the meantime."""
+        """Deliver the next heartbeat of a member that the coordinator has dropped in the meantime."""
         if self.frozen_since is None and self.member is not None and self.member.given_up:
             self.close_up("it responds again and must reconnect")
 

@@ -431,7 +431,7 @@ def _stuck(t: Story) -> bool:
     t.own += 1  # its round may look like a hang later
     t.hung_until = (
         t.s.now + 130
-    )  # a coordinator that takes over believes that its round runs until the others give it up
+    )  # a coordinator that takes over believes that its round runs until the other members leave it
     return True
 
 

@@ -208,7 +208,7 @@ async def test_a_group_that_cannot_train_releases_its_nodes_and_waits_as_a_gang(
     s.machines.capacity = 2
     s.force_delete("job-1-0")
     await s.passes(20)
-    assert len(bound(s)) == 2, "the room may come back soon"
+    assert len(bound(s)) == 2, "room may become available soon"
     await s.passes(60)
     assert not bound(s) and groups(s) == {"job-gang-1": 4}
     await s.passes(300)

@@ -18,7 +18,7 @@ async def test_a_pod_on_a_silent_node_is_replaced_elsewhere(mode: str, knows_hos
     node, began = s.pods["job-1-0"].node, s.now
     s.cut(node)
     await s.until(lambda: "job-1-0" not in s.pods)
-    assert 20 <= s.now - began <= 24, "from when it was last heard"
+    assert 20 <= s.now - began <= 24, "counted from its last heartbeat"
     await s.until_phase("Running")
     assert s.pods["job-1-1"].node != node
     assert reasons(s) == [("NodeLost", False)]

@@ -51,7 +51,7 @@ async def test_a_spare_takes_over_and_the_replacement_is_the_new_spare() -> None
     await passes(s, 3)
     assert {p.name: p.role for p in running(s)} == {"job-1-0": Role.NODE, "job-2-0": Role.NODE, "job-0-1": Role.SPARE}
     assert s.status["nodes"]["display"] == "2/2 +1"
-    assert s.status["nodes"]["active"] == 2, "what a scale subresource shows has no spares in it"
+    assert s.status["nodes"]["active"] == 2, "the scale subresource counts no spares"
     assert reasons(s) == [("Deleted", False)]
     assert conditions(s)["Restarting"]["status"] == "False"
 

@@ -195,7 +195,7 @@ async def finished(*, seen: bool) -> Simulation:
 
 @pytest.mark.parametrize("seen", [True, False])
 @pytest.mark.parametrize("change", ["env", "nodes", "spares", "suspend", "deadline", "key"])
-async def test_a_job_that_has_made_its_last_step_does_not_begin_again(change: str, seen: bool) -> None:
+async def test_a_job_that_has_taken_its_last_step_does_not_start_over(change: str, seen: bool) -> None:
     s = await finished(seen=seen)
     changes: dict[str, Json] = {
         "env": {"env": [{"name": "LR", "value": "1"}]},
@@ -227,7 +227,7 @@ async def test_a_finished_pod_that_is_removed_unseen_is_counted(seen: bool) -> N
 
 @pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_job_that_makes_its_last_step_during_its_suspension_is_complete(mode: str, elastic: bool) -> None:
+async def test_a_job_that_takes_its_last_step_during_its_suspension_is_complete(mode: str, elastic: bool) -> None:
     size = {"nodes": 3, "elastic": {"minNodes": 2}} if elastic else {}
     s = Simulation({"recovery": {"mode": mode}, **size}, steps=8)
     s.machines.capacity = 2
@@ -243,7 +243,7 @@ async def test_a_job_that_makes_its_last_step_during_its_suspension_is_complete(
     await s.until(lambda: s.wake is None, limit=30)
 
 
-async def test_a_job_that_times_out_before_its_start_reports_what_was_missing() -> None:
+async def test_a_job_that_times_out_before_its_start_reports_the_refusal() -> None:
     s = Refusing({"runPolicy": {"activeDeadlineSeconds": 5}}, pods_allowed=0)
     await s.until_phase("Failed")
     failed = conditions(s)["Failed"]

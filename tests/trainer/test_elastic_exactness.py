@@ -109,7 +109,7 @@ def test_the_running_statistics_match_one_update_with_the_mean(alone: Path, tmp_
 
 def test_a_walk_of_1_2_3_1_ranks_ends_where_one_rank_does(alone: Path, tmp_path: Path) -> None:
     walk(tmp_path, TIED)
-    assert 0 < distance(alone, tmp_path) < TOLERANCE, "another order of sums, and nothing else"
+    assert 0 < distance(alone, tmp_path) < TOLERANCE, "only the order of the sums differs"
 
 
 def test_in_order_the_same_walk_is_bit_identical(alone: Path, tmp_path: Path) -> None:

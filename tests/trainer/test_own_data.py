@@ -532,7 +532,7 @@ def test_mistakes_in_data_are_reported_before_training(name: str, message: str) 
         open_data(DataConfig(name=name))
 
 
-def test_a_sample_of_a_different_shape_is_reported() -> None:
+def test_a_sample_with_a_different_shape_is_reported() -> None:
     data = open_data(DataConfig(name="somebodys_data:growing", workers=0))
     with pytest.raises(DataError, match=r"the input of train\[60\] is torch.float32 of shape \(5,\), .*pad or crop"):
         next(data.train_batches([[3, 60]], 0))

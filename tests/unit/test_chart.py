@@ -477,7 +477,7 @@ def test_the_operator_may_delete_config_maps_only_if_the_values_say_so(
 @needs_helm
 @pytest.mark.parametrize(("name", "group"), [("kueue", "kueue.x-k8s.io"), ("volcano", "scheduling.volcano.sh")])
 @pytest.mark.parametrize("wanted", [True, False])
-def test_a_role_grants_rights_to_queues_only_if_the_values_say_so(name: str, group: str, wanted: bool) -> None:
+def test_a_role_grants_access_to_queues_only_if_the_values_say_so(name: str, group: str, wanted: bool) -> None:
     """A namespace administrator may not create a Role with rights that they do not hold."""
     values = f"key.existingSecret=given,watchNamespaces={{one}},queues.{name}={str(wanted).lower()}"
     rendered = yaml.safe_load_all(template("--set", values))

@@ -181,14 +181,14 @@ def test_pod_templates_merge_as_kubernetes_does() -> None:
     assert {None, "gpu", "spot"} <= set(keys)
 
 
-def test_a_volume_with_a_different_source_replaces_the_classs() -> None:
+def test_a_volume_with_a_different_source_replaces_the_volume_of_the_class() -> None:
     given = {"podTemplate": {"spec": {"volumes": [{"name": "s", "emptyDir": {}}, {"name": "t", "emptyDir": {}}]}}}
     mine = [{"name": "s", "persistentVolumeClaim": {"claimName": "c"}}, {"name": "t", "emptyDir": {"sizeLimit": "1Gi"}}]
     merged = with_class({"podTemplate": {"spec": {"volumes": mine}}}, given)
     assert merged["podTemplate"]["spec"]["volumes"] == mine
 
 
-def test_a_probe_of_a_different_kind_replaces_the_classs() -> None:
+def test_a_probe_of_a_different_kind_replaces_the_probe_of_the_class() -> None:
     def sidecar(probe: dict[str, Any]) -> dict[str, Any]:
         return {"podTemplate": {"spec": {"containers": [{"name": "s", "livenessProbe": probe}]}}}
 

@@ -109,7 +109,7 @@ def test_few_steps_are_kept_for_the_next_check() -> None:
     assert clock.take() is not None and clock.take() is None, "each step counts once"
 
 
-def test_steps_are_the_first_optimizers_and_waits_those_of_training() -> None:
+def test_only_steps_of_the_first_optimizer_and_waits_of_training_count() -> None:
     optimizer, other = object(), object()
     clock = clock_of((0.02, 0.0), first=optimizer)
     for _ in range(2):

@@ -354,11 +354,11 @@ class Unsaved:
 
 
 class ZeroRedundancyOptimizer(torch.optim.SGD):  # type: ignore[misc]
-    """Looks like torch's class of this name."""
+    """Looks like torch's class with this name."""
 
 
 class FullyShardedDataParallel(nn.Linear):  # type: ignore[misc]
-    """Looks like torch's class of this name."""
+    """Looks like torch's class with this name."""
 
 
 @pytest.mark.usefixtures("job")

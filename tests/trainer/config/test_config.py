@@ -230,7 +230,7 @@ def test_invalid_files_are_reported(text: str, message: str, tmp_path: Path) -> 
         config.load(str(tmp_path / "c.yaml"), [])
 
 
-def test_parts_of_a_batch_are_given_once() -> None:
+def test_the_number_of_micro_batches_is_set_by_one_key_only() -> None:
     with pytest.raises(
         ConfigError, match=r"train.accumulate=2: has no effect with data.micro_batches=4, .* raise data.micro_batches"
     ):

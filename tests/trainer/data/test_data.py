@@ -190,7 +190,7 @@ def test_crop_and_flip_takes_the_numbers_drawn_for_each_sample() -> None:
 
 
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (3, 2), (2**31, 10**6)])
-def test_numbers_drawn_on_a_device_are_bit_identical_to_those_of_the_host(seed: int, epoch: int) -> None:
+def test_numbers_drawn_on_a_device_and_on_the_host_are_bit_identical(seed: int, epoch: int) -> None:
     from ddpjob_trainer.data.randomness import uniform, uniform_for_all
 
     found = uniform_for_all(seed, epoch, 5000, 3, torch.device("cpu"))
@@ -390,7 +390,9 @@ def children() -> set[int | None]:
     return {process.pid for process in multiprocessing.active_children()}
 
 
-def test_the_share_of_time_waited_for_data_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reported_share_of_time_spent_waiting_for_data_is_correct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reading an image takes much longer than a step here, so nearly all time is spent waiting,
     from the first step on.
     """

@@ -124,7 +124,9 @@ def test_ranks_share_micro_batches_evenly_if_whole_ones_are_uneven(
         assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1, "an even share"
         assert max(sizes) <= math.ceil(len(whole[0].samples) * max(stretch, 1) + 1), "which fits into memory"
     if dividing is Dividing.LOCAL:
-        assert len({micro.key for own in ranks for micro in own}) == world * passes, "no two draw the same"
+        assert len({micro.key for own in ranks for micro in own}) == world * passes, (
+            "no two ranks draw the same numbers"
+        )
         return
     held: dict[int, list[int]] = {}
     for rank, own in enumerate(ranks):

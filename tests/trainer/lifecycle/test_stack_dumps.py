@@ -121,7 +121,7 @@ def test_under_a_launcher_a_rank_answers_its_signal_until_the_end(
     assert [path.name for path in tmp_path.iterdir()] == ["3.txt"]
 
 
-def test_a_training_that_goes_well_leaves_no_stacks(tmp_path: Path) -> None:
+def test_a_successful_run_leaves_no_stacks(tmp_path: Path) -> None:
     good(2, [*TINY, f"checkpoint.dir={tmp_path}", "train.timeout_seconds=30"])
     assert not (tmp_path / "run" / "stacks").exists()
 

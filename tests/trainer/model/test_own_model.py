@@ -228,7 +228,7 @@ def test_random_numbers_drawn_by_the_model_are_the_same_on_all_ranks(key: str, o
         assert all(torch.equal(one[name], other[name]) for name in one), step
 
 
-def test_weights_of_some_forward_passes_alone_are_refused_before_the_first_update(own: str, tmp_path: Path) -> None:
+def test_weights_used_by_only_some_forward_passes_are_refused_before_any_update(own: str, tmp_path: Path) -> None:
     """DDP reduces gradients in the last pass of a step. Regression: the first step used each rank's
     own gradients, and a checkpoint contained the result.
     """

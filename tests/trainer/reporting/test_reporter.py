@@ -263,7 +263,7 @@ def test_metrics_that_a_users_script_reports_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("run", "named"), [("d/run", "d"), ("runs/a", "runs/a/checkpoints"), ("runs/a", "runs/a")])
-def test_a_run_is_found_by_its_folder_and_by_that_of_its_checkpoints(run: str, named: str, tmp_path: Path) -> None:
+def test_the_metrics_of_a_run_are_found_from_each_of_its_folders(run: str, named: str, tmp_path: Path) -> None:
     for folder in (run, named):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     rows = [{"event": "start", "step": 0, "world": 1}, {"event": "step", "step": 1, "loss": 2.0}]
@@ -339,7 +339,7 @@ def test_a_plot_that_cannot_be_written_is_reported(target: str, message: str, tm
 
 
 @pytest.mark.parametrize("line", [b"\xff\xfe", b"12", b'{"a": 1}', b'{"event": "step", "time": 3}'])
-def test_lines_of_something_else_are_passed_over(line: bytes, tmp_path: Path) -> None:
+def test_lines_that_are_not_metrics_are_skipped(line: bytes, tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(line + b"\n" + PLOTTED + line + b"\n")
     assert plot_runs.main([str(file), "-o", str(tmp_path / "plot.svg")]) == 0
@@ -348,7 +348,7 @@ def test_lines_of_something_else_are_passed_over(line: bytes, tmp_path: Path) ->
         plot_runs.main([str(file)])
 
 
-def test_plot_without_arguments_reports_what_to_specify(tmp_path: Path) -> None:
+def test_plot_without_arguments_names_the_missing_argument(tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match="name the run folder"):
         history.read(tmp_path)
 
@@ -383,7 +383,7 @@ def test_log_lines_mention_anomalies_only_if_there_are_any() -> None:
     )
 
 
-def test_the_live_view_shows_what_the_training_does() -> None:
+def test_the_live_view_shows_the_state_of_training() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30, color_system=None)
     view = LiveView("digits", console)
     seen = time.time() - 61

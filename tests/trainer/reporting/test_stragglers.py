@@ -230,7 +230,7 @@ def test_a_stage_is_compared_with_itself() -> None:
     assert [named(judge.add(now, [1, 9, 1, 9, 2, 9], stages=2)) for now in range(3)][-1] == [4]
     alone = Stragglers(1.5, 0)
     assert [named(alone.add(now, [1, 9, 1], stages=3)) for now in range(5)] == [[]] * 5, (
-        "one replica: nobody to compare"
+        "one replica: no rank to compare with"
     )
     mixed = Stragglers(1.5, 0)
     assert [named(mixed.add(now, [1, 9, 0, 27], stages=2)) for now in range(3)][-1] == [3]

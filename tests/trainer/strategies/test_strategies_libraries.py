@@ -224,7 +224,7 @@ def loses_a_worker(rank: int) -> None:
 @pytest.mark.parametrize(
     ("strategy", "defect"), [(HOROVOD, averages_over_ranks), (SERVER, loses_a_worker), (DEEPSPEED[1], forgets_the_mean)]
 )
-def test_a_defect_leaves_the_curve(
+def test_a_defect_departs_from_the_curve(
     strategy: str, defect: Prepare, alone: Path, tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
     arguments = [*SETTINGS, *strategy.split(), f"checkpoint.dir={tmp_path}"]

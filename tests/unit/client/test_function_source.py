@@ -20,7 +20,7 @@ OUTSIDE = 3
 
 
 def whole(lr: float, names: list[str] | None = None, *, times: int = 1) -> None:
-    """Return a function with nested classes and functions, comprehensions, a global variable and
+    """A function with nested classes and functions, comprehensions, a global variable and
     multi-line strings.
     """
     import json

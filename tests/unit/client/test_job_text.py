@@ -207,7 +207,7 @@ def test_a_spent_budget_is_explained_by_its_last_failure(reason: str, message: s
     assert "Next: correct the cause, and run `ddpjob rerun j`, which resumes from the last checkpoint." in said
 
 
-def test_no_slot_of_an_ended_job_is_shown_as_running() -> None:
+def test_no_slot_of_a_finished_job_is_shown_as_running() -> None:
     """The status keeps the state of each slot at the time of the failure."""
     slots = [{"attempt": 0, "state": "Running", "node": "a"}, {"attempt": 0, "state": "Running", "node": "b"}]
     failed, running = condition("Failed", True, "RestartBudgetSpent"), condition("Running", True, "GroupRuns")

@@ -122,7 +122,7 @@ def test_the_log_of_a_pod_that_is_gone_is_printed(
     assert "no pod j-7-0 of job j; its pods: j-0-11" in capsys.readouterr().err
 
 
-def test_a_message_says_where_logs_are_that_no_running_pod_can_read(
+def test_a_message_locates_logs_that_no_running_pod_can_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended = OfCluster(folder, {"claimName": "c", "mountPath": "/c"}, pods=())
@@ -132,7 +132,7 @@ def test_a_message_says_where_logs_are_that_no_running_pod_can_read(
     assert called(ended, monkeypatch, "logs", "j", "--ended") == 2
 
 
-def test_ended_pods_are_listed_although_kept_logs_cannot_be_read(
+def test_terminated_pods_are_listed_although_kept_logs_cannot_be_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed = OfCluster(folder, {"claimName": "c", "mountPath": "/c"}, pods=(), ended=("j-0-11",))

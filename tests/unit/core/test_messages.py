@@ -159,7 +159,7 @@ def test_nodes_count_as_one_group_only_after_their_ranks_communicate() -> None:
         assert message(job.status, ConditionType.RUNNING) == said
 
 
-def test_uncountable_steps_are_reported_to_a_job_that_wants_hangs_noticed() -> None:
+def test_uncountable_steps_are_reported_to_a_job_with_a_hang_limit() -> None:
     for recovery in ({"hangAfterSeconds": 60}, {}):
         job, pods = running(2, recovery=recovery)
         reported = report(CoordinatorState.RUNNING, *[MemberState.RUNNING] * 2, progress={"uncountable": True})

@@ -63,7 +63,7 @@ def test_a_missing_label_makes_a_separate_place_from_that_level_on() -> None:
     assert place_of("n", None, labels) == ("/n", "/n", "/n")
 
 
-def test_racks_of_the_same_name_in_two_blocks_are_two_places() -> None:
+def test_racks_with_the_same_name_in_two_blocks_are_two_places() -> None:
     places: dict[int, Place] = {0: ("a", "1"), 1: ("b", "1"), 2: ("a", "2"), 3: ("b", "1"), 4: ("a", "1")}
     assert in_order(places) == [0, 4, 2, 1, 3]
 

@@ -131,7 +131,7 @@ def test_a_lost_pod_of_another_release_begins_a_generation_with_our_runtime(rele
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_lost_coordinator_in_fast_begins_a_generation_with_our_runtime(release: str) -> None:
+def test_a_lost_coordinator_in_fast_mode_begins_a_generation_with_our_runtime(release: str) -> None:
     decision = after(begun(release, recovery={"mode": "Fast"}), *pods(0, 1)[:2])
     assert [(r.reason, r.round) for r in decision.status.restarts.recent] == [("CoordinatorLost", 1)]
     assert decision.status.rendezvous.generation == 1

@@ -152,7 +152,7 @@ def test_a_new_job_gets_advice_to_use_a_separate_folder() -> None:
 def test_the_jobs_own_claim_and_one_kept_for_it_can_be_used() -> None:
     assert problem(OURS) == ""
     assert problem(replace(OURS, owners=("uid",)), making({"whenDeleted": "Delete"})) == ""
-    assert problem(replace(OURS, made_by="earlier")) == "", "an earlier job of this name kept it"
+    assert problem(replace(OURS, made_by="earlier")) == "", "an earlier job with this name kept it"
 
 
 @pytest.mark.parametrize(
