@@ -51,7 +51,7 @@ QUICK = (
     "test_runtime_standard.py::test_exceptions_restart_in_place_and_name_rank_and_line",
     "test_runtime_fast.py::test_a_spare_takes_over_at_once",
     "test_runtime_fast.py::test_a_crash_loop_backs_off",
-    "test_launcher_checks.py::test_arguments_of_a_script_are_not_taken_for_options_of_torchrun",
+    "test_launcher_checks.py::test_arguments_of_a_script_are_not_mistaken_for_options_of_torchrun",
     # The fork server's effects on torch, and its assumptions about torch.
     "test_forkserver.py::test_a_worker_sees_the_same_as_a_fresh_process",
     "test_forkserver.py::test_the_end_of_a_worker_is_reported",

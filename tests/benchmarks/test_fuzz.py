@@ -60,7 +60,7 @@ def test_each_folder_of_findings_belongs_to_a_parser() -> None:
 
 
 @pytest.mark.parametrize("name", ["members", "manifests", "script-indexes", "bucket-listings", "images"])
-def test_inputs_depend_on_seed_and_number_alone(name: str) -> None:
+def test_inputs_depend_only_on_seed_and_number(name: str) -> None:
     parser, target = PARSERS[name], made(name)
     first = list(islice(inputs_of(parser, target, seed=1), 30))
     assert list(islice(inputs_of(parser, target, seed=1, first=10), 20)) == first[10:]

@@ -132,7 +132,7 @@ def _pass(training: PlayedTraining, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-def test_a_played_training_is_exact_unless_it_forgets_its_checkpoints(tmp_path: Path, forgets: bool) -> None:
+def test_a_simulated_run_is_exact_unless_it_forgets_its_checkpoints(tmp_path: Path, forgets: bool) -> None:
     clock = Clock()
     training = PlayedTraining(Network(clock, draw_chance(), Pace()), JOB, "uid", tmp_path / "job", forgets=forgets)
     training._report = lambda first: None  # type: ignore[method-assign]

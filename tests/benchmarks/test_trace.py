@@ -199,7 +199,7 @@ def test_the_formula_is_the_mean_of_a_simulated_job() -> None:
     assert work / clock == pytest.approx(parts.effective(nodes, days), rel=0.02)
 
 
-def test_torchft_is_left_out_with_the_reason_where_it_cannot_be_installed(
+def test_torchft_is_left_out_with_the_reason_if_it_cannot_be_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torchft_packages, "FOLDER", tmp_path / "venv")

@@ -567,7 +567,7 @@ async def test_a_deleted_token_is_created_once_until_the_kubelet_looks_again(c: 
 
 
 @in_case()
-async def test_the_jobs_of_a_namespace_know_who_has_a_folder_and_who_waits_for_room(c: Case) -> None:
+async def test_the_jobs_of_a_namespace_know_which_have_a_folder_and_which_wait_for_room(c: Case) -> None:
     storage = {"checkpoints": {"claimName": "c", "subPath": "same"}}
     waits = {"type": "Scheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes",
              "lastTransitionTime": c.server.store.clock.stamp()}  # fmt: skip

@@ -515,7 +515,7 @@ async def test_a_crd_that_is_served_but_not_listed_stops_nothing(
 
 
 @on_server
-async def test_a_crd_that_is_known_to_be_older_stays_refused_where_it_is_no_longer_listed(
+async def test_a_crd_that_is_known_to_be_older_stays_refused_if_it_is_no_longer_listed(
     server: ApiServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -54,7 +54,7 @@ def test_throttling_and_errors_of_the_server_can_be_retried(status: int, header:
 
 
 def test_a_page_in_place_of_a_response_can_be_retried() -> None:
-    """The page is like that of a proxy that asks users to sign in."""
+    """The page is like the sign-in page of a proxy."""
     error = run(asked(Fault("page")))
     assert isinstance(error, Unavailable)
     assert "<html>Please sign in</html>" in str(error)

@@ -22,7 +22,7 @@ async def drive(
 
 
 @virtual
-async def test_a_key_waits_once_and_the_earlier_wish_wins() -> None:
+async def test_a_key_waits_once_and_the_earlier_time_wins() -> None:
     queue: DelayQueue[str] = DelayQueue()
     seen: list[str] = []
 

@@ -199,8 +199,8 @@ def test_setting_a_limit_while_a_step_is_overdue_ends_the_round() -> None:
 
 
 def test_setting_a_limit_above_the_waiting_time_withdraws_the_overdue_step() -> None:
-    """Otherwise the overdue step would be shown as that of a group without a limit. It is reported
-    again once the limit is removed.
+    """Otherwise the overdue step would be shown as if the group had no limit. It is reported again
+    once the limit is removed.
     """
     world, _ = overdue()
     world.coordinator.set_patience(3600, 1, 60)

@@ -72,7 +72,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.parametrize("program", [("a.py",), ("-m", "a")])
-def test_arguments_of_a_script_are_not_taken_for_options_of_torchrun(option: str, program: tuple[str, ...]) -> None:
+def test_arguments_of_a_script_are_not_mistaken_for_options_of_torchrun(option: str, program: tuple[str, ...]) -> None:
     """Each argument is a prefix of an option of torchrun, mostly of two, which argparse calls
     ambiguous.
     """
@@ -301,7 +301,7 @@ def test_a_failure_that_waits_for_a_coordinator_keeps_its_time(monkeypatch: pyte
     assert written[0]["sent"] - written[0]["time"] == pytest.approx(30)
 
 
-def test_lines_that_a_connection_did_not_take_wait_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_a_connection_did_not_accept_wait_for_the_next_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     client = MemberClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
     written: list[str] = []
     client.send("failure", round=1, message="ValueError: bug")

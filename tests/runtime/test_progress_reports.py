@@ -155,7 +155,7 @@ def test_a_stranger_at_the_coordinators_address_does_not_get_the_token(
 def test_a_report_names_its_round(
     job: Job, client: Callable[[pytest.MonkeyPatch], Post], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fenced rank 0 must not show its step as that of the next round."""
+    """A fenced rank 0 must not show its step as a step of the next round."""
     monkeypatch.setenv("DDPJOB_FENCE", "0.7")
     relay, post = Relay(job.port), client(monkeypatch)
     assert post(relay.address, 3)

@@ -142,7 +142,7 @@ class Connection:
         """Return the callable that the coordinator uses as a member's `send`."""
         if self.up_open:
             line = self.coordinator.encode(verb, fields)
-            # Volumes are not simulated. Each line draws the delays of those lines that follow it.
+            # Volumes are not simulated. Each line draws the delays of the lines that follow it.
             if verb != ToMember.RECORD:
                 self.to_launcher(line)
 

@@ -219,7 +219,7 @@ async def test_a_group_that_cannot_train_releases_its_nodes_and_waits_as_a_gang(
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_an_impossible_need_for_room_destroys_no_only_copy(mode: str) -> None:
+async def test_a_need_for_room_that_cannot_be_met_destroys_no_only_copy(mode: str) -> None:
     """Regression: 30 s after a cordon, the only copy of a job's progress was deleted although no
     pod needed its node.
     """

@@ -87,7 +87,7 @@ def test_more_ranks_than_the_batch_can_hold(world: int, keys: list[str], remedy:
         (["strategy=pipeline", "pipeline.micro_batches=9"], "pipeline.micro_batches=9: makes 9 .*; set it to 8, or"),
     ],
 )
-def test_more_parts_than_samples_name_the_key_that_makes_them(keys: list[str], message: str, tmp_path: Path) -> None:
+def test_more_parts_than_samples_name_the_key_that_sets_them(keys: list[str], message: str, tmp_path: Path) -> None:
     """Regression: the message reported a value of data.micro_batches that nobody had set, and that
     value was refused too.
     """

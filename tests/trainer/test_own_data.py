@@ -465,7 +465,7 @@ def test_bytes_are_shifted_mirrored_and_normalized_like_cifar_images(name: str, 
     assert torch.equal(next(plain.train_batches([[91]], 0)).images, normalize(somebodys_data.PIXELS[1:2]))
 
 
-def test_grey_images_without_channels_have_one() -> None:
+def test_grey_images_without_a_channel_dimension_get_one() -> None:
     batch = next(open_data(DataConfig(name="somebodys_data:grey")).train_batches([[3, 5]], 0))
     assert batch.images.shape == (2, 1, 12, 16) and -1 <= float(batch.images.min()) < 0 < float(batch.images.max()) <= 1
 

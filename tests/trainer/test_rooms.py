@@ -1,5 +1,5 @@
 """There is no import cycle among the trainer's modules or packages, including lazy imports and
-those for types. Settings import nothing.
+imports for types. Settings import nothing.
 """
 
 from __future__ import annotations

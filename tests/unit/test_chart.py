@@ -35,7 +35,7 @@ def helm(*words: str) -> str:
 
 
 def template(*words: str) -> str:
-    """Render the chart with its own values, except for those in `words`."""
+    """Render the chart with its own values, except for the values in `words`."""
     given = [str(HELM), "template", "mine", str(CHART), "--namespace", "ml", *words]
     return subprocess.run(given, capture_output=True, text=True, check=True).stdout
 

@@ -86,7 +86,7 @@ def test_an_unmet_requirement_is_found() -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_shipped_versions_were_tested(name: str) -> None:
-    """The versions in the images are those in CI."""
+    """The images contain the versions that CI tests."""
     tested = lock.pins("dev.txt")
     differ = {package: versions for package, versions in lock.pins(name).items() if versions != tested[package]}
     assert differ == {}, f"locks/{name} has other versions than locks/dev.txt: run `make locks`"

@@ -97,7 +97,7 @@ def test_a_folder_of_files_is_restored_unchanged(
 
 
 @pytest.mark.slow
-def test_a_folder_of_parts_is_copied_where_rank_0_has_all_of_them(
+def test_a_folder_of_parts_is_copied_if_rank_0_has_all_of_them(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import torch

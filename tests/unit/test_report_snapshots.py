@@ -317,7 +317,7 @@ def test_a_loop_that_ignores_the_restored_step_is_refused(job: Callable[[], None
         (7, 4, 5, {"step": 4, "source": protocol.STORAGE}),
     ],
 )
-def test_the_account_says_where_training_continued(
+def test_the_account_shows_where_training_continued(
     restored: int,
     own: int | None,
     first: int,

@@ -159,7 +159,7 @@ def test_the_config_map_is_one_that_kubernetes_accepts() -> None:
     )
 
 
-def test_a_runtime_is_trusted_by_sixteen_digits() -> None:
+def test_a_runtime_is_recognized_by_sixteen_digits() -> None:
     """A running job is pinned to the name with which it began, so that an upgrade does not disturb
     it.
     """

@@ -339,7 +339,9 @@ def test_workers_live_over_epochs_and_serve_the_test_set_too(tmp_path: Path) -> 
     assert children() - others == workers
 
 
-def test_a_signal_to_the_group_while_workers_start_ends_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_to_the_group_while_workers_start_ends_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torchrun may send SIGTERM after the fork but before the worker has left the rank's process
     group.
     """
@@ -459,7 +461,7 @@ def test_unreadable_data_is_reported_with_the_uid(name: str, tmp_path: Path) -> 
         os.seteuid(before)
 
 
-def test_an_image_that_the_machine_cannot_read_is_not_taken_for_a_damaged_one(tmp_path: Path) -> None:
+def test_an_image_that_the_machine_cannot_read_is_not_mistaken_for_a_damaged_one(tmp_path: Path) -> None:
     write_image_folder(tmp_path)
     data = opened("data.name=imagefolder", f"data.dir={tmp_path}", "data.image_size=16", "data.workers=0")
     next(data.train_batches([[0]], 0))

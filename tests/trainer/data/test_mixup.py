@@ -91,7 +91,7 @@ def test_mixing_depends_only_on_the_key_and_uses_no_other_generator() -> None:
 
 
 @pytest.mark.parametrize("settings", [MIXUP, CUTMIX])
-def test_an_unreadable_image_is_mixed_into_none(settings: DataConfig) -> None:
+def test_an_unreadable_image_is_not_mixed_into_others(settings: DataConfig) -> None:
     whole = batch()
     labels = whole.labels.clone()
     labels[2] = UNREADABLE

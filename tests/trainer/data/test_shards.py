@@ -88,7 +88,7 @@ def test_shards_keep_their_size_and_are_plain_webdataset_tars(packed: Path) -> N
     assert sorted(labels) == [0] * 8 + [1] * 8 and labels != sorted(labels), "mixed"
 
 
-def test_an_index_made_by_reading_the_tars_is_the_one_that_packing_wrote(packed: Path) -> None:
+def test_an_index_made_by_reading_the_tars_equals_the_one_that_packing_wrote(packed: Path) -> None:
     written = {key: value.tolist() for key, value in np.load(packed / "train" / "index.npz").items()}
     (packed / "train" / "index.npz").unlink()
     opened(f"data.dir={packed}")
@@ -555,7 +555,7 @@ def test_an_index_that_points_outside_its_shards_is_refused(changes: dict[str, A
         opened(f"data.dir={packed}")
 
 
-def test_an_index_is_neither_unpacked_nor_believed_about_its_size(packed: Path) -> None:
+def test_an_index_is_neither_decompressed_nor_trusted_about_its_size(packed: Path) -> None:
     """Each of these files is small, but numpy.load would allocate gigabytes for it."""
     path = packed / "train" / "index.npz"
     np.savez_compressed(path, **index_of(packed), more=np.zeros(10_000_000, np.int64))

@@ -162,7 +162,7 @@ def test_a_run_with_fixed_micro_batches_continues_with_statistics_of_all_ranks(t
     good(2, [*SYNC, "model.sync_batchnorm=true", f"checkpoint.dir={tmp_path}"])
 
 
-def test_samples_are_dealt_evenly_and_names_stay() -> None:
+def test_samples_are_dealt_evenly_and_names_are_unchanged() -> None:
     settings = config.load(None, ["model.norm=batch", "model.sync_batchnorm=true"]).model
     model = build_model(settings, (1, 8, 8), 10, 0)
     assert any(isinstance(module, CpuSyncBatchNorm) for module in model.modules()) and not is_tied_to_micro_batches(

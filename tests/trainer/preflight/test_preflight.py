@@ -1,4 +1,4 @@
-"""Each fault is made for real. The table must then report exactly this fault, its culprit and the
+"""Each fault is really caused. The table must then report exactly this fault, its culprit and the
 remedy.
 """
 

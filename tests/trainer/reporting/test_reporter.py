@@ -86,7 +86,7 @@ def test_posts_are_half_a_second_apart_and_the_newest_wins(coordinator: Any) -> 
     assert 2 <= len(posts) <= 5 and posts[-1][2] == {"step": -1}
 
 
-def test_copies_are_posted_by_themselves_and_displace_no_progress(coordinator: Any) -> None:
+def test_copies_are_posted_separately_and_displace_no_progress(coordinator: Any) -> None:
     port, posts, _ = coordinator
     link = ProgressClient(f"127.0.0.1:{port}", "secret")
     link.post_copies({"copyStep": 1})
@@ -128,7 +128,7 @@ def test_each_post_contains_its_round(coordinator: Any, monkeypatch: pytest.Monk
     assert [post[2] for post in posts] == [{"step": 1, "round": "2.17"}, {**lag, "round": "2.17"}]
 
 
-def test_an_activity_is_posted_by_itself_when_it_lasts_and_ends_with_the_next_steps(
+def test_a_lasting_activity_is_posted_separately_and_ends_with_the_next_steps(
     coordinator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress_client, "_BRIEF_SECONDS", 3.0)  # a busy machine can stall for a second

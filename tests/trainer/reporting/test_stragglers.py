@@ -88,7 +88,7 @@ SHARED = ["model.norm=batch", "data.micro_batches=3"]
         (["strategy=fsdp"], 1),
     ],
 )
-def test_the_late_rank_has_the_time_and_the_others_wait(
+def test_the_time_counts_for_the_late_rank_and_as_waiting_for_the_others(
     where: str, more: list[str], passes: int, tmp_path: Path
 ) -> None:
     good(2, [*TINY, "train.epochs=1", *more, f"checkpoint.dir={tmp_path}"], prepare=slow(1, where))

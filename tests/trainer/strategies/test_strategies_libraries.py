@@ -255,7 +255,7 @@ def test_a_killed_rank_ends_the_others_which_then_resume(
     assert deviation(tmp_path, alone) < TOLERANCE
 
 
-def test_a_worker_keeps_the_servers_state_where_folders_are_not_shared(alone: Path, tmp_path: Path) -> None:
+def test_a_worker_keeps_the_servers_state_if_folders_are_not_shared(alone: Path, tmp_path: Path) -> None:
     """There are three nodes. The server's folder is lost between two incarnations."""
 
     def node(rank: int) -> dict[str, str]:

@@ -223,7 +223,7 @@ def test_losses_that_report_wrote_as_unknown_are_reported() -> None:
     assert "test accuracy" in lines
 
 
-def test_a_script_without_a_loss_is_not_taken_for_one_that_diverges() -> None:
+def test_a_script_without_a_loss_is_not_mistaken_for_one_that_diverges() -> None:
     lines = list(curves("\n".join([row("start", 0), row("step", 1, lr=0.1), row("step", 2, lr=0.1)]), "first"))
     assert lines[1] == "loss: not reported at 2 steps, the last of them 2"
 

@@ -1,4 +1,4 @@
-"""Code archives: the files are those that git selects, the bytes are always the same, and limits
+"""Code archives: they contain the files that git selects, the bytes are always the same, and limits
 are checked before reading.
 """
 

@@ -251,7 +251,7 @@ def test_a_shell_script_is_not_made_one_command(script: str) -> None:
     assert valid(convert(job).job)["command"] == ["sh", "-c", script]
 
 
-def test_settings_of_the_master_alone_are_reported() -> None:
+def test_settings_of_only_the_master_are_reported() -> None:
     job = yaml.safe_load(PYTORCH_JOB)
     replicas = job["spec"]["pytorchReplicaSpecs"]
     replicas["Master"] = deepcopy(replicas["Worker"]) | {"replicas": 1}

@@ -133,7 +133,7 @@ def test_a_missing_pod_of_a_job_that_seems_to_train_points_at_the_operator() -> 
     assert "does not exist" not in "\n".join(why(body, [], NOW)), "a user who may not list pods sees no pods"
 
 
-def test_gpu_hours_are_shown_where_a_job_has_any() -> None:
+def test_gpu_hours_are_shown_if_a_job_has_any() -> None:
     use = {"held": 16, "since": "2026-01-01T11:59:00Z"}
     body = job(phase="Running", gpuSeconds=44424, gpuUse=use)
     assert "GPU hours:  12.3 (44,424 GPU seconds), 16 GPUs held\n" in "\n".join(describe(body, [], [], NOW))

@@ -162,7 +162,7 @@ def test_a_rank_cannot_choose_lines_of_a_kept_log(
     assert "--rank: pod j-1-0 is gone" in capsys.readouterr().err
 
 
-def test_each_host_is_asked_where_it_has_its_own_files(folder: Path) -> None:
+def test_each_host_is_asked_if_hosts_have_separate_files(folder: Path) -> None:
     backend = OfCluster(folder, {"hostPath": "/h", "mountPath": "/c"})
     assert [pod.name for pod in backend.kept_logs("j").pods()] == ["j-0-9", "j-0-10", "j-1-0"]
     assert backend.asked == ["j-0-11", "j-1-1"]

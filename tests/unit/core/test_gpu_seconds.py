@@ -88,7 +88,7 @@ def test_a_silent_job_writes_its_sum_every_ten_minutes() -> None:
     assert one.writes == timedelta(hours=1) / REFRESH
 
 
-def test_a_clock_that_goes_back_takes_nothing_away() -> None:
+def test_a_clock_that_is_set_back_does_not_reduce_the_sum() -> None:
     one, pods = Cluster(), (holder(0), holder(1))
     one.look(0, *pods)
     assert one.look(600, *pods) == 9600

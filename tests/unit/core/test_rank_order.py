@@ -151,7 +151,7 @@ def test_without_the_field_only_the_end_of_an_order_is_sent() -> None:
     assert told(looked_at(job, pods, RACKS, running_report("some"))) == [[]]
 
 
-def test_a_node_not_seen_yet_has_no_place_and_one_without_labels_has_one() -> None:
+def test_a_node_not_seen_yet_has_no_place_but_one_without_labels_does() -> None:
     job, pods = running(4, rankOrder=[RACK])
     unseen = {name: view for name, view in RACKS.items() if name != "n1"}
     assert told(looked_at(job, pods, unseen, running_report(""))) == [["job-0-0", "job-2-0", "job-3-0"]]

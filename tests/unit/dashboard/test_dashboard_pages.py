@@ -239,7 +239,7 @@ async def test_a_page_shows_steps_at_risk_and_repeated_and_not_0_if_unknown(fold
     assert "Steps repeated unknown" in unknown and "Time with new steps at most" in unknown
 
 
-async def test_gpu_hours_are_shown_only_where_there_are_any(folder: Path) -> None:
+async def test_gpu_hours_are_shown_only_if_there_are_any(folder: Path) -> None:
     body = next(b for n in range(60) if (b := record(n, datetime.now(UTC)))["status"].get("phase") == "Running")
     name = body["metadata"]["name"]
     (folder / name).mkdir()

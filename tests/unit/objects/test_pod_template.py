@@ -386,7 +386,7 @@ def test_the_coordinator_has_no_runtime_class_for_devices(template: str, rendezv
     assert node(podTemplate={"spec": {"runtimeClassName": template}})["spec"]["runtimeClassName"] == template
 
 
-def test_the_coordinator_goes_where_rendezvous_says() -> None:
+def test_the_coordinator_is_placed_as_rendezvous_requests() -> None:
     taint = {"key": "pool", "operator": "Exists"}
     template = {"spec": {"nodeSelector": {"gpu": "a100"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]}}
     made = job(podTemplate=template, rendezvous={"nodeSelector": {"pool": "system"}, "tolerations": [taint]})
@@ -563,7 +563,7 @@ def test_the_coordinators_pod_has_no_annotation_for_a_container_that_it_lacks() 
     assert build_coordinator(made, made.status, PLATFORM)["metadata"]["annotations"] == {"note": "kept"}
 
 
-def test_the_launcher_writes_its_termination_reason_where_the_template_says() -> None:
+def test_the_launcher_writes_its_termination_reason_to_the_templates_path() -> None:
     template = {"spec": {"containers": [{"name": "trainer", "terminationMessagePath": "/tmp/end"}]}}
     assert environment(node(podTemplate=template))["DDPJOB_TERMINATION_LOG"] == "/tmp/end"
     assert "DDPJOB_TERMINATION_LOG" not in environment(node())
