@@ -57,8 +57,8 @@ class Web:
 
 @pytest.fixture
 def web(jobs: Jobs, operator: OperatorProcess, tmp_path: Path) -> Iterator[Web]:
-    """Start receivers and an operator that is configured with them: those of the test's namespace,
-    and `foreign` of a different one.
+    """Start receivers, and an operator that knows them for the test's namespace. It also knows
+    `foreign`, which only a different namespace may use.
     """
     made = Web(operator)
     names = ("fine", "hangs", "moved", "ails")
