@@ -37,7 +37,7 @@ def equal(one: Path, other: Path) -> bool:
     return all(torch.equal(value, weights(other)[name]) for name, value in weights(one).items())
 
 
-def test_a_replay_has_the_bits_of_a_job_that_changed_its_size(tmp_path: Path) -> None:
+def test_a_replay_is_bit_identical_to_a_job_that_changed_its_size(tmp_path: Path) -> None:
     job = tmp_path / "job"
     for world, stop in ((2, 5), (1, 9)):
         assert {end.code for end in run(world, [*ARGUMENTS, f"checkpoint.dir={job}"], stop_at(stop))} == {75}
@@ -49,7 +49,7 @@ def test_a_replay_has_the_bits_of_a_job_that_changed_its_size(tmp_path: Path) ->
         "the order of sums matters: the reason for the replay"
     )
     assert not equal(job, replay(tmp_path, ((2, first + 1), (1, second), (2, 16)), ARGUMENTS)), (
-        "one step more on two ranks is seen"
+        "one more step on two ranks is detected"
     )
 
 

@@ -116,7 +116,7 @@ class Fake:
         self.closed = True
 
 
-def test_all_failures_happen_and_a_system_that_stands_still_starts_again(
+def test_all_failures_happen_and_a_system_that_stands_still_is_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = list[Fake]()

@@ -86,7 +86,7 @@ def test_a_claim_that_is_not_kept_is_deleted_with_its_job(jobs: Jobs, tmp_path: 
         jobs.wait("its removal", lambda: not claims(jobs), timeout=60)
 
 
-def test_a_refused_claim_is_a_condition_that_names_the_field(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_refused_claim_is_reported_by_a_condition_that_names_the_field(jobs: Jobs, tmp_path: Path) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "disk"}}
     jobs.cluster.apply({**quota, "spec": {"hard": {"requests.storage": "1Mi"}}}, namespace=jobs.namespace)
     with volume(jobs, "full", tmp_path) as made:

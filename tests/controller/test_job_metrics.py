@@ -1,5 +1,5 @@
-"""The metrics of jobs: each event counts once, time is summed up, series are bounded and go with
-their job.
+"""The metrics of jobs: each event counts once, time is summed up, series are bounded and removed
+with their job.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def test_each_level_of_precision_learns(level: str, dtype: str, reference: list[
         np.testing.assert_allclose(found, reference, rtol=0.15)
 
 
-def test_a_checkpoint_of_the_gpu_is_evaluated_on_either(tmp_path: Path) -> None:
+def test_a_checkpoint_from_the_gpu_is_evaluated_on_either_device(tmp_path: Path) -> None:
     trained(tmp_path, *WHOLE)
     found = {}
     for backend in ("nccl", "gloo"):

@@ -382,7 +382,7 @@ def test_stop_ends_a_hanging_job(machine: Machine) -> None:
     assert run.wait(5) == 143
 
 
-def test_stop_of_a_run_that_ctrl_z_has_stopped_leaves_the_time_to_save(machine: Machine) -> None:
+def test_stop_leaves_a_run_that_ctrl_z_has_stopped_time_to_save(machine: Machine) -> None:
     saves = ["bash", "-c", "trap 'touch saved; exit 143' TERM; touch up; while :; do sleep 0.1; done"]
     run = machine.start(manifest(command=saves, nodes=1))
     run.until(lambda r: (machine.folder / "up").exists() and r.status.get("phase") == "Running")

@@ -31,7 +31,7 @@ that torch is supported.
 def until(reached: Callable[[], object], seconds: float = 20) -> None:
     began = time.monotonic()
     while not reached():
-        assert time.monotonic() - began < seconds * slowness(), "not in time"
+        assert time.monotonic() - began < seconds * slowness(), "timed out"
         time.sleep(0.02)
 
 

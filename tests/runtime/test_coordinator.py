@@ -501,7 +501,7 @@ def test_the_job_succeeds_for_spares_too_when_all_have_finished() -> None:
     assert world.try_hello(3) is None and world.heard["job-3-0"] == [("done", {})]
 
 
-def test_a_finished_node_may_go_before_its_peers() -> None:
+def test_a_finished_node_may_leave_before_its_peers() -> None:
     world, first, second = formed(2)
     world.coordinator.finished(second, 1)
     world.lose(second)

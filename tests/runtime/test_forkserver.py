@@ -240,7 +240,7 @@ for ask in {ASKED!r}:
     assert done.stdout == "True False True []\n" * len(ASKED), done.stderr
 
 
-def test_an_idle_fork_server_imports_it_and_refuses_if_no_fork_survives_that(tmp_path: Path) -> None:
+def test_an_idle_fork_server_imports_the_compiler_and_checks_that_forks_survive(tmp_path: Path) -> None:
     code = (
         f"import sys, threading, time; sys.path.insert(0, {str(RUNTIME.parent)!r})\n"
         "from ddpjob_pod import late_dynamo\n"

@@ -162,7 +162,7 @@ def test_the_operator_reads_the_largest_possible_report(nodes: int, character: s
         assert len(report.incidents[-1].traceback) >= 3000 and len(report.progress["metrics"]) == 100
 
 
-def test_texts_format_like_their_values_in_every_python() -> None:
+def test_text_enums_format_like_their_values_in_every_python() -> None:
     assert (f"{Mode.FAST}", str(Mode.FAST), f"{Mode.FAST:>5}", Command.SIZE.path) == (
         "Fast", "Fast", " Fast", "/v1/size",
     )  # fmt: skip

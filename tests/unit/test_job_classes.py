@@ -46,7 +46,7 @@ def problems_of(spec: Json, given: Json, labels: dict[str, str] | None = None) -
 
 
 @pytest.mark.parametrize("path", CLASS_FIELDS)
-def test_fields_that_a_class_may_set_have_no_default_that_could_look_like_the_jobs(path: str) -> None:
+def test_fields_that_a_class_may_set_have_no_default_that_looks_like_a_jobs_value(path: str) -> None:
     assert schema_of(f"spec.{path}").get("default", {}) == {}
 
 

@@ -124,7 +124,7 @@ def test_only_steps_of_the_first_optimizer_and_waits_of_training_count() -> None
     assert own >= 0.02, "a wait in the background is not a wait of the training"
 
 
-def test_a_backward_pass_that_waits_at_its_end_has_waited() -> None:
+def test_a_wait_at_the_end_of_a_backward_pass_counts_as_waiting() -> None:
     clock = WorkClock(torch)
     backward = count_tail(torch.autograd.backward, clock, torch)
     optimizer, weight = object(), torch.ones(1, requires_grad=True)

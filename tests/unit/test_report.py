@@ -123,7 +123,7 @@ def test_arrays_of_one_element_are_figures(posted: list[dict[str, Any]]) -> None
         ddpjob_report.report(loss=numpy.zeros(3))
 
 
-def test_newer_figures_replace_older_ones_of_their_names_within_bounds() -> None:
+def test_newer_figures_replace_older_ones_with_the_same_names_within_bounds() -> None:
     older = {"epoch": 1, "loss": 2.0, "metrics": {f"m{i}": i for i in range(99)}}
     both = merged(older, {"loss": 1.0, "metrics": {"m0": 7, "a": 1, "b": 2}})
     assert (both["epoch"], both["loss"], len(both["metrics"])) == (1, 1.0, protocol.MAX_FIGURES)

@@ -232,7 +232,7 @@ def test_versions_are_the_same_in_the_same_order_over_any_sequence_of_worlds(
         assert len(versions) == len(set(versions)) == size, "an epoch is as long as without, and takes a version once"
         assert {number % size for number in versions} == set(chosen)
         whole = [sample for sample in chosen if {sample + size * k for k in range(repeats)} <= set(versions)]
-        assert len(whole) >= len(chosen) - 1, "all versions of each sample but for the last one's"
+        assert len(whole) >= len(chosen) - 1, "all versions of each sample, except for the last sample"
 
 
 def test_versions_match_the_samplers_of_timm_and_deit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def test_no_test_image_is_a_training_image() -> None:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_the_mirror_image_of_a_shape_is_of_its_class(name: str) -> None:
+def test_the_mirror_image_of_a_shape_has_the_same_class(name: str) -> None:
     """Each shape has a mirror axis, so a flip keeps the label. Its other rotations are drawn
     equally often.
     """

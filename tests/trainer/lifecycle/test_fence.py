@@ -166,7 +166,7 @@ def test_all_ranks_end_as_fenced_when_the_writer_is(tmp_path: Path) -> None:
     assert max(steps(tmp_path), default=0) <= 4  # no checkpoint at all if the first one was still being written
 
 
-def test_a_start_that_is_older_than_the_folder_ends_with_the_code(tmp_path: Path) -> None:
+def test_a_start_that_is_older_than_the_folder_exits_as_fenced(tmp_path: Path) -> None:
     assert trainer(tmp_path, "first", "train.epochs=1", DDPJOB_FENCE="1.0").wait(60 * slowness()) == 0
     late = trainer(tmp_path, "late", "train.epochs=9", DDPJOB_FENCE="0.77")
     assert late.wait(60 * slowness()) == EXIT_FENCED, (tmp_path / "late.txt").read_text()

@@ -84,7 +84,7 @@ def test_channels_last_has_the_same_curve(world: int, plain: list[float], tmp_pa
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
-def test_channels_last_is_how_images_and_weights_lie(level: str) -> None:
+def test_images_and_weights_have_the_channels_last_layout(level: str) -> None:
     settings = config.load(
         None,
         [

@@ -224,7 +224,7 @@ class NormAndActivation(nn.BatchNorm2d):
         (nn.MultiheadAttention(4, 2), True),
     ],
 )
-def test_layers_that_parts_can_go_through(layer: nn.Module, possible: bool) -> None:
+def test_layers_that_can_process_parts_are_recognized(layer: nn.Module, possible: bool) -> None:
     assert can_be_shared(nn.Sequential(nn.Linear(2, 2), layer)) == possible
 
 

@@ -186,7 +186,7 @@ def test_one_value_per_channel_has_no_variance() -> None:
         synchronize(nn.Sequential(nn.BatchNorm1d(3)), torch.device("cpu"))(torch.ones(1, 3))
 
 
-def test_an_empty_share_is_sent_by_torchs_layer_as_the_others_are() -> None:
+def test_torchs_layer_sends_an_empty_share_in_the_format_of_the_others() -> None:
     """An empty share is sent in the format of the layer's input."""
 
     formats = []

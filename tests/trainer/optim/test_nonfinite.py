@@ -58,7 +58,7 @@ def test_a_step_is_skipped_on_all_ranks_and_reported(world: int, tmp_path: Path,
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
-def test_an_infinite_loss_with_finite_gradients_is_left_out_too(strategy: str, tmp_path: Path) -> None:
+def test_a_step_with_an_infinite_loss_and_finite_gradients_is_skipped_too(strategy: str, tmp_path: Path) -> None:
     micros = ["data.micro_batches=2"] if strategy == "pipeline" else []
     steps = range(5, 7) if strategy == "pipeline" else range(3, 4)
     arguments = [*WORSE, f"strategy={strategy}", *micros, f"checkpoint.dir={tmp_path}"]

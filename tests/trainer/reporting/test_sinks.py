@@ -133,7 +133,7 @@ def test_prometheus_is_reached_by_the_network_unless_ddpjob_run_has_started_the_
     sinks.close(complete=True)
 
 
-def test_prometheus_serves_the_newest_and_leaves_the_port(tmp_path: Path) -> None:
+def test_prometheus_serves_the_newest_values_and_releases_the_port(tmp_path: Path) -> None:
     need("prometheus_client")
     port = free_port()
     sinks = open_sinks(ReportConfig(prometheus_port=port), a_run(tmp_path, step=4))

@@ -416,7 +416,7 @@ def test_the_trainer_overrides_the_deepspeed_file_and_reports_it(
         ("{}", ["deepspeed.stage=3", "optim.ema_decay=0.9"], "set deepspeed.stage=2"),
     ],
 )
-def test_deepspeed_settings_that_do_not_fit(
+def test_deepspeed_settings_that_do_not_fit_are_reported(
     content: str | None, arguments: list[str], remedy: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "ds.json"

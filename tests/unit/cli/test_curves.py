@@ -121,7 +121,7 @@ def test_plot_reads_the_metrics_of_this_machine(
     assert capsys.readouterr().out.startswith("j: 1 restart\nloss\n")
 
 
-def test_a_picture_equals_the_trainers(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_equals_the_trainers_picture(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="the trainer draws the picture, and needs torch")
 
     def ran(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:

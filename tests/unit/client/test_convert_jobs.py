@@ -429,7 +429,7 @@ def test_a_generated_name_stays_generated() -> None:
     assert valid(made.job) and any("kubectl apply needs a name" in note for note in made.notes)
 
 
-def test_a_fraction_of_a_gpu_is_refused_by_its_name() -> None:
+def test_a_fraction_of_a_gpu_is_refused_with_its_name() -> None:
     job = _of_four_gpus(["torchrun", "a.py"])
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     worker["resources"] = {"limits": {"nvidia.com/gpu": "1.5"}}

@@ -95,7 +95,7 @@ def test_a_killed_run_leaves_no_job_that_looks_running(tmp_path: Path, monkeypat
         (["", " --fresh"], True),
     ],
 )
-def test_checkpoints_are_deleted_with_a_job_whose_claim_would_be(
+def test_checkpoints_are_deleted_with_a_job_if_its_claim_would_be(
     runs: list[str], stay: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job's folder stands in for the claim of a claimTemplate. With a different template it is

@@ -227,7 +227,7 @@ def test_a_job_that_has_finished_is_not_starting() -> None:
     stuck, _ = seen(after, 50, (pod(0, done, phase="Succeeded"), *pods[1:]), None)
     assert not stuck.status.terminal
     stuck, _ = seen(stuck, 64, (pod(0, done, phase="Succeeded"), *pods[1:]), None)
-    assert stuck.status.phase is Phase.COMPLETE, "exit code 0 of one means that all have finished"
+    assert stuck.status.phase is Phase.COMPLETE, "if one pod exits with 0, all have finished"
 
 
 def test_the_end_of_a_short_job_is_not_a_warning() -> None:

@@ -80,7 +80,7 @@ def test_the_created_claim_is_checked_whenever_a_pod_is_missing() -> None:
     done = replace(job.status, slots=(running[0], Slot(state=SlotState.SUCCEEDED)))
     assert list_claims_to_read(replace(job, status=done), (first,)) == ()
     unseen = replace(job, status=replace(job.status, claim_made=False))
-    assert list_claims_to_read(unseen, (first, second)) == ("job-checkpoints",), "until it is noted"
+    assert list_claims_to_read(unseen, (first, second)) == ("job-checkpoints",), "until the status records it"
     named = job_with(storage={"checkpoints": {"claimName": "a"}})
     assert list_claims_to_read(named, ()) == ("a",), "before the first pod"
     three = replace(named, spec=replace(named.spec, nodes=3), status=job.status)
@@ -107,7 +107,7 @@ def naming(
     return replace(job, name=name, uid=f"uid-{name}", status=status, created=NOW + timedelta(seconds=created))
 
 
-def test_a_folder_belongs_to_the_job_that_began_with_it() -> None:
+def test_a_folder_belongs_to_the_job_that_first_used_it() -> None:
     """Regression: three jobs on one claim silently replaced each other's files."""
     first = naming("first", begun=True, created=9)
     assert find_folder_user(naming("second"), [first]) == "", "each job has its own folder"
