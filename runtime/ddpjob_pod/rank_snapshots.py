@@ -518,7 +518,7 @@ class RankSnapshots:
         Return each node's room and inventory, by the rank that speaks for the node.
         """
         if self._store.fault:
-            _warn(f"this pod keeps no states of the training: {self._store.fault}")
+            _warn(f"this pod does not keep training states in memory: {self._store.fault}")
         own, room = b"", 0
         if self._speaks:
             own, room = encode(self._store.held(), self._store.made), self._store.room(ALL)
@@ -924,7 +924,7 @@ def _read(
         if place.whole is None:
             return tensor if views else tensor.clone()
         if rebuild is None:
-            raise TypeError(f"the state has a sharded tensor at {path} that nothing rebuilds")
+            raise TypeError(f"the state has a sharded tensor at {path}, but the caller cannot rebuild sharded tensors")
         return rebuild(path, tensor.clone(), place.whole)
 
     return put_together(skeleton, ()), owns, recent

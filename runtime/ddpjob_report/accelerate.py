@@ -136,8 +136,8 @@ def take(accelerator: Any, step: int) -> None:
     """
     if not _kept:
         raise RuntimeError(
-            "ddpjob_report.accelerate: take() needs what resume() found; call resume(accelerator) once, "
-            "after accelerator.prepare"
+            "ddpjob_report.accelerate: take() was called before resume(); call resume(accelerator) once, "
+            "after accelerator.prepare()"
         )
     if _kept[0] is not None:
         _kept[0].take(step)

@@ -219,7 +219,11 @@ def test_a_shutdown_does_not_wait_for_a_round_that_is_about_to_begin(monkeypatch
 @pytest.mark.parametrize(
     ("code", "written", "message"),
     [
-        (-signal.SIGABRT, "", "killed by signal SIGABRT: a library gave up, and the pod's log"),
+        (
+            -signal.SIGABRT,
+            "",
+            "killed by signal SIGABRT: a library aborted the process; its reason is at the end of the pod's log",
+        ),
         (-signal.SIGABRT, '{"message": {"message": "AcceleratorError: CUDA error"}}', "AcceleratorError: CUDA error"),
         (-signal.SIGSEGV, "", "killed by signal SIGSEGV"),
         (-37, "", "killed by signal 37"),

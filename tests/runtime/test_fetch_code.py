@@ -288,7 +288,7 @@ def test_a_folder_of_another_user_is_a_mistake_of_the_manifest(
     server: Server, settings: Callable[[bytes], CodeSettings], tmp_path: Path
 ) -> None:
     (tmp_path / "code").mkdir(mode=0o555)
-    with pytest.raises(BucketRefusal, match="the container's user cannot write there"):
+    with pytest.raises(BucketRefusal, match="the container's user cannot write to "):
         fetch(settings(b"x"))
 
 

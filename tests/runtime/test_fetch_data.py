@@ -238,7 +238,9 @@ def test_data_with_a_wrong_checksum_is_never_used(server: Server, tmp_path: Path
     server.content, server.etags = {"a": b"content"}, {"a": "0" * 32 if kind == "md5" else "abc-2"}
     if kind != "md5":
         server.headers = {f"x-amz-checksum-{kind}": base64.b64encode(b"no").decode()}
-    with pytest.raises(BucketRefusal, match=r"p/a: its (MD5|SHA256|CRC32) is .* 3 times: the object is damaged"):
+    with pytest.raises(
+        BucketRefusal, match=r"p/a: its (MD5|SHA256|CRC32) is .* in 3 downloads, so the object is damaged"
+    ):
         fetch(server, tmp_path)
     assert files(tmp_path) == {}
 
@@ -291,7 +293,7 @@ CONTINUED = "<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContin
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (b"<html>not S3</html>", "does not speak S3: its answer is a html"),
+        (b"<html>not S3</html>", "does not speak S3: its response is a html"),
         (b"{}", "not XML"),
         (b'<!DOCTYPE x [<!ENTITY a "aaaa">]><ListBucketResult/>', "entities"),
         (listing([("other/a", 1, "e")]), "does not speak S3"),
@@ -543,7 +545,7 @@ def test_half_of_a_key_pair_is_reported(there: str, missing: str) -> None:
     """Regression: if one value in the Secret was empty, requests were unsigned, like those to a
     public bucket.
     """
-    with pytest.raises(BucketRefusal, match=f"{missing} is missing or empty, although {there}: set both"):
+    with pytest.raises(BucketRefusal, match=f"{there} is set, but {missing} is missing or empty; set both"):
         Credentials({there: "x"}, "r").keys()
 
 
@@ -587,7 +589,7 @@ def test_pod_identity_gives_keys_and_without_it_there_are_none(server: Server, t
         ((400, {}, b"<Error><Code>Throttling</Code></Error>"), Away, "HTTP 400"),
         ((400, {}, b'{"__type": "ThrottlingException"}'), Away, "HTTP 400"),
         ((200, {"Content-Length": "99"}, b'{"AccessKeyId": "i"'), Away, "cut off"),
-        ((200, {}, b"<html>"), BucketRefusal, "the answer has none"),
+        ((200, {}, b"<html>"), BucketRefusal, "the response does not contain any"),
         ((400, {}, b"<Error><Code>InvalidIdentityToken</Code></Error>"), BucketRefusal, "HTTP 400"),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_refused_option_is_reported_without_the_other_arguments() -> None:
     parser.add_argument("program", nargs="*")
     with pytest.raises(InitFailure) as refused:
         launcher.parse(SimpleNamespace(get_args_parser=lambda: parser), ["--rdzv-conf=a=1", "--bad", "--", "train.py"])
-    message = "torchrun refuses its arguments: unrecognized arguments: --bad; correct spec.torchrunArgs"
+    message = "torchrun rejects its arguments: unrecognized arguments: --bad; correct spec.torchrunArgs"
     assert str(refused.value) == message
 
 

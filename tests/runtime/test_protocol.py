@@ -45,7 +45,7 @@ def test_the_operator_reads_what_the_coordinator_writes() -> None:
             {"state": "Dancing"},
             "report.state: must be one of Forming, Running, Restarting, Succeeded, Stopped, not 'Dancing'",
         ),
-        ({"members": [{"pod": "a"}]}, "report.members[0].state: is missing"),
+        ({"members": [{"pod": "a"}]}, "report.members[0].state: missing"),
         ({"members": {}}, "report.members: must be a list, not {}"),
         ({"startedAt": "yesterday"}, "report.startedAt: must be a time like 2026-01-31T23:59:59.000Z, not 'yesterday'"),
         ({"backoff": [1, "x"]}, "report.backoff[1]: must be a number, not 'x'"),

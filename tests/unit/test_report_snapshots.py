@@ -276,7 +276,7 @@ def line() -> nn.Module:
 @pytest.mark.parametrize(
     ("steps", "kind", "said"),
     [
-        ([1, 2, 1], ValueError, r"take\(1\): steps must not go down, and the last one was 2; count the steps made"),
+        ([1, 2, 1], ValueError, r"take\(1\): steps must not go down, and the last one was 2; count the steps since"),
         ([1.5], TypeError, r"take\(1.5\): must be the number of steps made so far, from 0"),
         ([True], TypeError, r"take\(True\)"),
         ([-1], TypeError, r"take\(-1\)"),
@@ -302,7 +302,9 @@ def test_a_loop_that_ignores_the_restored_step_is_refused(job: Callable[[], None
     del kept
     job()
     kept = Snapshots(model=line())
-    with pytest.raises(ValueError, match=r"take\(1\): the state restored from memory is of step 7; begin the loop at"):
+    with pytest.raises(
+        ValueError, match=r"take\(1\): training continues from step 7, which was restored from memory; start the loop"
+    ):
         kept.take(1)
 
 
@@ -365,8 +367,8 @@ class FullyShardedDataParallel(nn.Linear):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("use", "kind", "said"),
     [
-        (lambda: Snapshots(), TypeError, r"pass what it keeps, as in Snapshots\(model=model, optimizer=optimizer\)"),
-        (lambda: Snapshots(line()), TypeError, "pass what it keeps"),
+        (lambda: Snapshots(), TypeError, r"pass objects by name, as in Snapshots\(model=model, optimizer=optimizer\)"),
+        (lambda: Snapshots(line()), TypeError, "pass objects by name"),
         (lambda: Snapshots(model=line(), steps=3), TypeError, "steps needs state_dict.*a int lacks them; leave it out"),
         (
             lambda: Snapshots(model=line(), data=torch.utils.data.DataLoader([1])),
@@ -391,7 +393,7 @@ class FullyShardedDataParallel(nn.Linear):  # type: ignore[misc]
         (
             lambda: (Snapshots(model=line()), Snapshots(model=line())),
             RuntimeError,
-            "one exists already, and both would write to the same memory; pass all objects to one",
+            "an instance already exists, and both would write to the same memory; pass all objects to one instance",
         ),
     ],
 )
@@ -439,7 +441,7 @@ def test_ranks_that_give_different_objects_are_refused(memory: Path) -> None:
             Snapshots(model=line(), **({"average": line()} if rank == 0 else {}))
         return str(caught.value)
 
-    told = "ddpjob_report.Snapshots: the ranks must give the same names, but they give average, model or model"
+    told = "ddpjob_report.Snapshots: all ranks must pass the same names, but they pass average, model or model"
     assert [said.split(";")[0] for said in ranks(2, 2, memory, 0, work)] == [told] * 2
 
 
