@@ -82,9 +82,9 @@ def test_more_ranks_than_the_batch_can_hold(world: int, keys: list[str], remedy:
     [
         (
             ["train.accumulate=6"],
-            "train.accumulate=6: makes 12 micro-batches, more than data.batch=8 .*; set it to 4, or",
+            "train.accumulate=6 makes 12 micro-batches, but data.batch=8 has fewer samples; set it to 4, or",
         ),
-        (["strategy=pipeline", "pipeline.micro_batches=9"], "pipeline.micro_batches=9: makes 9 .*; set it to 8, or"),
+        (["strategy=pipeline", "pipeline.micro_batches=9"], "pipeline.micro_batches=9 makes 9 .*; set it to 8, or"),
     ],
 )
 def test_more_parts_than_samples_name_the_key_that_makes_them(keys: list[str], message: str, tmp_path: Path) -> None:

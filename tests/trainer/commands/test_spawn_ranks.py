@@ -146,7 +146,7 @@ ledger.Ledger.step = step
     [
         (
             "raise ZeroDivisionError('on purpose')",
-            r"Traceback[\s\S]*ZeroDivisionError: on purpose\nrank 1 failed; the others were ended\n",
+            r"Traceback[\s\S]*ZeroDivisionError: on purpose\nrank 1 failed; the other ranks were stopped\n",
         ),
         (
             "os.kill(os.getpid(), signal.SIGKILL)",

@@ -209,5 +209,5 @@ def test_invalid_values_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             open_data(config.load(None, arguments).data)
-    with pytest.raises(ConfigError, match=r"data.randaugment_magnitude=31 from 0 to 30"):
+    with pytest.raises(ConfigError, match=r"data.randaugment_magnitude=31: must be from 0 to 30"):
         RandAugment.of(DataConfig(randaugment_ops=1, randaugment_magnitude=31))
