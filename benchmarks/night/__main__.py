@@ -114,12 +114,12 @@ def put_to_sleep(cluster: Cluster, seconds: float) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--seed", type=int, default=1, help="of jobs and faults (default 1)")
-    made.add_argument("--jobs", type=int, default=50, help="(default 50)")
-    made.add_argument("--minutes", type=float, default=6.0, help="in which they arrive (default 6)")
+    made.add_argument("--seed", type=int, default=1, help="seed of jobs and faults (default 1)")
+    made.add_argument("--jobs", type=int, default=50, help="number of jobs (default 50)")
+    made.add_argument("--minutes", type=float, default=6.0, help="minutes within which the jobs arrive (default 6)")
     made.add_argument("--defect", choices=DEFECTS, help="a deliberate defect, which the checks must find")
     made.add_argument("--chart", type=Path, metavar="FILE", help="draw the night to this file")
-    made.add_argument("--log", type=Path, metavar="FILE", help="the operator's log (default: none)")
+    made.add_argument("--log", type=Path, metavar="FILE", help="write the operator's log to this file (default: none)")
     add_table_option(made, "night")
     return made
 

@@ -45,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--kills", type=int, default=40, help="number of kills, pauses and cuts (default 40)")
     made.add_argument("--seed", type=int, default=1, help="seed for the choice of victims and times (default 1)")
-    made.add_argument("--epochs", type=int, default=40, help="length of a job, 23 steps each (default 40)")
+    made.add_argument(
+        "--epochs", type=int, default=40, help="number of epochs of a job, with 23 steps each (default 40)"
+    )
     made.add_argument(
         "--interval", type=float, default=8.0, help="maximum number of seconds between two kills (default 8)"
     )
