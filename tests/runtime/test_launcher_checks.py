@@ -630,7 +630,7 @@ def test_a_check_skips_a_worker_that_has_become_a_different_program(
 
 def test_an_invalid_bucket_is_an_error_in_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPJOB_DATA_URL", "ftp://bucket/folder")
-    with pytest.raises(InitFailure, match=r"^storage.data: 'ftp://bucket/folder'.*write s3://BUCKET/FOLDER"):
+    with pytest.raises(InitFailure, match=r"^storage.data: 'ftp://bucket/folder'.*must be s3://BUCKET/FOLDER"):
         launcher.data_to_fetch()
 
 

@@ -96,7 +96,7 @@ def test_values_that_are_not_numbers_are_refused_by_name(name: str, value: Any, 
 
 
 def test_metrics_are_bounded(posted: list[dict[str, Any]]) -> None:
-    with pytest.raises(ValueError, match="at most 100 metrics, not 101"):
+    with pytest.raises(ValueError, match="at most 100 metrics are allowed, not 101"):
         ddpjob_report.report(**{f"m{i}": i for i in range(101)})
     with pytest.raises(ValueError, match="the name of a metric must have at most 100 characters, not 101: nnn"):
         ddpjob_report.report(**{"n" * 101: 1})

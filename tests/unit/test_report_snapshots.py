@@ -398,7 +398,7 @@ class FullyShardedDataParallel(nn.Linear):  # type: ignore[misc]
     ],
 )
 def test_a_wrong_use_is_reported_with_the_remedy(use: Callable[[], Any], kind: type[Exception], said: str) -> None:
-    first = Snapshots(model=line()) if "one exists already" in said else None
+    first = Snapshots(model=line()) if "an instance already exists" in said else None
     with pytest.raises(kind, match=said):
         use()
     del first
@@ -415,7 +415,10 @@ def test_a_model_that_was_sharded_afterwards_is_refused_at_the_first_step(job: C
 @pytest.mark.parametrize(
     ("objects", "said"),
     [
-        ({"net": line()}, "memory has the state of model, but not of net; give the same objects as before the restart"),
+        (
+            {"net": line()},
+            "memory contains the state of model, but not of net; give the same objects as before the restart",
+        ),
         ({"model": nn.Linear(2, 2)}, "does not fit model: .*size mismatch.*or set recovery.snapshots: none"),
     ],
 )

@@ -209,7 +209,7 @@ class CodeFetch:
         expected, pieces = reader.open_object(self._settings.name)
         if expected > MOST_CODE_BYTES:
             raise BucketRefusal(
-                f"{self._url}: its size is {size_text(expected)}, but at most {size_text(MOST_CODE_BYTES)} is allowed"
+                f"{self._url}: its size is {size_text(expected)}, but the maximum is {size_text(MOST_CODE_BYTES)}"
             )
         digest, size = hashlib.sha256(), 0
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
