@@ -1,6 +1,6 @@
 """Measures a coordinator with a very large number of members.
 
-It measures how long it takes until a round begins, and until the next round begins after a loss. It
+It measures how long it takes until a round starts, and until the next round starts after a loss. It
 also measures how long all members take to connect at once, at the job's start and after the loss of
 an earlier coordinator.
 

@@ -13,7 +13,7 @@ These programs therefore run production code, and only kubelets, launchers and t
 step are simulated (see `machines.py`, `training.py`).
 
 A job has 1 to 8 nodes with 1 to 8 GPUs each, and one of three priorities. Some jobs are elastic,
-and some have a spare. Jobs save a checkpoint every ten steps and when asked to end. Pods and
+and some have a spare. Jobs save a checkpoint every ten steps, and when asked to stop. Pods and
 coordinators are killed, and nodes lose power or network and return.
 
 Every second, watches show which jobs would fit into the free GPUs, and for how long they have

@@ -1,9 +1,9 @@
 """python -m benchmarks.recovery overhead [--windows 40] [--csv FILE] [--table FILE]
 python -m benchmarks.recovery overhead --snapshots [--rounds 5] [--states 80e3,100e6] [--steps 0.05,0.5] [--table FILE]
 
-Measures the cost of a step under the launchers, compared with stock torchrun. The same script runs
-without sleep, in groups that take turns. Between its turns, a group is frozen, including its agents
-and its coordinator, so that it takes no CPU time.
+Measures the overhead per step of each launcher, compared with stock torchrun. Every group runs the
+same script, without pauses between steps, and the groups take turns. While one group runs, the
+others are frozen, including their agents and coordinators, so that they use no CPU time.
 """
 
 from __future__ import annotations

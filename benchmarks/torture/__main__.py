@@ -14,7 +14,7 @@ Jobs of all kinds (modes Fast and Standard, fixed and elastic, with and without 
 by side. Each must become Complete without a counted restart. According to its ledger, every sample
 of every epoch must be consumed exactly once. Its weights must equal, bit for bit, those of an
 undisturbed training with the same number of ranks at each step (replay.py explains why). With
---snapshots, a kill may cost at most one complete step, in addition to the step that has begun. The
+--snapshots, a kill may cost at most one complete step, in addition to the step in progress. The
 exit code is 1 if a check fails.
 """
 

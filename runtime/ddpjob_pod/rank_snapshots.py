@@ -535,7 +535,7 @@ class RankSnapshots:
         for held in self._store.held():
             if (held.part, held.moment) == (part, moment):
                 return held
-        raise RuntimeError(f"this node has lost the state after step {moment.step} from its memory")
+        raise RuntimeError(f"the state after step {moment.step} is no longer in this node's memory")
 
     def _transfer(self, transfer: Transfer, moment: Moment, *, alone: bool = False) -> memoryview | None:
         """Take part in a transfer.

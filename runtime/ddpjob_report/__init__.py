@@ -245,7 +245,9 @@ def saved_and_leave() -> NoReturn:
         RuntimeError: it was called outside the main thread, where it would end only that thread.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("ddpjob_report.saved_and_leave: must be called in the main thread, which it ends")
+        raise RuntimeError(
+            "ddpjob_report.saved_and_leave: must be called in the main thread, because it ends the process"
+        )
     copies = sys.modules.get("ddpjob_report.copies")
     if copies is not None:
         copies.leave(stop.seconds_left())

@@ -60,7 +60,7 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
             RuntimeError: each rank trains its own model, for example without a GPU and with
                 `use_cpu=True`.
         """
-        remedy = "without a GPU it needs TrainingArguments(use_cpu=True), or the variable ACCELERATE_USE_CPU=true"
+        remedy = "without a GPU, pass TrainingArguments(use_cpu=True) or set ACCELERATE_USE_CPU=true"
         check_group("the Trainer", args.world_size, remedy)
         self._taken = state.global_step
         if sharding := _sharding(args, given):

@@ -66,7 +66,7 @@ def check_group(framework: str, processes: int, remedy: str) -> None:
     world = os.environ.get("WORLD_SIZE", "1")
     if processes == 1 and world != "1" and JobEnvironment.read().coordinator:
         what = f"{framework} has not formed a group, so each of the job's {world} ranks would train a separate model"
-        raise Refusal(f"ddpjob_report: {what}: {remedy}")
+        raise Refusal(f"ddpjob_report: {what}; {remedy}")
 
 
 def figures(values: dict[str, Any]) -> dict[str, Any]:

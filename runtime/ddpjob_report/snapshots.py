@@ -166,7 +166,7 @@ class Snapshots:
                 what = f"training continues from step {self.step}, which was restored from memory"
                 remedy = "start the loop at snapshots.step, or set snapshots.step to the step of your checkpoint"
             else:
-                what = f"steps must not go down, and the last one was {self._last}"
+                what = f"the step must not decrease, but the last one was {self._last}"
                 remedy = "count the steps since training started, over all epochs"
             raise ValueError(f"ddpjob_report.Snapshots: take({number}): {what}; {remedy}")
         return number
@@ -236,7 +236,7 @@ class Snapshots:
     def _refuse_shards(self) -> None:
         for name, thing in self._objects.items():
             if sharding := sharding_of(thing):
-                what = f"{name} is sharded over the ranks ({sharding}), and only whole states are kept"
+                what = f"{name} is sharded over the ranks ({sharding}), but only whole states can be kept"
                 raise TypeError(f"ddpjob_report.Snapshots: {what}; save it with torch.distributed.checkpoint instead")
 
 

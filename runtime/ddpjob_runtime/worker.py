@@ -290,7 +290,7 @@ def mend_baton(module: Any) -> None:
     acquire = getattr(getattr(module, "FileBaton", None), "try_acquire", None)
     if acquire is None:
         sys.stderr.write(
-            "ddpjob: this torch has no FileBaton.try_acquire: remove a killed builder's lock file by hand\n"
+            "ddpjob: this torch has no FileBaton.try_acquire; if a build was killed, remove its lock file by hand\n"
         )
         return
 

@@ -265,7 +265,11 @@ def test_bad_requests_are_answered_with_the_reason(job: Job) -> None:
         ("/v1/order", {"pods": "job-1-0"}, "pods: must be a list"),
         ("/v1/order", {"pods": ["job-1-0", None]}, "pods: must be a list of strings"),
         ("/v1/order", {"pods": ["job-1-0", "job-1-0"]}, "pods: 'job-1-0' is listed twice"),
-        ("/v1/order", {"pods": [f"job-{index}-0" for index in range(2000)]}, "pods: must be at most 1124, not 2000"),
+        (
+            "/v1/order",
+            {"pods": [f"job-{index}-0" for index in range(2000)]},
+            "pods: must have at most 1124 entries, not 2000",
+        ),
         ("/v1/order", {"pods": [], "ranks": {}}, "ranks: unknown field"),
     ):
         status, answer = job.post(path, body)

@@ -574,7 +574,7 @@ def test_ranks_that_would_each_train_a_separate_model_are_refused(
     monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for remedy, call in calls:
-        with pytest.raises(RuntimeError, match=rf"job's 2 ranks would train a separate model: .*{remedy}"):
+        with pytest.raises(RuntimeError, match=rf"job's 2 ranks would train a separate model; .*{remedy}"):
             call()
     assert not any(tmp_path.iterdir())
     monkeypatch.setenv("WORLD_SIZE", "1")

@@ -231,7 +231,7 @@ def test_a_folder_without_locks_is_reported(bucket: Bucket, monkeypatch: pytest.
     ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "10"), 10, wait=True)
     start(monkeypatch, 1)
     monkeypatch.setattr(fcntl, "flock", without_locks)
-    with pytest.raises(OSError, match=r"must be on a file system that can lock files.*pod/\.ddpjob-fetch\.lock"):
+    with pytest.raises(OSError, match=r"must be on a file system that supports locks.*pod/\.ddpjob-fetch\.lock"):
         ddpjob_report.restore_checkpoint()
 
 

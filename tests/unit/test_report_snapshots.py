@@ -276,7 +276,11 @@ def line() -> nn.Module:
 @pytest.mark.parametrize(
     ("steps", "kind", "said"),
     [
-        ([1, 2, 1], ValueError, r"take\(1\): steps must not go down, and the last one was 2; count the steps since"),
+        (
+            [1, 2, 1],
+            ValueError,
+            r"take\(1\): the step must not decrease, but the last one was 2; count the steps since",
+        ),
         ([1.5], TypeError, r"take\(1.5\): must be the number of steps made so far, from 0"),
         ([True], TypeError, r"take\(True\)"),
         ([-1], TypeError, r"take\(-1\)"),

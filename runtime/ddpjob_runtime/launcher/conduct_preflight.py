@@ -113,7 +113,7 @@ class HardwareCheck:
         return self._result()
 
     def _result(self) -> dict[str, Any]:
-        step = "starting"
+        step = "start"
         for line in self._output.splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):  # The image's own code may print other lines.
                 said = json.loads(line)
@@ -121,8 +121,8 @@ class HardwareCheck:
                     return dict(said)
                 step = str(said["step"])
         if not self._ended:
-            return {"problem": f"timed out in: {step}"}
-        return {"problem": f"the check ended with exit code {self._process.returncode} in: {step}"}
+            return {"problem": f"timed out in this step: {step}"}
+        return {"problem": f"the check ended with exit code {self._process.returncode} in this step: {step}"}
 
     def kill(self) -> None:
         """Kill the process, whatever it is doing."""

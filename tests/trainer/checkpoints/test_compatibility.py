@@ -76,7 +76,7 @@ def test_a_different_model_is_reported_with_its_tensors_and_the_keys_to_set(trai
 def test_a_different_seed_is_refused(trained: Path) -> None:
     """The order would follow the checkpoint's seed, and the augmentation the configuration's."""
     message = (
-        r"the checkpoint of step 8 in .* was made with data.seed=0, and now it is 3\. .* To resume set data.seed=0;"
+        r"the checkpoint of step 8 in .* was made with data.seed=0, but now it is 3\. .* To resume set data.seed=0;"
     )
     refused(message, f"checkpoint.dir={trained}", "data.seed=3")
 

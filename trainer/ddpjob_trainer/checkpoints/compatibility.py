@@ -58,7 +58,7 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
         now = settings[key]
         if (was := snapshot["config"].get(key, before)) != now:
             raise CheckpointError(
-                f"the checkpoint of step {snapshot['step']} in {folder} was made with {key}={was}, and now it is "
+                f"the checkpoint of step {snapshot['step']} in {folder} was made with {key}={was}, but now it is "
                 f"{now}. The order of the samples depends on it, and an epoch must take each sample once. To"
                 " resume set"
                 f" {key}={was}; to start from scratch set checkpoint.dir to a different folder"

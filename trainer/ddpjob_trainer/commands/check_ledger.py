@@ -3,7 +3,7 @@ once.
 
 In the final history, the last execution of each global step counts. It must take every sample of
 each epoch exactly once, and an incarnation may repeat steps only back to the newest checkpoint that
-was saved before it began. The command also shows steps that did not change any weight, and images
+was saved before it started. The command also shows steps that did not change any weight, and images
 that could not be read.
 
 With repeated augmentation (data.repeats), an epoch of n samples takes n versions, each exactly

@@ -49,7 +49,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "lr_warmup_epochs warmup warmup_steps": ("optim.warmup_epochs", " (epochs, fractions allowed)"),
     "clip_grad clip_grad_norm max_grad_norm grad_clip gradient_clipping gradient_clip_val": ("optim.clip_norm", ""),
     "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps accumulation_steps accum_iter"
-    " batches_per_allreduce": ("train.accumulate", " (data.batch stays the whole step's)"),
+    " batches_per_allreduce": ("train.accumulate", " (data.batch remains the batch of a whole step)"),
     "smoothing": ("optim.label_smoothing", ""),
     "bce_loss criterion loss_fn": ("optim.loss", " (cross_entropy, bce, mse, l1, huber or package.module:function)"),
     "callbacks": ("train.callbacks", " (package.module:name)"),
@@ -69,7 +69,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "image_size img_size train_crop_size input_size": ("data.image_size", ""),
     "auto_augment aa randaugment": (
         "data.randaugment_ops",
-        " (2 is usual, with data.randaugment_magnitude from 0 to 30: timm's m9, of 10, is 27)",
+        " (usually 2; data.randaugment_magnitude is from 0 to 30, so timm's m9, of 10, is 27)",
     ),
     "mixup_alpha": ("data.mixup", ""),
     "random_erase reprob random_erasing": ("data.erase", " (a probability, such as 0.1)"),
