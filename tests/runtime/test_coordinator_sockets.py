@@ -647,7 +647,7 @@ def test_sigterm_ends_the_coordinator_at_once_and_so_does_a_dead_store(tmp_path:
         (2, ("--backoff", "9:1"), "INITIAL must be above 0 and not above MAXIMUM"),
         (2, ("--backoff", "soon"), "must be INITIAL:MAXIMUM in seconds"),
         (2, ("--hang-after", "0"), "must be above 0"),
-        (2, ("--store-port", "1"), "--store-port: has no effect with --mode Fast"),
+        (2, ("--store-port", "1"), "--store-port has no effect with --mode Fast"),
     ],
 )
 def test_a_fault_at_the_start_is_reported(tmp_path: Path, nodes: int, arguments: tuple[str, ...], why: str) -> None:

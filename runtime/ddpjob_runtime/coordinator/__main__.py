@@ -177,7 +177,7 @@ def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace
         parser.error("--attempt: must not be negative")
     mode: Mode = arguments.mode
     if mode == Mode.FAST and arguments.store_port is not None:
-        parser.error("--store-port: has no effect with --mode Fast; leave it out")
+        parser.error("--store-port has no effect with --mode Fast; leave it out")
     job = JobEnvironment.read()
     generation = job.generation or "0"
     if not generation.isdigit():

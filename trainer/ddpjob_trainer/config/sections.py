@@ -736,7 +736,7 @@ class DdpConfig:
     """strategy=ddp."""
 
     ordered: bool = False
-    """Add up gradients in the order of the micro-batches, on whichever rank they are (needs
+    """Add up gradients in micro-batch order, regardless of the ranks that computed them (needs
     data.micro_batches above 0). Weights then have identical bits on any number of ranks. This costs
     an all-gather of data.micro_batches gradients instead of one all-reduce.
     """
