@@ -373,7 +373,11 @@ class FullyShardedDataParallel(nn.Linear):  # type: ignore[misc]
     [
         (lambda: Snapshots(), TypeError, r"pass objects by name, as in Snapshots\(model=model, optimizer=optimizer\)"),
         (lambda: Snapshots(line()), TypeError, "pass objects by name"),
-        (lambda: Snapshots(model=line(), steps=3), TypeError, "steps must have state_dict.*a int does not; leave it out"),
+        (
+            lambda: Snapshots(model=line(), steps=3),
+            TypeError,
+            "steps must have state_dict.*a int does not; leave it out",
+        ),
         (
             lambda: Snapshots(model=line(), data=torch.utils.data.DataLoader([1])),
             TypeError,

@@ -263,7 +263,7 @@ def limits(context: Context) -> RankFinding:
     files, locked = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     needed = 256 + 8 * context.group.world + 64 * context.config.data.workers
     if files != resource.RLIM_INFINITY and files < needed:
-        remedy = f"raise the limit before training starts: ulimit -n {max(65536, needed)}, or the container runtime's default"
+        remedy = f"raise this limit before training: ulimit -n {max(65536, needed)}, or the container runtime's default"
         return RankFinding(f"{files} open files, but {needed} may be needed", Status.WARN, remedy)
     if locked != resource.RLIM_INFINITY and _INFINIBAND.is_dir():
         remedy = "ulimit -l unlimited (container runtime: memlock=-1), or NCCL cannot use InfiniBand"
