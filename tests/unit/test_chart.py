@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ddpjob.api.merging import CLASS_FIELDS, QUEUE
 from ddpjob.api.reader import read_manifests
 from ddpjob.client.manifests.manifest_sources import checked
 from ddpjob.controller.operator_settings import Settings, SettingsError
@@ -288,6 +289,22 @@ def test_the_operators_image_has_a_name_that_the_kubelet_accepts(repository: str
     """The kubelet accepts no capitals after the registry's name."""
     schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["image"]["properties"]["repository"]
     assert bool(re.search(schema["pattern"], repository)) is taken
+
+
+def test_the_chart_takes_the_fields_that_a_class_may_set() -> None:
+    """Otherwise the operator would not start because of a typo that `helm upgrade` has accepted."""
+    classes = json.loads((CHART / "values.schema.json").read_text())["properties"]["jobClasses"]
+    schema = classes["additionalProperties"]["properties"]
+
+    def paths(part: dict[str, Any], prefix: str = "") -> set[str]:
+        assert part["additionalProperties"] is False
+        fields = part["properties"].items()
+        return {
+            path for name, below in fields for path in (paths(below, f"{prefix}{name}.") if below else {prefix + name})
+        }
+
+    assert paths(schema["spec"]) == set(CLASS_FIELDS)
+    assert set(schema["fixed"]["items"]["enum"]) == {*CLASS_FIELDS, QUEUE}
 
 
 MANY = ["n" * 60] * 20

@@ -274,10 +274,10 @@ def settings(config: Config, group: Group) -> dict[str, Any]:
     _check(config)
     found: dict[str, Any] = {} if path is None else _read(path)
     if left_out := sorted(key for key in _DECIDED if found.pop(key, "auto") != "auto"):
-        ours = ", ".join(dict.fromkeys(_DECIDED[key] for key in left_out))
+        instead = ", ".join(dict.fromkeys(_DECIDED[key] for key in left_out))
         text = f"deepspeed.config={path}: ignoring {', '.join(left_out)}, because the trainer controls these settings"
         if group.rank == 0:
-            print(f"{text}; set {ours} instead", file=sys.stderr, flush=True)
+            print(f"{text}; set {instead} instead", file=sys.stderr, flush=True)
     zero = found.get("zero_optimization", {})
     if not isinstance(zero, dict):
         raise ConfigError(
