@@ -220,7 +220,7 @@ def test_unknown_commands_are_answered_with_the_nearest(word: str, message: str)
     [
         ("a: [", "is not YAML"),
         ("- 1", "contains a list"),
-        ("optim: {lr: x}", "c.yaml: optim.lr: 'x'"),
+        ("optim: {lr: x}", "c.yaml: optim.lr: must be a number, not 'x'"),
         ("3: 4", "is not a string"),
     ],
 )
