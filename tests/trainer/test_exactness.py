@@ -69,7 +69,7 @@ def test_ranks_without_samples_take_part(tmp_path: Path) -> None:
     ("world", "keys", "remedy"),
     [
         (3, ["data.batch=2"], "set data.batch to 3 or more"),
-        (2, ["data.micro_batches=1", "ddp.ordered=true"], "set it to 2 or a multiple of it"),
+        (2, ["data.micro_batches=1", "ddp.ordered=true"], "set it to 2 or a multiple of 2"),
     ],
 )
 def test_more_ranks_than_the_batch_can_hold(world: int, keys: list[str], remedy: str, tmp_path: Path) -> None:

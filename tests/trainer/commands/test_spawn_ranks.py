@@ -150,7 +150,7 @@ ledger.Ledger.step = step
         ),
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
-            r"rank 1 was ended by SIGKILL; the kernel kills processes when memory is short",
+            r"rank 1 was terminated by SIGKILL; the kernel kills processes when memory is short",
         ),
     ],
 )
