@@ -121,7 +121,7 @@ def test_a_checkpoint_of_a_custom_loop_is_shown(tmp_path: Path, capsys: pytest.C
         folder.finish()
     assert main([str(tmp_path / "step-000000001.pt")]) == 0
     text = capsys.readouterr().out
-    assert "0 + 50%" in text and "model.weight" in text and "made with" not in text
+    assert "0 + 50%" in text and "model.weight" in text and "\nconfiguration\n" not in text
 
 
 def test_the_command_works_as_a_process(trained: Path) -> None:
