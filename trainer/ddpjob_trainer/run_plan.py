@@ -7,6 +7,7 @@ change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from ddpjob_trainer.optim.own_schedule import check_own
 from ddpjob_trainer.optim.parameter_groups import check_rules
 from ddpjob_trainer.strategies.strategy import Strategy
 
+_STRETCH = 1.25
 _WORTH_A_NOTE = 1.1
 """The log mentions the busiest rank's load if it is more than this many times an even share."""
 
@@ -198,7 +200,8 @@ class Division:
     @property
     def dealing(self) -> Dealing:
         """How the sampler distributes samples to this rank."""
-        strategy, stretch = self.strategy, self.config.data.stretch
+        strategy, keys = self.strategy, self.config.data
+        stretch = keys.stretch or (_STRETCH if keys.exact else math.inf)
         return Dealing(
             strategy.data_share.part,
             self.parts,

@@ -34,7 +34,7 @@ def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet
             " sample are the same; set"
             " data.augment=true, or leave it out"
         )
-    if not 1 <= config.stretch < math.inf:
+    if config.stretch and not 1 <= config.stretch < math.inf:
         raise ConfigError(
             f"data.stretch={config.stretch}: must be a finite number of at least 1; with 1.25, a rank may"
             " process 1.25 micro-batches at once"

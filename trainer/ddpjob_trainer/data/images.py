@@ -8,9 +8,10 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import tee
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +79,8 @@ class ImageData(DataSet):
         self.shape = (3, config.image_size, config.image_size)
         self._test_size = config.test_image_size or config.image_size
         self.train_size, self.test_size = len(train.labels), len(test.labels)
+        # On the stream that trains, a copy would wait for earlier steps. Not run on a GPU yet.
+        self._copies: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.normalize: Normalize = Normalize(255.0, IMAGENET_MEAN, IMAGENET_STD, device)
         self._randaugment = RandAugment.of(config) if config.augment else None
         self._warnings = Warnings()
@@ -115,16 +118,23 @@ class ImageData(DataSet):
             yield self._batch(source, next(answered).numbers, chunks)
 
     def _batch(self, source: Encoded, numbers: list[int], chunks: list[Chunk]) -> Batch:
-        pixels = torch.empty(len(numbers), *self._shape_of(source), dtype=torch.uint8, device=self._device)
         samples = _samples(source, numbers)
         labels = torch.from_numpy(source.labels[samples])
         done, bad = 0, list[int]()
-        for chunk in chunks:
-            pixels[done : done + len(chunk.pixels)].copy_(chunk.pixels, non_blocking=True)
-            for index, reason in chunk.unreadable:
-                bad.append(done + index)
-                self._report(source.name(samples[done + index]), reason)
-            done += len(chunk.pixels)
+        # DALI's chunks are on the GPU already, in memory of the stream that trains.
+        apart = self._copies if all(chunk.pixels.device.type == "cpu" for chunk in chunks) else None
+        with torch.cuda.stream(apart) if apart else nullcontext():
+            pixels = torch.empty(len(numbers), *self._shape_of(source), dtype=torch.uint8, device=self._device)
+            for chunk in chunks:
+                pixels[done : done + len(chunk.pixels)].copy_(chunk.pixels, non_blocking=True)
+                for index, reason in chunk.unreadable:
+                    bad.append(done + index)
+                    self._report(source.name(samples[done + index]), reason)
+                done += len(chunk.pixels)
+        if apart:
+            trains = torch.cuda.current_stream(self._device)
+            trains.wait_stream(apart)
+            pixels.record_stream(trains)  # Otherwise its memory is reused as soon as Python drops it.
         if bad:
             whole = next((index for index in range(len(numbers)) if index not in bad), None)
             pixels[bad] = 0 if whole is None else pixels[whole].clone()
