@@ -90,7 +90,7 @@ def test_a_refused_option_is_reported_without_the_other_arguments() -> None:
     parser.add_argument("program", nargs="*")
     with pytest.raises(InitFailure) as refused:
         launcher.parse(SimpleNamespace(get_args_parser=lambda: parser), ["--rdzv-conf=a=1", "--bad", "--", "train.py"])
-    message = "torchrun refuses its arguments: unrecognized arguments: --bad; correct spec.torchrunArgs"
+    message = "torchrun rejects its arguments: unrecognized arguments: --bad; correct spec.torchrunArgs"
     assert str(refused.value) == message
 
 
@@ -229,7 +229,7 @@ def test_a_script_in_a_folder_that_the_user_cannot_open_is_reported(tmp_path: Pa
         (check_module, "pkg.missing", "no module named 'pkg.missing'"),
         (check_module, "train.inner", "'train' is not a package"),
         (check_module, "pkg", "without __main__.py"),
-        (check_command, "no-such-command", "not on PATH"),
+        (check_command, "no-such-command", "nor on PATH"),
     ],
 )
 def test_a_missing_program_is_reported_with_the_places_searched(check: object, name: str, why: str) -> None:
@@ -630,7 +630,7 @@ def test_a_check_skips_a_worker_that_has_become_a_different_program(
 
 def test_an_invalid_bucket_is_an_error_in_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPJOB_DATA_URL", "ftp://bucket/folder")
-    with pytest.raises(InitFailure, match=r"^storage.data: 'ftp://bucket/folder'.*write s3://BUCKET/FOLDER"):
+    with pytest.raises(InitFailure, match=r"^storage.data: 'ftp://bucket/folder'.*must be s3://BUCKET/FOLDER"):
         launcher.data_to_fetch()
 
 

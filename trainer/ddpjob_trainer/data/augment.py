@@ -83,14 +83,15 @@ class RandAugment:
         if config.trivialaugment:
             if config.randaugment_ops:
                 raise ConfigError(
-                    "data.trivialaugment: cannot be combined with RandAugment"
+                    "data.trivialaugment cannot be combined with RandAugment"
                     f" (data.randaugment_ops={config.randaugment_ops}); leave one of them out"
                 )
             return cls(0, 0)
-        if config.randaugment_ops < 0 or not 0 <= config.randaugment_magnitude <= 30:
+        if config.randaugment_ops < 0:
+            raise ConfigError(f"data.randaugment_ops={config.randaugment_ops}: must be at least 0; 2 is usual")
+        if not 0 <= config.randaugment_magnitude <= 30:
             raise ConfigError(
-                f"data.randaugment_ops={config.randaugment_ops} must be at least 0,"
-                f" data.randaugment_magnitude={config.randaugment_magnitude} from 0 to 30; 2 and 9 are usual"
+                f"data.randaugment_magnitude={config.randaugment_magnitude}: must be from 0 to 30; 9 is usual"
             )
         return cls(config.randaugment_ops, config.randaugment_magnitude) if config.randaugment_ops else None
 
@@ -185,7 +186,7 @@ def build_erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
     for key in ("erase", "cutout"):
         if getattr(config, key) and len(shape) != 3:
             raise ConfigError(
-                f"data.{key}={getattr(config, key)}: needs images (channels, height, width), but the inputs of"
+                f"data.{key}={getattr(config, key)} needs images (channels, height, width), but the inputs of"
                 f" data.name={config.name} have the shape {shape}; leave it out"
             )
     cutout: list[Eraser] = [Cutout(config.cutout, config.seed)] if config.cutout else []

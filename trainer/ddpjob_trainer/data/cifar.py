@@ -203,7 +203,7 @@ def _download(config: DataConfig) -> None:
     import torchvision
 
     if config.dir is None:
-        raise DataError("data.download=true: needs a folder to download into; set data.dir (or DDPJOB_DATA_DIR)")
+        raise DataError("data.download=true needs a folder to download into; set data.dir (or DDPJOB_DATA_DIR)")
     kind = torchvision.datasets.CIFAR10 if config.name == DataName.CIFAR10 else torchvision.datasets.CIFAR100
     try:
         config.dir.mkdir(parents=True, exist_ok=True)

@@ -65,19 +65,14 @@ class ImageData(DataSet):
         classes: int,
         class_names: list[str] | None = None,
     ) -> None:
-        if config.image_size < 1 or config.workers < 0:
-            raise ConfigError(
-                f"data.image_size={config.image_size} must be at least 1, data.workers={config.workers} at least 0"
-            )
-        if config.test_image_size < 0 or not 0 < config.test_crop <= 1:
-            raise ConfigError(
-                f"data.test_image_size={config.test_image_size} must be at least 0,"
-                f" data.test_crop={config.test_crop} above 0 and at most 1, for example"
-                " data.test_image_size=224 data.test_crop=0.875"
-            )
+        for key, least in (("image_size", 1), ("test_image_size", 0), ("workers", 0)):
+            if getattr(config, key) < least:
+                raise ConfigError(f"data.{key}={getattr(config, key)}: must be at least {least}")
+        if not 0 < config.test_crop <= 1:
+            raise ConfigError(f"data.test_crop={config.test_crop}: must be above 0 and at most 1, for example 0.875")
         if not 0 <= config.corrupt_limit <= 1:
             raise ConfigError(
-                f"data.corrupt_limit: {config.corrupt_limit} must be a fraction between 0 and 1, such as 0.01"
+                f"data.corrupt_limit={config.corrupt_limit}: must be a fraction between 0 and 1, such as 0.01"
             )
         self._config, self._device, self._train, self._test = config, device, train, test
         self.classes, self.class_names = classes, class_names
@@ -158,7 +153,7 @@ class ImageData(DataSet):
     def _open_dali(self) -> DaliDecoder:
         if self._randaugment is not None:
             raise ConfigError(
-                "data.decoder=dali: does not support RandAugment; set data.decoder=auto, or data.randaugment_ops=0"
+                "data.decoder=dali does not support RandAugment; set data.decoder=auto, or data.randaugment_ops=0"
             )
 
         def choose(request: Request, index: int) -> tuple[Callable[[int, int], Box], bool]:

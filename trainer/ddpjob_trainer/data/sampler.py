@@ -226,12 +226,10 @@ class Dealing:
             raise ConfigError(
                 f"Dealing: rank {self.rank} is not in a world of {self.world}; pass Dealing(group.rank, group.world)"
             )
-        if self.micro_batches < 0 or self.accumulate < 1:
-            raise ConfigError(
-                f"Dealing: micro_batches={self.micro_batches} must be at least 0, accumulate={self.accumulate}"
-                " at least"
-                " 1"
-            )
+        if self.micro_batches < 0:
+            raise ConfigError(f"Dealing: micro_batches={self.micro_batches}: must be at least 0")
+        if self.accumulate < 1:
+            raise ConfigError(f"Dealing: accumulate={self.accumulate}: must be at least 1")
 
     def deal(self, samples: list[int], state: SamplerState) -> list[Micro]:
         """Return this rank's micro-batches of the global batch that follows `state`.
