@@ -79,14 +79,15 @@ def test_sigterm_to_one_rank_stops_all_with_75(tmp_path: Path) -> None:
     assert [end.code for end in finish(ranks)] == [75, 75, 75]
 
 
-def test_ranks_agree_ten_times_a_second_and_skip_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_agree_ten_times_a_second_and_skip_the_same_steps(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Two(Group):
         def sum_begin(self, values: torch.Tensor) -> Reduction:
             return Reduction(values * 2, None)
 
     now = [100.0]
     monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
-    stop, agreed = StopRequest(Two(0, 2)), []
+    stop, agreed = StopRequest(Two(rank, 2)), []
     seconds = [0.02] * 20 + [0.4] * 10 + [0.00001] * 150
     for step, taken in enumerate(seconds):
         now[0] += taken
