@@ -17,7 +17,10 @@ previous step is complete. So the interval still limits how many steps are repea
 Otherwise, and with a sharded state, the step waits for the exchange.
 
 **Interval** (`Cadence`). With "auto", the ranks agree at each copy on the interval at which copies
-take at most a hundredth of the time. After a loss, at most that number of steps is repeated.
+take at most a hundredth of the time. After a loss, at most that number of steps is repeated. A copy
+costs the time that it takes, or, if that is more, the time by which it lengthens a step, because it
+also evicts caches, wakes threads, and delays the other ranks. So that there are steps without a
+copy to compare with, the interval is at least _FIRST_INTERVAL at the beginning.
 
 **Start.** Every node reports its states, and all ranks choose the same moment. Nodes that lack the
 state of that moment receive it over the process group. The ranks also agree on rank 0's interval
@@ -50,6 +53,7 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -85,6 +89,10 @@ the ranks.
 """
 _RECENT = 7
 """Number of copies whose median cost determines the interval with "auto"."""
+_FIRST_INTERVAL = 2
+"""Minimum interval with "auto" until the costs of _RECENT copies are known."""
+_COMPARED = 64
+"""Maximum number of steps without a copy to which a step with a copy is compared."""
 _CHUNK_BYTES = 1 << 26
 _OWN_OVERHEAD = 64
 """Maximum number of bytes that a rank's own state takes in addition to its content."""
@@ -212,6 +220,30 @@ def _bytes_of(content: memoryview) -> Any:
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
+class _StepTimes:
+    """The times of the steps since a copy. The first one includes the copy."""
+
+    def __init__(self) -> None:
+        self._first, self._others = 0.0, deque[float](maxlen=_COMPARED)
+
+    def add(self, seconds: float) -> None:
+        if self._first:
+            self._others.append(seconds)
+        else:
+            self._first = seconds
+
+    def correct(self, cost: Cost) -> Cost:
+        """Return the cost with the time of a step, and at least the time by which the copy
+        lengthened a step.
+        """
+        if not cost.copy:
+            return cost
+        if not self._others:
+            return cost._replace(pace=self._first - cost.copy - cost.exchange)
+        pace = sorted(self._others)[len(self._others) // 2]
+        return cost._replace(copy=max(cost.copy, self._first - pace - cost.exchange), pace=pace)
+
+
 @dataclass
 class Cadence:
     """Decides which steps are copied. All ranks decide the same."""
@@ -259,7 +291,8 @@ class Cadence:
         interval = 1
         if self.recent:
             copy, pace = (sorted(figures)[len(figures) // 2] for figures in zip(*self.recent))
-            interval = min(LONGEST, max(1, math.ceil(copy / (SHARE * pace))))
+            least = 1 if len(self.recent) == _RECENT else _FIRST_INTERVAL
+            interval = min(LONGEST, max(least, math.ceil(copy / (SHARE * pace))))
         self.due = step + interval
         return interval
 
@@ -440,7 +473,7 @@ class RankSnapshots:
         self._began = 0.0
         self._last: int | None = None
         """The last step that was recorded."""
-        self._cost, self._since, self._steps = Cost(), 0.0, 0
+        self._cost, self._noted, self._times = Cost(), 0.0, _StepTimes()
 
     @property
     def _speaks(self) -> bool:
@@ -562,8 +595,8 @@ class RankSnapshots:
 
     def begin(self, step: int, source: str) -> None:
         """Record the step after which training continues, and its source (protocol.SOURCES)."""
-        self._since, self._steps = time.perf_counter(), 0
-        self._began, self.start = self._since, {"step": step, "source": source}
+        self._began = self._noted = time.perf_counter()
+        self._times, self.start = _StepTimes(), {"step": step, "source": source}
         if self._made is not None:
             self.start["made"] = max(step, self._made.step)
         elif source == protocol.SCRATCH and self._order == (0, 0):
@@ -578,7 +611,8 @@ class RankSnapshots:
         if step == self._last:
             return
         self._last = step
-        self._steps += 1
+        before, self._noted = self._noted, time.perf_counter()
+        self._times.add(self._noted - before)
         if self._speaks:
             self._store.note_made(Moment(self._order, step))
         if "seconds" not in self.start and step >= self.start.get("made", math.inf):
@@ -599,9 +633,8 @@ class RankSnapshots:
         if not self.cadence.is_due(step):
             return
         began, worked = time.perf_counter(), time.thread_time()
-        pace = (began - self._since) / self._steps if self._cost.copy else 0.0
         keeps = self._writes and not self._lacks
-        cost = self._cost._replace(pace=pace, keeps=float(keeps), needed=float(self._lacks))
+        cost = self._times.correct(self._cost)._replace(keeps=float(keeps), needed=float(self._lacks))
         content = _COST.pack(*cost) + (own() if own is not None else b"")
         exchanges = time.perf_counter()
         gathering = self._exchange.start_gathering(content)
@@ -622,12 +655,12 @@ class RankSnapshots:
             self._background.finish(copy)
         elif copy.event is None:
             self.settle()
-        self._since, self._steps = time.perf_counter(), 0
+        took, self._times = time.perf_counter() - began, _StepTimes()
         if self._copies > _FIRST_COPIES:
             exchange = 0.0 if later else exchanged - exchanges
             waits = self._sharded or self._stream is not None  # The time includes waits for another node or the device.
             # Otherwise, the time that other processes used in between does not count as a cost.
-            copying = self._since - began - exchange if waits else time.thread_time() - worked
+            copying = took - exchange if waits else time.thread_time() - worked
             self._cost = Cost(copying, exchange)
 
     def _settles_later(self) -> bool:
