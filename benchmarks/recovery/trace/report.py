@@ -141,12 +141,17 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         ("repeated steps per failure", "symlog", lambda a, i: [float(s.repeated) for one in a for s in one.seen], max),
     ]
     figure, axes = plt.subplots(1, 3, sharey=True, figsize=(10, 1.6 + 0.3 * len(rows)), layout="constrained")
+    figure.supxlabel("bars: median, marks: worst", fontsize="small")
     for axis, (title, scale, values, worst) in zip(axes, panels, strict=True):
         for row, (_, system, found, ideal) in enumerate(rows):
             if numbers := values(found, ideal):
                 axis.barh(row, statistics.median(numbers), color=COLORS.get(system, "#909497"), height=0.7)
                 axis.plot([worst(numbers)], [row], marker="|", color="black", markersize=9)
         axis.set_xscale(scale)
+        if title == "pause, s":
+            longest = axis.get_xlim()[1]
+            axis.set_xticks(ticks := [tick for tick in (0, 0.5, 1, 2, 5, 10, 30, 60, 120) if tick <= longest])
+            axis.set_xticklabels([f"{tick:g}" for tick in ticks])
         axis.set_xlim(left=0)
         axis.set_xlabel(title)
         axis.spines[["top", "right"]].set_visible(False)
