@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -75,9 +76,14 @@ def _demo(arguments: argparse.Namespace, manifest: Json) -> int:
         f"{arguments.file}: {nodes} nodes train; node {arguments.kill_node} is killed at {arguments.at} %\n", flush=True
     )
     run = subprocess.Popen([sys.executable, "-m", "ddpjob.cli", "run", "--fresh", str(arguments.file)])
+    # The run then stops its pods, and exits with code 143.
+    before = signal.signal(signal.SIGTERM, lambda *_: run.terminate())
     killer = Killer(folder, arguments.kill_node, arguments.at, run)
     killer.start()
-    code = _wait(run)
+    try:
+        code = _wait(run)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     killer.join(timeout=5)
     return _judge(folder, killer.killed, arguments.accuracy) if code == 0 else code
 

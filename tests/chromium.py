@@ -1,4 +1,4 @@
-"""A real headless Chromium, driven through its DevTools protocol. It is the one on PATH, or
+"""A real headless Chromium, driven through its DevTools protocol. It comes from PATH or from
 Debian's package.
 """
 

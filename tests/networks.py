@@ -84,8 +84,8 @@ def network(nodes: int) -> Iterator[Network]:
 
 
 def own_mount(folder: Path, options: str) -> None:
-    """Mount an empty file system over a folder, only for this process. `options` are those of mount
-    -o, such as size=1m or ro.
+    """Mount an empty file system over a folder, only for this process. `options` are passed to
+    mount -o, such as size=1m or ro.
     """
     assert ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
     _run("mount --make-rprivate /")

@@ -33,7 +33,7 @@ class Server:
     folder: Path
 
     def environment(self, port: int | None = None) -> dict[str, str]:
-        """Return AWS's variables. `port` may be that of a proxy in between."""
+        """Return AWS's variables. `port` may belong to a proxy in between."""
         return {
             "AWS_ACCESS_KEY_ID": "access",
             "AWS_SECRET_ACCESS_KEY": "a-secret-of-the-test",

@@ -1,4 +1,4 @@
-"""One training for every strategy, and its expected losses. The tests on pods and on processes
+"""One training run for every strategy, and its expected losses. The tests on pods and on processes
 share it.
 """
 

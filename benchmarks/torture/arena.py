@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from ddpjob.local.paths import JobFolder
 from ddpjob.local.record import ask, read_record
+from ddpjob_runtime import protocol
 
 from benchmarks.torture.standstill import FARTHEST, Standstill, of_container, set_clock
 
@@ -37,6 +38,8 @@ class Observed:
     """The newest round whose workers have reported the step at which they continue. All nodes then
     have that state.
     """
+    at_risk: int = 1
+    """Complete steps that a loss would repeat."""
     pods: list[str] = field(default_factory=list)
     coordinators: list[str] = field(default_factory=list)
     message: str = ""
@@ -188,6 +191,7 @@ def observed_in(status: Json) -> Observed:
         step=int(status.get("progress", {}).get("step") or 0),
         counted=int(status.get("restarts", {}).get("counted") or 0),
         round=int(status.get("round") or 0),
+        at_risk=int(status.get("progress", {}).get(protocol.AT_RISK) or 1),
         start=status.get("restarts", {}).get("seen", {}).get("start") or "",
         message=f"{failed['reason']}: {failed['message']}" if failed else "",
     )

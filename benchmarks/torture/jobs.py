@@ -24,8 +24,8 @@ class Kind:
     spares: int = 0
     nodes: int = 2
     strategy: str = "ddp"
-    snapshots: bool = False
-    """Whether states are kept in memory after every step, with checkpoints only every hour."""
+    snapshots: int | str = 0
+    """`recovery.snapshots`, with checkpoints only every hour; 0 means checkpoints only."""
 
     @property
     def elastic(self) -> bool:
@@ -42,10 +42,11 @@ KINDS = (
 
 
 KINDS_OF_SNAPSHOTS = (
-    Kind("memory-spare", "Fast", spares=1, snapshots=True),
-    Kind("memory-standard", "Standard", snapshots=True),
-    Kind("memory-fsdp-2", "Fast", strategy="fsdp", snapshots=True),
-    Kind("memory-fsdp-3", "Fast", nodes=3, strategy="fsdp", snapshots=True),
+    Kind("memory-spare", "Fast", spares=1, snapshots=1),
+    Kind("memory-auto", "Fast", spares=1, snapshots="auto"),
+    Kind("memory-standard", "Standard", snapshots=1),
+    Kind("memory-fsdp-2", "Fast", strategy="fsdp", snapshots=1),
+    Kind("memory-fsdp-3", "Fast", nodes=3, strategy="fsdp", snapshots=1),
 )
 """The kinds with --snapshots. Their number of nodes is fixed, so that after one loss another node
 still has the state.
@@ -77,7 +78,8 @@ def spec(kind: Kind, epochs: int, defect: str) -> Json:
     """
     recovery: Json = {"mode": kind.mode, "nodeLostAfterSeconds": 10}
     if kind.snapshots:
-        recovery |= {"snapshots": 1, "maxRestarts": 1000}  # A worker that exits on its own counts as a failure.
+        # A worker that exits on its own counts as a failure.
+        recovery |= {"snapshots": kind.snapshots, "maxRestarts": 1000}
     program: Json = {"module": "ddpjob_trainer", "args": trainer_arguments(epochs, kind)}
     if defect:
         recovery.setdefault("maxRestarts", 2)

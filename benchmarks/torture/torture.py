@@ -8,7 +8,7 @@ import random
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.torture.arena import Arena, Observed
@@ -41,6 +41,8 @@ class Running:
     disturbed_at: float = 0.0
     loses: bool = False
     """Whether the last kill removed a node's memory."""
+    at_risk: int = 1
+    """The largest number of steps at risk that the job has shown."""
     ended: Observed | None = None
     seconds: float = 0.0
 
@@ -95,7 +97,7 @@ class Torture:
                 self.arena.start(job.name, spec(job.kind, self.plan.epochs, self.plan.defect))
             self._torment(jobs)
             for job in jobs:
-                observed = job.ended or self.arena.observe(job.name)
+                observed = replace(job.ended or self.arena.observe(job.name), at_risk=job.at_risk)
                 seconds = job.seconds or time.monotonic() - job.began
                 arguments = trainer_arguments(self.plan.epochs, job.kind)
                 verdict = judge(
@@ -130,6 +132,7 @@ class Torture:
     def _observe(self, job: Running) -> None:
         if job.ended is None:
             observed = self.arena.observe(job.name)
+            job.at_risk = max(job.at_risk, observed.at_risk)
             if observed.phase in ("Complete", "Failed"):
                 job.ended, job.seconds = observed, time.monotonic() - job.began
 

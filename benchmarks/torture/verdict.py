@@ -37,7 +37,7 @@ def judge(
     """Check a job's phase, counted restarts, ledger and weights.
 
     The job must be Complete without a counted restart, and its ledger and weights must be those of
-    undisturbed training.
+    undisturbed training. A kill may repeat as many complete steps as `observed` has at risk.
     """
     own = kills[COPY_KILL]
     problems = [] if observed.phase == "Complete" else [f"the phase is {observed.phase or 'Pending'}, not Complete"]
@@ -52,7 +52,7 @@ def judge(
         problems.append(f"ledger: {error}")
     parts = segments(incarnations)
     if observed.phase == "Complete":
-        place = replays / kind.strategy / str(kind.snapshots)
+        place = replays / kind.strategy / str(bool(kind.snapshots))
         place.mkdir(parents=True, exist_ok=True)
         difference = distance(weights(folder), weights(replay(place, parts, arguments)))
         if difference > 0:
@@ -61,10 +61,9 @@ def judge(
             )
     lost = [max(0, before.last - after.start) for before, after in pairwise(incarnations)]
     repeated = sum(lost)
-    if kind.snapshots and (most := max(lost, default=0)) > 2:
-        problems.append(
-            f"{most} steps were repeated after one kill; at most one complete step and one started step may be"
-        )
+    if kind.snapshots and (most := max(lost, default=0)) > observed.at_risk + 1:
+        allowed = f"at most {observed.at_risk} complete and one started step may be"
+        problems.append(f"{most} steps were repeated after one kill; {allowed}")
     return Verdict(
         kind, kills, len(incarnations), max(0, len(parts) - 1), repeated, samples, difference, tuple(problems)
     )

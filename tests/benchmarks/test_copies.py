@@ -17,7 +17,7 @@ from benchmarks.recovery.groups import NotRecovered, Shape
 from benchmarks.recovery.step_log import Incarnation, StepLog
 
 
-def test_a_turn_counts_the_steps_since_its_beginning_and_the_rare_slow_one() -> None:
+def test_a_turn_measures_only_its_own_steps_including_rare_slow_ones() -> None:
     incarnation = Incarnation(1, {0: [1.0, 9.0, 10.0, 11.0, 15.0]}, {}, {0: 1}, {0: [0.0, 5.0, 5.5, 6.0, 8.0]})
     assert measured(incarnation, 8.5, 3) == Turn(2.0, 1.0, 3)
     with pytest.raises(NotRecovered, match="increase --seconds"):

@@ -40,7 +40,7 @@ def made(name: str) -> Target:
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_a_parser_accepts_or_refuses_whatever_it_gets(name: str) -> None:
+def test_a_parser_accepts_or_refuses_any_input(name: str) -> None:
     target = made(name)
     for data in islice(inputs_of(PARSERS[name], target, seed=1), INPUTS):
         finding = attempt(target, data).finding
@@ -60,7 +60,7 @@ def test_each_folder_of_findings_belongs_to_a_parser() -> None:
 
 
 @pytest.mark.parametrize("name", ["members", "manifests", "script-indexes", "bucket-listings", "images"])
-def test_inputs_depend_on_seed_and_number_alone(name: str) -> None:
+def test_inputs_depend_only_on_seed_and_number(name: str) -> None:
     parser, target = PARSERS[name], made(name)
     first = list(islice(inputs_of(parser, target, seed=1), 30))
     assert list(islice(inputs_of(parser, target, seed=1, first=10), 20)) == first[10:]
@@ -68,7 +68,7 @@ def test_inputs_depend_on_seed_and_number_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("form", Form)
-def test_a_seed_of_any_form_may_be_any_bytes(form: Form) -> None:
+def test_inputs_are_made_from_any_bytes_whatever_their_form(form: Form) -> None:
     target = Target(bytes, [b"", b"\xff\x00", b"{", b"\x80\x04.", b"[1]"], ())
     inputs = inputs_of(Parser("any", "", form, lambda: target), target, seed=1)
     assert len({bytes(data) for data in islice(inputs, 200)}) > 10

@@ -132,7 +132,7 @@ def _pass(training: PlayedTraining, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-def test_a_played_training_is_exact_unless_it_forgets_its_checkpoints(tmp_path: Path, forgets: bool) -> None:
+def test_a_simulated_run_is_exact_unless_it_forgets_its_checkpoints(tmp_path: Path, forgets: bool) -> None:
     clock = Clock()
     training = PlayedTraining(Network(clock, draw_chance(), Pace()), JOB, "uid", tmp_path / "job", forgets=forgets)
     training._report = lambda first: None  # type: ignore[method-assign]
@@ -158,7 +158,7 @@ def test_a_superseded_group_is_fenced_and_writes_no_checkpoint(tmp_path: Path) -
     assert json.loads((tmp_path / "job" / "checkpoint.json").read_text())["step"] == 10
 
 
-def test_a_night_follows_from_its_seed() -> None:
+def test_a_night_is_determined_by_its_seed() -> None:
     assert draw_jobs(1, 50, 6) == draw_jobs(1, 50, 6) != draw_jobs(2, 50, 6)
     jobs, faults = draw_jobs(1, 50, 6), draw_faults(1, 18)
     assert {job.nodes for job in jobs} >= {1, 2, 8} and all(job.nodes + job.spares <= 8 for job in jobs)

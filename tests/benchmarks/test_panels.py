@@ -43,7 +43,7 @@ def test_a_series_has_a_value_or_a_gap_at_each_moment() -> None:
     assert legend("{{ pod }}", {"pod": "p"}) == "p"
 
 
-def test_a_table_joins_the_answers_by_their_labels() -> None:
+def test_a_table_joins_the_responses_by_their_labels() -> None:
     panel = {
         "targets": [{"refId": "A"}, {"refId": "B"}],
         "transformations": [
@@ -59,7 +59,7 @@ def test_a_table_joins_the_answers_by_their_labels() -> None:
     assert rows(panel, answers) == (["job", "Value #A", "speed"], [["a", 1.0, ""], ["b", 2.0, 20.0]])
 
 
-def test_an_annotation_marks_each_stretch_above_nothing() -> None:
+def test_an_annotation_marks_each_stretch_above_zero() -> None:
     assert regions([0, 1, 2, 0, math.nan, 3]) == [(1, 2), (5, 5)]
     assert regions([]) == []
 

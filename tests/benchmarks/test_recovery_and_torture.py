@@ -37,7 +37,7 @@ def equal(one: Path, other: Path) -> bool:
     return all(torch.equal(value, weights(other)[name]) for name, value in weights(one).items())
 
 
-def test_a_replay_has_the_bits_of_a_job_that_changed_its_size(tmp_path: Path) -> None:
+def test_a_replay_is_bit_identical_to_a_job_that_changed_its_size(tmp_path: Path) -> None:
     job = tmp_path / "job"
     for world, stop in ((2, 5), (1, 9)):
         assert {end.code for end in run(world, [*ARGUMENTS, f"checkpoint.dir={job}"], stop_at(stop))} == {75}
@@ -49,7 +49,7 @@ def test_a_replay_has_the_bits_of_a_job_that_changed_its_size(tmp_path: Path) ->
         "the order of sums matters: the reason for the replay"
     )
     assert not equal(job, replay(tmp_path, ((2, first + 1), (1, second), (2, 16)), ARGUMENTS)), (
-        "one step more on two ranks is seen"
+        "one more step on two ranks is detected"
     )
 
 
@@ -66,10 +66,10 @@ def test_recovery_ends_with_the_first_step_of_all_ranks_of_a_new_incarnation(tmp
     log_rows(tmp_path, 1, 2, 1, [1.1, 2.1, 3.6])
     log_rows(tmp_path, 2, 2, 0, [5.0, 6.0], first=4)
     log = StepLog(tmp_path).refresh()
-    assert log.first_after(3.0, 2) is None, "rank 1 has made no step yet"
+    assert log.first_after(3.0, 2) is None, "rank 1 has not completed a step yet"
     log_rows(tmp_path, 2, 2, 1, [5.5], first=4)
     assert (found := log.refresh().first_after(3.0, 2)) is not None and found.formed == 5.5
-    assert log.first_after(3.0, 1) is None, "another size is another case"
+    assert log.first_after(3.0, 1) is None, "a different group size does not count"
     assert log.newest is log.incarnations[2] and log.incarnations[2].first == {0: 4, 1: 4}
 
 
@@ -94,7 +94,7 @@ SURVIVOR = {"launcher": 1.0, "process": 6.1, "imported": 6.5, "device": 6.75, "f
 REPLACED = {"launcher": 3.5, "process": 6.0, "imported": 7.5, "device": 7.75, "formed": 8.25}
 
 
-def test_the_phases_are_those_of_the_rank_that_came_last_and_add_up() -> None:
+def test_the_phases_come_from_the_last_rank_and_add_up() -> None:
     found = phases.phases(recovered(SURVIVOR, REPLACED), 2.0, {"n1": 2.5}.get)
     assert found == {
         phases.CREATED: 0.5, phases.STARTED: 1.0, phases.LAUNCHER: 2.5, phases.WORKER: 1.5, phases.DEVICE: 0.25,
@@ -155,7 +155,7 @@ def test_the_clock_of_a_pod_is_set_while_its_processes_run(tmp_path: Path) -> No
         assert all(abs(seconds) < slack for seconds in behind())
         assert set_clock(tmp_path / "clocks" / "job-0-0", 10_000.0)
         assert all(abs(seconds - 10_000.0) < slack for seconds in behind())
-        assert not set_clock(tmp_path / "clocks" / "job-1-0", 1.0), "no process of it has begun"
+        assert not set_clock(tmp_path / "clocks" / "job-1-0", 1.0), "none of its processes has started"
         process.stdin.write("\n")
 
 
@@ -173,7 +173,7 @@ for step in range(1, 201):
 
 
 @pytest.mark.parametrize("point", ["begin", "mark", "made", "none"])
-def test_a_worker_dies_in_the_middle_of_a_copy_where_a_file_says_so(point: str, tmp_path: Path) -> None:
+def test_a_worker_dies_in_the_middle_of_a_copy_if_a_file_requests_it(point: str, tmp_path: Path) -> None:
     pods, folder = Processes(tmp_path, copies=True), tmp_path / "memory"
     folder.mkdir()
     order = tmp_path / "copies" / "job-0-0"

@@ -27,7 +27,7 @@ def test_table_csv_and_chart(tmp_path: Path) -> None:
     }
     missing = {"dp": "needs two accelerators"}
     table = report.table(shown, found, missing, samples=100)
-    # Medians: single 2 s, ddp 1 s. Samples per second are those of the median time.
+    # Medians: single 2 s, ddp 1 s. Samples per second are computed from the median time.
     assert "| single | 2.00 | 1.00, 4.00 | 50 | 1.00 | 2.00 | 0.5000 | 9.0 |" in table
     assert "| ddp | 1.00 | 0.50, 1.00 | 100 | 0.50 | 1.00 | 0.5000 | 9.0 |" in table
     assert "Not measured: dp: needs two accelerators." in table

@@ -32,7 +32,7 @@ def test_a_repeated_step_is_not_useful_and_the_usual_gap_is_not_a_pause() -> Non
     assert found.per_ideal(1.0) == 0.4
 
 
-def test_the_first_rank_to_make_a_step_counts() -> None:
+def test_the_first_rank_to_complete_a_step_counts() -> None:
     made = {1: Incarnation(2, {0: [1.0, 2.0], 1: [1.5, 2.5]}, {}, {0: 1, 1: 1})}
     assert keep_account(made, [], 0.0, 3.0).gap == 1.0
 
@@ -116,7 +116,7 @@ class Fake:
         self.closed = True
 
 
-def test_all_failures_happen_and_a_system_that_stands_still_starts_again(
+def test_all_failures_happen_and_a_system_that_stands_still_is_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = list[Fake]()
@@ -199,7 +199,7 @@ def test_the_formula_is_the_mean_of_a_simulated_job() -> None:
     assert work / clock == pytest.approx(parts.effective(nodes, days), rel=0.02)
 
 
-def test_torchft_is_left_out_with_the_reason_where_it_cannot_be_installed(
+def test_torchft_is_left_out_with_the_reason_if_it_cannot_be_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torchft_packages, "FOLDER", tmp_path / "venv")
@@ -212,7 +212,7 @@ def test_torchft_is_left_out_with_the_reason_where_it_cannot_be_installed(
     assert "skipped: torchft cannot be installed: no network" in capsys.readouterr().err
 
 
-def test_a_failed_installation_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_installation_reports_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\necho 'no room on the disk' >&2\nexit 1\n")
     program.chmod(0o755)

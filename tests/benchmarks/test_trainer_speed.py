@@ -27,7 +27,7 @@ def test_a_case_measures_the_plain_loop_and_the_trainer(name: str, monkeypatch: 
     )
 
 
-def test_made_jpegs_are_as_large_as_imagenets(tmp_path: Path) -> None:
+def test_generated_jpegs_are_as_large_as_imagenets(tmp_path: Path) -> None:
     made_data.jpegs(tmp_path, 12)
     sizes = [path.stat().st_size for path in (tmp_path / "train").rglob("*.JPEG")]
     assert len(sizes) == 12 and 25_000 < sum(sizes) / len(sizes) < 120_000
@@ -39,7 +39,7 @@ def _burn(seconds: float) -> None:
         pass
 
 
-def test_time_belongs_to_the_innermost_part_and_the_clocks_own_is_left_out() -> None:
+def test_time_belongs_to_the_innermost_part_without_the_cost_of_the_clock() -> None:
     meter = bookkeeping_rank.Meter()
     with meter.part("outer"):
         _burn(0.05)
@@ -55,7 +55,7 @@ def test_time_belongs_to_the_innermost_part_and_the_clocks_own_is_left_out() -> 
         with meter.part("empty"):
             pass
     whole, found = time.thread_time() - began, meter.take()
-    assert found["empty"] < whole / 4, "reading the clock is taken off"
+    assert found["empty"] < whole / 4, "the cost of reading the clock is subtracted"
 
 
 def test_bookkeeping_is_everything_except_the_model_and_its_input() -> None:

@@ -88,7 +88,7 @@ def _go(folder: Path, *words: str) -> None:
 
 
 def _manifests(cluster: Cluster, manager: Path) -> list[Json]:
-    """Return the manifests of Kueue's `config/default`: rights, webhooks, certificates and
+    """Return the manifests of Kueue's `config/default`: permissions, webhooks, certificates and
     configuration.
 
     They differ in three ways: the program comes from this machine's disk, its requests fit a small
@@ -113,7 +113,7 @@ def _manifests(cluster: Cluster, manager: Path) -> list[Json]:
 
 
 def _rights() -> list[Json]:
-    """Return the rights to read DDPJobs, as in the documentation."""
+    """Return the permissions to read DDPJobs, as in the documentation."""
     page = (Path(__file__).parents[2] / "docs" / "queues.md").read_text()
     [block] = [it.split("```")[0] for it in page.split("```yaml\n")[1:] if "kind: ClusterRole\n" in it]
     return list(yaml.safe_load_all(block))

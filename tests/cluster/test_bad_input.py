@@ -29,7 +29,7 @@ def test_kubectl_apply_refuses_invalid_manifests(jobs: Jobs, change: dict[str, o
     assert not jobs.kubectl("get", "ddpjobs", "--output=name").strip()
 
 
-def test_an_image_that_cannot_be_pulled_is_a_condition(jobs: Jobs) -> None:
+def test_an_image_that_cannot_be_pulled_is_reported_by_a_condition(jobs: Jobs) -> None:
     """The registry may recover, so the job waits for it and reports this. Only the job's own
     deadline ends it.
     """
@@ -130,7 +130,7 @@ def test_an_empty_data_folder_is_reported(jobs: Jobs, tmp_path: Path) -> None:
     assert "/data" in jobs.condition("nodata", "Failed")["message"]
 
 
-def test_a_volume_that_one_node_holds_is_a_condition_until_it_is_released(jobs: Jobs) -> None:
+def test_a_volume_that_one_node_holds_is_reported_until_it_is_released(jobs: Jobs) -> None:
     jobs.cluster.apply(claim("single", "ReadWriteOnce"), namespace=jobs.namespace)
     jobs.apply(steps_job("volume", 5, recovery=FAST, storage={"checkpoints": {"claimName": "single"}}))
     jobs.wait(
@@ -145,6 +145,6 @@ def test_a_volume_that_one_node_holds_is_a_condition_until_it_is_released(jobs: 
     jobs.wait("pods, once the claim is right", lambda: len(jobs.pods()) == 2, timeout=20)
 
 
-def test_too_few_machines_for_one_pod_each_are_a_condition(jobs: Jobs) -> None:
+def test_too_few_machines_for_one_pod_each_are_reported_by_a_condition(jobs: Jobs) -> None:
     jobs.apply(steps_job("crowd", 5, nodes=5, recovery=FAST))
     jobs.wait_unschedulable("crowd", "scheduling.onePodPerNode=false")

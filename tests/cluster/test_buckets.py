@@ -94,11 +94,11 @@ def test_training_is_exact_although_pods_and_the_server_are_lost(jobs: Jobs, tmp
 
     # Then the server is down for a while. A job that starts without a server waits for it, but this
     # job has already uploaded a checkpoint, so it keeps training.
-    jobs.wait("a copy of the second life", lambda: rows(records, "start", "copied")[-1]["event"] == "copied")
+    jobs.wait("a copy by the second incarnation", lambda: rows(records, "start", "copied")[-1]["event"] == "copied")
     taken = len(rows(records, "step"))
     jobs.kubectl("delete", "pod", "s3", "--force", "--grace-period=0")
     jobs.wait("steps without it", lambda: len(rows(records, "step")) >= taken + 50, timeout=240)
-    jobs.wait("a status of then", lambda: metrics(jobs)["copyStep"] < jobs.step("bucket"))
+    jobs.wait("a status from that time", lambda: metrics(jobs)["copyStep"] < jobs.step("bucket"))
     jobs.cluster.apply(server(objects), namespace=jobs.namespace)
     jobs.wait_phase("bucket", "Complete", timeout=400)
 

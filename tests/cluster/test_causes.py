@@ -181,11 +181,11 @@ def test_the_traceback_of_the_rank_that_raised_is_reported(stage: Stage) -> None
 def test_a_memory_limit_that_both_pods_reach_is_reported_once(stage: Stage) -> None:
     stage.go("hungry")
     reported, status = stage.watch.first("hungry", restart("OOMKilled"))
-    # The time is that of the kill, a few seconds after the ranks began to allocate.
+    # The recorded time is the time of the kill, a few seconds after the ranks began to allocate.
     print(f"hungry: reported {reported - stage.fact('hungry'):.2f} s after it began to allocate")
     _, status = stage.watch.first("hungry", phase("Complete"), timeout=120)
     assert the_only_break(status)["reason"] == "OOMKilled"
-    assert len(list((stage.folder / "hungry").glob("fact-*"))) == 2, "both were at it"
+    assert len(list((stage.folder / "hungry").glob("fact-*"))) == 2, "both pods reached the limit"
     assert "spec.resources.limits.memory" in the_only_break(status)["message"]
     assert "OOMKilled" in stage.describe("hungry") and stage.event("hungry", "OOMKilled")
 

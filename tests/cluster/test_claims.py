@@ -56,7 +56,7 @@ def finish(jobs: Jobs, name: str, storage: dict[str, object]) -> None:
     jobs.wait_phase(name, "Complete", timeout=150)
 
 
-def test_a_kept_claim_holds_the_checkpoints_and_serves_the_next_job_of_the_name(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_kept_claim_holds_the_checkpoints_for_the_next_job_with_the_same_name(jobs: Jobs, tmp_path: Path) -> None:
     with volume(jobs, "kept", tmp_path) as made:
         finish(jobs, "kept", template(made, metadata={"labels": {"team": "vision"}}))
         assert list(tmp_path.glob("step-*")), "both nodes have written to the volume"
@@ -86,7 +86,7 @@ def test_a_claim_that_is_not_kept_is_deleted_with_its_job(jobs: Jobs, tmp_path: 
         jobs.wait("its removal", lambda: not claims(jobs), timeout=60)
 
 
-def test_a_refused_claim_is_a_condition_that_names_the_field(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_refused_claim_is_reported_by_a_condition_that_names_the_field(jobs: Jobs, tmp_path: Path) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "disk"}}
     jobs.cluster.apply({**quota, "spec": {"hard": {"requests.storage": "1Mi"}}}, namespace=jobs.namespace)
     with volume(jobs, "full", tmp_path) as made:
@@ -103,10 +103,10 @@ def test_a_refused_claim_is_a_condition_that_names_the_field(jobs: Jobs, tmp_pat
         jobs.apply(steps_job("one-node", 5, recovery=FAST, storage=template(made, "ReadWriteOnce")))
         waits_with(jobs, "one-node", "VolumeSingleNode")
         assert f"{FIELD}.spec.accessModes [ReadWriteMany]" in jobs.condition("one-node", "Scheduled")["message"]
-        assert set(claims(jobs)) == {"full-checkpoints"}, "none is made that could not serve"
+        assert set(claims(jobs)) == {"full-checkpoints"}, "no unusable claim is created"
 
 
-def test_a_claim_of_another_owner_is_not_used(jobs: Jobs) -> None:
+def test_a_claim_owned_by_another_object_is_not_used(jobs: Jobs) -> None:
     spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Mi"}}}
     theirs = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "mine-checkpoints"}}
     jobs.cluster.apply({**theirs, "spec": spec}, namespace=jobs.namespace)

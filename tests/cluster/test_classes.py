@@ -65,7 +65,7 @@ def test_a_job_waits_for_its_class_and_takes_its_new_content_when_resumed(jobs: 
     assert {variable(pod, "NCCL_DEBUG") for pod in running(jobs).values()} == {"WARN"}
     # The scale subresource does not check the class, but the operator does.
     jobs.kubectl("scale", "ddpjob", "job", "--replicas=5")
-    jobs.wait("it is said", lambda: jobs.condition("job", "ClassApplied")["reason"] == "ClassExceeded")
+    jobs.wait("the condition says so", lambda: jobs.condition("job", "ClassApplied")["reason"] == "ClassExceeded")
     assert len(jobs.status("job")["slots"]) == 2 and jobs.status("job")["phase"] == "Running"
     jobs.kubectl("scale", "ddpjob", "job", "--replicas=2")
     patch = ("patch", "ddpjob", "job", "--type=merge", "--patch")

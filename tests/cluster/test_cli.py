@@ -274,7 +274,9 @@ def test_the_commands_follow_a_job_from_its_submission_to_its_end(
     assert not reader.is_alive()
 
 
-def test_an_ended_job_is_rerun_with_its_checkpoints_or_in_a_fresh_folder(jobs: Jobs, cli: Cli, tmp_path: Path) -> None:
+def test_a_finished_job_is_rerun_with_its_checkpoints_or_in_a_fresh_folder(
+    jobs: Jobs, cli: Cli, tmp_path: Path
+) -> None:
     look = 'echo "found: $(ls $DDPJOB_CHECKPOINT_DIR)"; touch $DDPJOB_CHECKPOINT_DIR/mark-$RANDOM'
     storage = {"checkpoints": {"hostPath": str(tmp_path / "checkpoints"), "subPath": "runs"}}
     (tmp_path / "checkpoints").mkdir()

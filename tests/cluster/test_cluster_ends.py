@@ -88,7 +88,7 @@ def test_an_api_server_alone_starts_fast_and_becomes_a_cluster_with_nodes(other:
     assert other.ready_nodes() == {"n1"}
 
 
-def test_a_killed_up_leaves_nothing_that_disturbs_the_next_one(other: Cluster) -> None:
+def test_a_killed_up_command_leaves_nothing_that_disturbs_the_next_one(other: Cluster) -> None:
     command, env = command_line(other, "up", "--nodes", "1")
     starting = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
     processes.wait_for(

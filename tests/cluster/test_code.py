@@ -31,7 +31,7 @@ dist.destroy_process_group()
 
 
 def serve(jobs: Jobs, pod: Json, port: int) -> str:
-    """Start a server's pod with a Service of its name, and return the pod's address."""
+    """Start a server's pod and a Service with the same name, and return the pod's address."""
     name = pod["metadata"]["name"]
     spec = {"selector": {"app": name}, "ports": [{"port": port}]}
     service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": spec}

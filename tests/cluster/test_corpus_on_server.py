@@ -1,5 +1,5 @@
-"""The corpus on a real API server. Verdicts, messages and stored objects are those of ddpjob's own
-reader.
+"""Run the corpus against a real API server, and check that verdicts, messages and stored objects
+match those of ddpjob's own reader.
 """
 
 from __future__ import annotations

@@ -80,7 +80,10 @@ def test_two_jobs_that_deadlock_with_half_of_the_gpus_each_run_in_turn_as_gangs(
         jobs.wait(f"the pods of {name}", lambda name=name: {f"{name}-0-0", f"{name}-1-0"} <= set(jobs.pods()))
     jobs.kill("one-1-0")
     tried = {"one-0-0", "one-1-1", "two-0-0", "two-1-0"}
-    jobs.wait("its successor is tried", lambda: tried <= {n for n, pod in jobs.pods().items() if was_refused(pod)})
+    jobs.wait(
+        "the scheduler has tried its successor",
+        lambda: tried <= {n for n, pod in jobs.pods().items() if was_refused(pod)},
+    )
     time.sleep(BACKOFF_SECONDS)  # pods that are still in their back-off would come after the others
     gpus.each(1)
     if gang:
@@ -109,7 +112,7 @@ def test_one_of_two_gangs_runs_and_the_other_holds_no_node_meanwhile(jobs: Jobs,
         jobs.wait(f"the pods of {name}", lambda name=name: {f"{name}-0-0", f"{name}-1-0"} <= set(jobs.pods()))
     jobs.wait_unschedulable("one", "waits for 2 nodes with 1 GPU each at once")
     jobs.wait_unschedulable("one", "0 of them would fit now")
-    assert not jobs.pods("coordinator")["one-coordinator-0"]["spec"].get("nodeName"), "it waits, too"
+    assert not jobs.pods("coordinator")["one-coordinator-0"]["spec"].get("nodeName"), "it waits as well"
     gpus.each(1)
     jobs.wait("one runs", lambda: any(jobs.status(name)["phase"] == "Running" for name in ("one", "two")))
     first, second = ("one", "two") if jobs.status("one")["phase"] == "Running" else ("two", "one")
@@ -132,7 +135,9 @@ def test_a_lost_pod_of_a_gang_is_replaced_at_once_and_spares_come_later(jobs: Jo
     assert group_of(jobs.pods()["lossy-1-0"]) == "lossy-gang-0"
     group = jobs.cluster.kubectl_json("get", "podgroup", "lossy-gang-0", "--namespace", jobs.namespace)
     assert group["spec"]["schedulingPolicy"] == {"gang": {"minCount": 3}}, "two nodes and the coordinator"
-    assert not group_of(jobs.pods("spare")["lossy-2-0"]), "there is no room for it, and that is nobody's concern"
+    assert not group_of(jobs.pods("spare")["lossy-2-0"]), (
+        "it is in no group, because its lack of room must delay nothing"
+    )
     jobs.kubectl("delete", "ddpjob", "lossy")
 
     jobs.apply(steps_job("again", 1000, recovery=FAST, **ONE_GPU))

@@ -124,7 +124,7 @@ def test_accepted_jobs_and_forged_statuses_are_reconciled(jobs: Jobs, ask: Ask, 
         tries = (as_kubectl_sends(Maker(100 * number + i).status()) | {"observedGeneration": -7} for i in range(20))
         path = f"{PATH.format(jobs.namespace)}/{name}/status"
         assert any(ask("PATCH", path, {"status": status})[0] == 200 for status in tries), name
-    jobs.wait("every status to be the operator's again", lambda: not _silent(jobs, made, but=-7), timeout=40)
+    jobs.wait("the operator to rewrite every status", lambda: not _silent(jobs, made, but=-7), timeout=40)
     jobs.apply(steps_job("healthy", steps=5, nodes=1, recovery=FAST))
     jobs.wait_phase("healthy", "Complete", timeout=60)
     log = operator.log.read_text()

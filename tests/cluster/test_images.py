@@ -101,7 +101,7 @@ def test_the_operators_image_has_nothing_that_it_does_not_need(
     assert words in log
 
 
-def test_the_operators_image_reports_what_it_lacks(
+def test_the_operators_image_reports_missing_settings(
     cluster: Cluster, operator_image: builder.Image, namespace: str
 ) -> None:
     """The chart's Secret is missing, and the user has no name."""

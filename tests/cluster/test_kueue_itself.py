@@ -151,11 +151,11 @@ def test_a_job_that_fits_runs_on_its_flavor_and_the_next_waits_for_its_end(
         assert pod["spec"]["nodeName"] == queue.host
         assert pod["spec"]["nodeSelector"]["kubernetes.io/hostname"] == queue.host
     jobs.wait(
-        "Kueue hears of it", lambda: conditions(workload_of(jobs, "first")).get("PodsReady") == ("True", "Started")
+        "Kueue is notified", lambda: conditions(workload_of(jobs, "first")).get("PodsReady") == ("True", "Started")
     )
     jobs.wait("its quota is taken", lambda: queue.used() == 2)
     jobs.apply(queued(sleeping("second", 1)))
-    jobs.wait("it is said why", says(jobs, "second", f"insufficient unused quota for {GPU}"))
+    jobs.wait("the reason is shown", says(jobs, "second", f"insufficient unused quota for {GPU}"))
     assert jobs.status("second")["phase"] == "Queued" and "Queued" in jobs.kubectl("get", "ddpjob", "second")
     assert not alive(jobs, "second")
     (tmp_path / "end").touch()
@@ -174,7 +174,7 @@ def test_a_job_whose_queue_is_missing_or_too_small_reports_it(jobs: Jobs, queue:
     jobs.wait_phase("early", "Running")
 
 
-def test_a_job_of_a_higher_priority_takes_the_quota_and_the_other_continues_later(
+def test_a_job_with_a_higher_priority_takes_the_quota_and_the_other_resumes_later(
     jobs: Jobs, queue: Queue, tmp_path: Path
 ) -> None:
     queue.offer(gpus=2)
@@ -200,7 +200,7 @@ def test_a_job_of_a_higher_priority_takes_the_quota_and_the_other_continues_late
     assert jobs.status("low").get("restarts", {}).get("counted", 0) == 0
 
 
-def test_a_stopped_queue_ends_the_pods_and_reopening_it_continues_the_job(
+def test_stopping_a_queue_ends_the_pods_and_reopening_it_resumes_the_job(
     jobs: Jobs, queue: Queue, tmp_path: Path
 ) -> None:
     queue.offer(gpus=2)
@@ -210,8 +210,8 @@ def test_a_stopped_queue_ends_the_pods_and_reopening_it_continues_the_job(
     jobs.wait("some steps", lambda: jobs.step("drained") > 20)
     queue.stop("Hold")
     jobs.apply(queued(sleeping("held", 1)))
-    jobs.wait("it is said why", says(jobs, "held", "ClusterQueue"))
-    assert jobs.status("drained")["phase"] == "Running", "Hold lets those run that were admitted"
+    jobs.wait("the reason is shown", says(jobs, "held", "ClusterQueue"))
+    assert jobs.status("drained")["phase"] == "Running", "Hold keeps admitted jobs running"
     queue.stop("HoldAndDrain")
     jobs.wait_phase("drained", "Queued")
     reached = jobs.step("drained")
@@ -268,7 +268,7 @@ def test_sizes_change_in_place(jobs: Jobs, queue: Queue) -> None:
     jobs.wait("two nodes", lambda: jobs.status("sized").get("nodes", {}).get("display") == "2/2")
     jobs.wait("their quota alone", lambda: queue.used() == 2)
     jobs.wait_phase("sized", "Running")
-    assert jobs.status("sized")["slots"][0]["attempt"] == 0, "the first pod has lived through it"
+    assert jobs.status("sized")["slots"][0]["attempt"] == 0, "the first pod has survived"
     jobs.kubectl("scale", "ddpjob", "sized", "--replicas=4")
     jobs.wait("it waits for more", says(jobs, "sized", f"insufficient unused quota for {GPU}", "Admitted"))
     assert jobs.condition("sized", "Admitted")["reason"] == "Growing" and jobs.status("sized")["phase"] == "Running"
@@ -282,13 +282,13 @@ ELASTIC: Json = {**TRAINING, "nodes": 4, "elastic": {"minNodes": 2, "maxNodes": 
 
 
 def shows(jobs: Jobs, name: str, display: str) -> Callable[[], bool]:
-    """Whether the job runs with this number of nodes."""
+    """Return whether the job runs with this number of nodes."""
     return lambda: (
         jobs.status(name).get("phase") == "Running" and jobs.status(name).get("nodes", {}).get("display") == display
     )
 
 
-def test_an_elastic_job_starts_in_part_grows_and_gives_up_only_what_was_added(
+def test_an_elastic_job_starts_in_part_grows_and_releases_only_the_added_nodes(
     jobs: Jobs, queue: Queue, tmp_path: Path
 ) -> None:
     queue.offer(gpus=4)
@@ -315,7 +315,7 @@ def test_an_elastic_job_starts_in_part_grows_and_gives_up_only_what_was_added(
     (folders["urgent"] / "end").touch()
     jobs.wait("it grows again", shows(jobs, "part", "4/4"))
     status = jobs.status("part")
-    assert [slot["attempt"] for slot in status["slots"][:2]] == [0, 0], "the first pods have lived through it"
+    assert [slot["attempt"] for slot in status["slots"][:2]] == [0, 0], "the first pods have survived"
     assert status["restarts"]["counted"] == 0 and status["rendezvous"]["generation"] == 0
     jobs.kubectl("delete", "ddpjob", "part")
     jobs.wait("all quota is free", lambda: queue.used() == 0)
@@ -326,7 +326,7 @@ RACK = "example.com/rack"
 
 @pytest.fixture
 def two_racks(jobs: Jobs, cluster: Cluster) -> Iterator[None]:
-    """Two Kubernetes nodes in different racks with 2 GPUs each, and a Topology of racks."""
+    """Yield two Kubernetes nodes in different racks with 2 GPUs each, and a Topology of racks."""
     levels = [{"nodeLabel": RACK}, {"nodeLabel": "kubernetes.io/hostname"}]
     topology = {"apiVersion": kueue_crds.API, "kind": "Topology", "metadata": {"name": jobs.namespace}}
     cluster.apply({**topology, "spec": {"levels": levels}})
@@ -381,4 +381,4 @@ def test_the_default_queue_of_a_namespace_leaves_pods_of_jobs_alone(jobs: Jobs, 
     queue.offer(gpus=2, local="default")
     jobs.apply(queued(sleeping("mine", 3), queue="default"))
     jobs.wait_phase("mine", "Complete")
-    assert [name.rpartition("-")[0] for name in workloads(jobs)] == ["mine-queue"], "no pod asks for itself"
+    assert [name.rpartition("-")[0] for name in workloads(jobs)] == ["mine-queue"], "no pod requests quota for itself"

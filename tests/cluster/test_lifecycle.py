@@ -36,7 +36,7 @@ def test_a_job_is_suspended_and_resumed(jobs: Jobs) -> None:
     patch(jobs, "pause", runPolicy={"suspend": False})
     jobs.wait_phase("pause", "Complete")
     status = jobs.status("pause")
-    assert status["progress"]["step"] == 5, "what was changed while suspended is honoured"
+    assert status["progress"]["step"] == 5, "changes made while suspended are applied"
     assert (status["restarts"]["counted"], status["restarts"]["uncounted"]) == (0, 0)
 
 
@@ -73,7 +73,7 @@ def test_an_autoscaler_and_kubectl_scale_change_an_elastic_job_in_place(jobs: Jo
     jobs.kubectl("scale", "ddpjob", "scaled", "--replicas=1")
     jobs.wait("one node", lambda: world(jobs, "scaled") == "1/1")
     status = jobs.status("scaled")
-    assert [slot["attempt"] for slot in status["slots"]] == [0], "the first pod has lived through it all"
+    assert [slot["attempt"] for slot in status["slots"]] == [0], "the first pod has survived it all"
     assert status["rendezvous"]["generation"] == 0
     assert status["restarts"]["counted"] == 0
     log = jobs.kubectl("logs", "scaled-0-0")
@@ -97,7 +97,7 @@ def test_a_deadline_ends_the_job_and_its_time_to_live_removes_it(jobs: Jobs) -> 
     assert jobs.condition("late", "Failed")["reason"] == "DeadlineExceeded"
     jobs.wait("the job's end", lambda: "late" not in jobs.kubectl("get", "ddpjobs", "--output=name"), timeout=40)
     jobs.wait(
-        "the end of what it owned",
+        "the end of its objects",
         lambda: not jobs.pods() and "late" not in jobs.kubectl("get", "services", "--output=name"),
         60,
     )
@@ -154,6 +154,6 @@ def test_a_deleted_job_leaves_nothing_and_its_name_is_free(jobs: Jobs) -> None:
     jobs.wait_phase("again", "Complete", timeout=120)
     jobs.kubectl("delete", "ddpjob", "again")
     jobs.wait(
-        "the end of what it owned",
+        "the end of its objects",
         lambda: not jobs.pods() and "again" not in jobs.kubectl("get", "services,configmaps", "--output=name"),
     )

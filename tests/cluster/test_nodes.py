@@ -246,7 +246,7 @@ def test_a_job_leaves_a_partitioned_node_and_the_leftover_pods_end(stage: Stage)
         # The pod is force-deleted once its host is NotReady too. This may be after the coordinator
         # has reported its silence.
         stage.jobs.wait("the end of the pod's object", lambda name=name: pods[name] not in stage.pods(name), timeout=30)
-    assert alive(pods["cut-fast"], uids["cut-fast"]), "a zombie: it trained on where nobody could reach it"
+    assert alive(pods["cut-fast"], uids["cut-fast"]), "a zombie: it kept training although it was unreachable"
     stage.cluster.heal("n6")
     seconds = processes.wait_for(
         "the end of the zombies", lambda: not any(alive(pods[n], uids[n]) for n in names), timeout=60
@@ -255,7 +255,7 @@ def test_a_job_leaves_a_partitioned_node_and_the_leftover_pods_end(stage: Stage)
     for name in names:
         before = stage.jobs.step(name)
         stage.jobs.wait(f"{name} to continue", lambda name=name, before=before: stage.jobs.step(name) != before)
-        assert len(restarts(stage.jobs.status(name))) == 1, "the zombie did not disturb those that have taken its place"
+        assert len(restarts(stage.jobs.status(name))) == 1, "the zombie did not disturb the pods that replaced it"
 
 
 def test_a_spare_takes_over_from_a_partitioned_node_whose_pod_becomes_the_spare(stage: Stage) -> None:

@@ -57,8 +57,8 @@ class Web:
 
 @pytest.fixture
 def web(jobs: Jobs, operator: OperatorProcess, tmp_path: Path) -> Iterator[Web]:
-    """Start receivers and an operator that is configured with them: those of the test's namespace,
-    and `foreign` of a different one.
+    """Start receivers, and an operator that knows them for the test's namespace. It also knows
+    `foreign`, which only a different namespace may use.
     """
     made = Web(operator)
     names = ("fine", "hangs", "moved", "ails")
@@ -104,12 +104,12 @@ def test_receivers_get_their_notifications_and_do_not_delay_each_other(jobs: Job
     assert key == f'"{body["id"]}"' and body["link"] == f"https://example.com/{jobs.namespace}/failed"
     assert body["text"].startswith(f"DDPJob {jobs.namespace}/failed: Failed (")
     assert state(jobs, "stuck") == "Pending" and jobs.status("stuck")["phase"] == "Complete"
-    jobs.wait("the second try", lambda: len(web.came("/ails")) == 2, timeout=60)
+    jobs.wait("the second attempt", lambda: len(web.came("/ails")) == 2, timeout=60)
     assert len({id for id, _ in web.came("/ails")}) == 1
     ails = ("get", "ddpjobs", "ails", "--namespace", jobs.namespace)
-    jobs.wait("a job that was to be deleted is, now", lambda: not jobs.cluster.succeeds(*ails), timeout=60)
+    jobs.wait("the deletion of the job", lambda: not jobs.cluster.succeeds(*ails), timeout=60)
     jobs.wait_phase("foreign", "Complete")
-    jobs.wait("it is given up", lambda: state(jobs, "foreign") == "GivenUp")
+    jobs.wait("it is abandoned", lambda: state(jobs, "foreign") == "GivenUp")
     assert "may use (ails, fine, hangs, moved)" in jobs.condition("foreign", "Notifies")["message"]
     jobs.wait("redirects are not followed", lambda: len(web.came("/moved")) >= 2, timeout=60)
     assert len(web.came("/fine")) == 1, "the redirect led there"
@@ -120,7 +120,7 @@ def test_an_operator_killed_while_it_sends_repeats_the_notification_with_its_id(
     jobs: Jobs, web: Web, operator: OperatorProcess
 ) -> None:
     jobs.apply(ending("job", "hangs"))
-    jobs.wait("a try", lambda: web.came("/hangs"), timeout=120)
+    jobs.wait("an attempt", lambda: web.came("/hangs"), timeout=120)
     operator.kill()
     assert state(jobs, "job") == "Pending"
     web.patient.set()

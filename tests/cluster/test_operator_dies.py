@@ -29,7 +29,7 @@ def test_a_job_completes_although_the_operator_dies_before_and_after_every_call(
     jobs.wait_phase("often", "Complete", timeout=240)
     status = jobs.status("often")
     jobs.wait("the coordinator's end", lambda: not jobs.pods("coordinator"), timeout=60)
-    assert operator.running(), "it died of something other than the test"
+    assert operator.running(), "it died for a different reason"
     operator.kill()
     calls = Counter(seen.read_text().splitlines())
     deaths = sum(min(times, 2) for times in calls.values())

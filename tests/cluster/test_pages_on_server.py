@@ -1,5 +1,5 @@
-"""The objects on the documentation's pages, and those of the chart with the pages' values, in dry
-runs on a real API server.
+"""Dry runs on a real API server of the objects on the documentation's pages, and of the objects
+that the chart renders with the pages' values.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class Partitioned:
         rounds = self.steps()
         assert all(steps.ranks == 2 for steps in rounds)
         for earlier, later in pairwise(rounds):
-            assert earlier.last < later.first, f"round {later.fence} began while {earlier.fence} made steps: {rounds}"
+            assert earlier.last < later.first, f"round {later.fence} began while {earlier.fence} took steps: {rounds}"
 
 
 @pytest.fixture
@@ -174,7 +174,9 @@ def operator_and_coordinator(stage: Partitioned) -> None:
     with stage.dropping(coordinator, stage.cluster.settings.addresses.door_host):
         time.sleep(NODE_LOST_AFTER + 2)
         assert stage.trains_on() == number
-    assert stage.pod("coordinator")["metadata"]["uid"] == coordinator["metadata"]["uid"], "nothing follows from it"
+    assert stage.pod("coordinator")["metadata"]["uid"] == coordinator["metadata"]["uid"], (
+        "the partition has no consequences"
+    )
 
 
 def coordinator_and_members(stage: Partitioned) -> None:
@@ -182,9 +184,9 @@ def coordinator_and_members(stage: Partitioned) -> None:
     members = [stage.pod("node", index)["status"]["podIP"] for index in (0, 1)]
     with stage.dropping(stage.pod("coordinator"), *members):
         stage.jobs.wait("the next coordinator", lambda: stage.status["rendezvous"].get("attempt", 0) == 1, timeout=90)
-        assert stage.trains_on() == number, "members train on without one"
+        assert stage.trains_on() == number, "members keep training without a coordinator"
     stage.jobs.wait_phase(stage.name, "Running")
-    assert stage.trains_on() == number, "they are in their round still"
+    assert stage.trains_on() == number, "they are still in their round"
     assert [slot["attempt"] for slot in stage.status["slots"]] == [0, 0]
     assert stage.status["restarts"]["total"] <= before + 1
 

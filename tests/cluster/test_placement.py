@@ -55,7 +55,7 @@ def test_a_pod_leaves_a_node_that_an_agent_reports(four: Cluster, jobs: Jobs) ->
     assert (recorded["reason"], recorded["counted"], recorded["node"]) == ("NodeUnhealthy", False, node)
     assert "condition GpuUnhealthy is True (XidError)" in recorded["message"]
     assert [entry["node"] for entry in status["avoidedNodes"]] == [node]
-    assert moved > 55, "a sign has to last"
+    assert moved > 55, "a signal has to persist"
     print(f"moved {moved:.1f} s after the agent's word, and trained again after {recorded.get('seconds')} s")
 
 

@@ -76,7 +76,7 @@ def test_a_pod_has_its_environment_names_and_volumes(jobs: Jobs) -> None:
     assert "finalizers" not in body["metadata"] and not any("kopf" in key for key in body["metadata"]["annotations"])
 
 
-def test_two_jobs_of_one_name_run_in_two_namespaces_on_one_machine(jobs: Jobs, cluster: Cluster) -> None:
+def test_two_jobs_with_the_same_name_run_in_two_namespaces_on_one_machine(jobs: Jobs, cluster: Cluster) -> None:
     other = Jobs(cluster, f"{jobs.namespace}-b")
     create_namespace(cluster, other.namespace)
     try:

@@ -77,7 +77,7 @@ def test_a_job_waits_runs_is_evicted_and_continues(jobs: Jobs, cluster: Cluster)
     assert requests["cpu"] == "100m"
     judge(jobs, QuotaReserved=("False", "Pending", "insufficient unused quota for cpu"))
     jobs.wait(
-        "it is said why", lambda: "insufficient unused" in jobs.condition("quick", "Suspended").get("message", "")
+        "the reason is shown", lambda: "insufficient unused" in jobs.condition("quick", "Suspended").get("message", "")
     )
     assert jobs.status("quick")["phase"] == "Queued" and not jobs.pods() and not jobs.pods("coordinator")
     assert "Queued" in jobs.kubectl("get", "ddpjob", "quick")
@@ -87,14 +87,14 @@ def test_a_job_waits_runs_is_evicted_and_continues(jobs: Jobs, cluster: Cluster)
     jobs.wait_phase("quick", "Running")
     for pod in [*jobs.pods().values(), *jobs.pods("coordinator").values()]:
         assert pod["spec"]["nodeName"] == node and hostname.items() <= pod["spec"]["nodeSelector"].items()
-    jobs.wait("Kueue hears of it", lambda: conditions(only(jobs)).get("PodsReady") == ("True", "Started"))
+    jobs.wait("Kueue is notified", lambda: conditions(only(jobs)).get("PodsReady") == ("True", "Started"))
     jobs.kill("quick-1-0")
     jobs.wait("a successor", lambda: "quick-1-1" in jobs.pods() and jobs.status("quick")["phase"] == "Running")
     assert jobs.pods()["quick-1-1"]["spec"]["nodeSelector"] == hostname
 
     judge(jobs, Evicted=("True", "Preempted", "preempted to accommodate a workload"))
     jobs.wait_phase("quick", "Queued")
-    jobs.wait("the quota is given back", lambda: conditions(only(jobs)).get("QuotaReserved") == ("False", "Pending"))
+    jobs.wait("the quota is released", lambda: conditions(only(jobs)).get("QuotaReserved") == ("False", "Pending"))
     given_back = only(jobs)
     assert "admission" not in given_back["status"] and given_back["metadata"]["uid"] == workload["metadata"]["uid"]
     assert conditions(given_back)["Admitted"] == ("False", "NoReservation")
@@ -116,7 +116,7 @@ def test_a_job_that_is_deleted_while_it_waits_leaves_nothing_behind(jobs: Jobs) 
     jobs.wait("nothing is left", lambda: not workloads(jobs))
 
 
-def test_a_job_of_a_different_controller_is_left_alone_and_cannot_be_taken_over(jobs: Jobs) -> None:
+def test_a_job_managed_by_another_controller_is_left_alone_and_cannot_be_taken_over(jobs: Jobs) -> None:
     theirs = "kueue.x-k8s.io/multikueue"
     jobs.apply(queued(steps_job("theirs", 5, managedBy=theirs)))
     jobs.apply(steps_job("ours", 5, nodes=1, recovery=FAST))

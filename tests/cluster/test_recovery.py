@@ -30,18 +30,18 @@ def test_a_pod_deleted_by_force_is_replaced_and_the_job_completes(jobs: Jobs) ->
     assert status["round"] == 1
     assert status["progress"]["step"] == 200
     logs = jobs.kubectl("logs", "two-0-0")
-    assert logs.count("rank 0 of 2 begins") + logs.count("rank 1 of 2 begins") == 2, "its workers began twice"
+    assert logs.count("rank 0 of 2 begins") + logs.count("rank 1 of 2 begins") == 2, "its workers started twice"
 
 
 def test_a_spare_takes_over_and_a_new_coordinator_disturbs_nothing(jobs: Jobs) -> None:
     jobs.apply(steps_job("fast", 100000, spares=1, recovery={"mode": "Fast"}, scheduling={"onePodPerNode": False}))
     jobs.wait("a spare", lambda: jobs.status("fast").get("nodes", {}).get("display") == "2/2 +1")
     jobs.wait("the first steps", lambda: jobs.step("fast") >= 3)
-    jobs.wait("what the mode promises", lambda: jobs.condition("fast", "FastRecovery").get("status") == "True")
+    jobs.wait("the condition of the mode", lambda: jobs.condition("fast", "FastRecovery").get("status") == "True")
     (survivor, victim), (spare,) = sorted(jobs.pods()), jobs.pods("spare")
 
     jobs.kill(victim)
-    jobs.wait("the spare's part", lambda: set(jobs.pods()) == {survivor, spare}, timeout=10)
+    jobs.wait("the spare's takeover", lambda: set(jobs.pods()) == {survivor, spare}, timeout=10)
     replacement = f"{victim.removesuffix('-0')}-1"
     jobs.wait(
         "another spare",
@@ -57,7 +57,7 @@ def test_a_spare_takes_over_and_a_new_coordinator_disturbs_nothing(jobs: Jobs) -
     jobs.kill("fast-coordinator-0")
     jobs.wait("another coordinator", lambda: jobs.status("fast")["rendezvous"].get("attempt") == 1)
     jobs.wait("more steps", lambda: jobs.step("fast") > step + 50, timeout=30)
-    assert [jobs.kubectl("logs", pod).count("begins") for pod in jobs.pods()] == begun, "nobody was restarted"
+    assert [jobs.kubectl("logs", pod).count("begins") for pod in jobs.pods()] == begun, "no worker was restarted"
     status = jobs.status("fast")
     assert status["rendezvous"]["generation"] == 0 and status["restarts"]["counted"] == 0
     assert status["restarts"]["recent"][-1]["reason"] == "CoordinatorLost"
@@ -73,7 +73,7 @@ def test_a_script_that_saves_nothing_continues_after_its_last_step(jobs: Jobs) -
     for number, pod in enumerate(("memory-1-0", "memory-0-0"), start=1):
         jobs.wait("steps to lose", lambda: jobs.step("memory") > 20 * number)  # noqa: B023
         jobs.kill(pod)
-        jobs.wait("the account", lambda: len(continued_from(jobs, "memory")) == number)  # noqa: B023
+        jobs.wait("the restart's record", lambda: len(continued_from(jobs, "memory")) == number)  # noqa: B023
     assert continued_from(jobs, "memory") == ["memory", "memory"]
     restarts = jobs.status("memory")["restarts"]
     assert max(restart["repeatedSteps"] for restart in restarts["recent"]) <= 1, restarts

@@ -91,7 +91,7 @@ def group_of(pod: Json) -> str:
 
 
 def test_volcano_accepts_the_group_of_a_job(jobs: Jobs) -> None:
-    """The API server validates strictly. No scheduler of that name runs, so the pods wait for
+    """The API server validates strictly. No scheduler with that name runs, so the pods wait for
     one.
     """
     jobs.apply(by_volcano(steps_job("grouped", 5, spares=1), queue="team"))

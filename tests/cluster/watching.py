@@ -1,5 +1,5 @@
-"""When the status of a job changed, by this machine's clock. Watches the jobs of a namespace like
-`kubectl get --watch`.
+"""Records when the status of a job changed, by this machine's clock. It watches the jobs of a
+namespace like `kubectl get --watch`.
 """
 
 from __future__ import annotations

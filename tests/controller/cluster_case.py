@@ -112,7 +112,7 @@ class Case:
         return {o["name"] for o in self.server.store.get("ConfigMap", JOBS)["metadata"]["ownerReferences"]}
 
     def asked(self, part: str) -> int:
-        """Number of GETs whose path contains this text."""
+        """Return the number of GETs whose path contains this text."""
         return sum(method == "GET" and part in path for method, path, _ in self.server.requests)
 
     def fault_once(self, method: str, part: str, fault: Fault) -> None:
@@ -215,7 +215,7 @@ def judged(
     name: str = "",
     **states: str,
 ) -> Json:
-    """Return the job's Workload, or that of the name, after Kueue has set conditions and, with
+    """Return the job's Workload, or the one called `name`, after Kueue has set conditions and, with
     `admitted`, the flavor and the number of admitted pods.
     """
     (workload,) = (w for w in c.server.store.all("Workload") if not name or w["metadata"]["name"] == name)

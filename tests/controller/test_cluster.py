@@ -63,7 +63,7 @@ async def test_an_event_reports_a_defect_of_the_operator(
     [event] = c.server.events
     assert (event["type"], event["reason"], event["regarding"]["name"]) == ("Warning", "ReconcileFailed", "job")
     assert event["note"].startswith(r"KeyError: '\udc80nodes' (a bug in the operator; its log has the")
-    assert not caplog.records, "the same event again is no fault"
+    assert not caplog.records, "repeating an event is not an error"
     await c.reconcile()
     assert len(c.pods()) == 3
 
@@ -154,7 +154,7 @@ async def test_a_job_deleted_with_its_namespace_and_its_role_is_forgotten(c: Cas
 
 
 @in_case()
-async def test_a_job_that_has_ended_costs_no_request(c: Case) -> None:
+async def test_a_finished_job_costs_no_request(c: Case) -> None:
     await c.reconcile()
     c.finish("job")
     await seen()
@@ -279,7 +279,7 @@ async def test_a_write_without_a_response_repeats_no_successful_write(
 
 
 @in_case()
-async def test_a_status_of_a_different_version_is_a_conflict(c: Case) -> None:
+async def test_a_status_with_a_different_version_is_a_conflict(c: Case) -> None:
     job = await c.job()
     c.server.store.changed("DDPJob", c.server.store.get("DDPJob", "job"))
     with pytest.raises(Conflict):
@@ -410,7 +410,7 @@ async def test_a_lost_claim_of_a_job_is_noticed_when_a_pod_is_missing(c: Case) -
     await seen()
     await c.reconcile()
     pods = c.pods()
-    assert pods, "it has trained elsewhere: its first claim is made"
+    assert pods, "it has trained without a claim, so its first claim is created"
     await seen()
     await c.reconcile()
     assert c.server.store.get("DDPJob", "job")["status"]["claimMade"]
@@ -567,7 +567,7 @@ async def test_a_deleted_token_is_created_once_until_the_kubelet_looks_again(c: 
 
 
 @in_case()
-async def test_the_jobs_of_a_namespace_know_who_has_a_folder_and_who_waits_for_room(c: Case) -> None:
+async def test_the_jobs_of_a_namespace_know_which_have_a_folder_and_which_wait_for_room(c: Case) -> None:
     storage = {"checkpoints": {"claimName": "c", "subPath": "same"}}
     waits = {"type": "Scheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes",
              "lastTransitionTime": c.server.store.clock.stamp()}  # fmt: skip

@@ -147,7 +147,9 @@ def test_an_outage_of_the_api_server_for_a_minute_ends_no_replica(
             await replicas.stop("a")
 
     run(main())
-    assert caplog.messages and not [said for said in caplog.messages if said.rstrip().endswith(":")], "each says why"
+    assert caplog.messages and not [said for said in caplog.messages if said.rstrip().endswith(":")], (
+        "each logs the reason"
+    )
 
 
 @pytest.mark.parametrize("seed", range(2))

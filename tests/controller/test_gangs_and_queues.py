@@ -69,7 +69,7 @@ async def test_volcano_gets_groups_of_its_own_kind(c: Case) -> None:
 
 
 @in_case(serves_gangs=True)
-async def test_the_group_of_an_ended_job_is_deleted_when_its_nodes_have_ended(c: Case) -> None:
+async def test_the_group_of_a_finished_job_is_deleted_when_its_nodes_have_ended(c: Case) -> None:
     """Regression: the group stayed until the job was deleted, which may never happen."""
     await c.reconcile()
     c.finish("job")
@@ -106,7 +106,7 @@ async def test_a_job_in_a_queue_requests_quota_runs_with_its_flavor_and_releases
         assert pod["spec"]["nodeSelector"]["pool"] == "spot" and SPOT["tolerations"][0] in pod["spec"]["tolerations"]
     for _ in range(3):
         await c.reconcile()
-    assert c.asked("resourceflavors") == 2, "one look per kind of pod"
+    assert c.asked("resourceflavors") == 2, "one lookup per kind of pod"
 
     judged(c, Evicted="True", PodsReady="True")
     await seen()
@@ -202,7 +202,7 @@ async def test_the_priority_comes_from_its_class(c: Case) -> None:
 
 
 @in_case(serves_queues=True)
-async def test_a_workload_of_a_different_namespace_grants_nothing(c: Case) -> None:
+async def test_a_workload_in_a_different_namespace_grants_nothing(c: Case) -> None:
     """A Workload's labels may contain the name of any job."""
     put_into_queue(c)
     await seen()

@@ -95,7 +95,7 @@ def test_a_template_is_searched_once_and_a_large_one_outside_the_event_loop(monk
 
 
 @in_case()
-async def test_the_pod_template_of_an_ended_job_is_not_kept_in_memory(c: Case) -> None:
+async def test_the_pod_template_of_a_finished_job_is_not_kept_in_memory(c: Case) -> None:
     variables = [{"name": f"A{n}", "value": "x"} for n in range(500)]
     c.add("ended", podTemplate={"spec": {"hostNetwork": True}}, env=variables, args=["x"] * 500)
     await seen()

@@ -28,7 +28,7 @@ class Reported:
         self.changed.append(changed)
 
     def ready(self) -> dict[str, bool]:
-        """Nodes by name."""
+        """Return the nodes by name."""
         return {name: host.ready for name, host in (self.hosts or {}).items() if not host.deleted}
 
 
@@ -54,7 +54,7 @@ def turn(server: ApiServer, name: str, ready: bool) -> None:
 
 
 def truth(server: ApiServer) -> dict[str, bool]:
-    """Nodes as they are in the cluster."""
+    """Return the nodes as they are in the cluster."""
     return {b["metadata"]["name"]: b["status"]["conditions"][0]["status"] == "True" for b in server.store.all("Node")}
 
 
@@ -130,7 +130,7 @@ async def test_changes_during_a_gap_are_known_after_it(server: ApiServer, as_eve
     turn(server, "b", False)
     server.compact()
     await asyncio.sleep(30)
-    assert reported.ready() == {"a": True, "b": True}, "what is known stays while the server is away"
+    assert reported.ready() == {"a": True, "b": True}, "known nodes stay while the server is unreachable"
     server.faults = lambda method, path: None
     await asyncio.sleep(5)
     assert reported.ready() == {"b": False}

@@ -44,7 +44,7 @@ class Jobs:
         return job.spec.nodes if job else None
 
     def reads(self) -> list[str]:
-        """Names of jobs that were read one by one."""
+        """Return the names of jobs that were read one by one."""
         path = collection(KIND, "space") + "/"
         return [asked.removeprefix(path) for method, asked, _ in self.server.requests if asked.startswith(path)]
 
@@ -79,7 +79,7 @@ async def test_a_job_is_known_only_after_kopf_has_shown_it() -> None:
 
 
 @virtual
-async def test_each_version_is_read_once_and_the_operators_own_never() -> None:
+async def test_each_version_is_read_once_and_the_operators_own_writes_never() -> None:
     async with jobs("job") as j:
         j.server.requests.clear()
         body = j.change("job", nodes=3)

@@ -1,5 +1,5 @@
-"""The metrics of jobs: each event counts once, time is summed up, series are bounded and go with
-their job.
+"""The metrics of jobs: each event counts once, time is summed up, series are bounded and removed
+with their job.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_a_restarted_operator_counts_nothing_twice(counted: Counted) -> None:
     assert counted() == {}
 
 
-def test_a_job_of_a_different_controller_has_no_series_that_say_it_waits(counted: Counted) -> None:
+def test_a_job_managed_by_another_controller_is_not_reported_as_waiting(counted: Counted) -> None:
     accounts = JobAccounts()
     theirs = {**SPEC, "managedBy": "kueue.x-k8s.io/multikueue"}
     metadata = {"name": "job", "namespace": "space", "uid": "uid"}
@@ -170,7 +170,7 @@ def test_a_restart_counts_once_and_its_recovery_when_it_is_over(counted: Counted
     }
 
 
-def test_restarts_beyond_those_that_a_status_holds_are_counted_too(counted: Counted) -> None:
+def test_restarts_that_no_longer_fit_into_the_status_are_counted_too(counted: Counted) -> None:
     many = tuple(restart("Evicted", counted=False, seconds=1.0) for _ in range(10))
     one = Job(running(1, many))
     twelve = running(1, many)
@@ -197,7 +197,7 @@ def test_planned_restarts_and_lost_coordinators_are_not_recoveries(counted: Coun
 
 
 @pytest.mark.parametrize(("reason", "label"), [("RestartBudgetSpent", "RestartBudgetSpent"), ("Made-up", "Other")])
-def test_only_known_reasons_of_ends_are_counted(counted: Counted, reason: str, label: str) -> None:
+def test_only_known_reasons_are_counted(counted: Counted, reason: str, label: str) -> None:
     one = Job(running(1))
     one.becomes({"phase": "Failed", "conditions": [condition("Failed", reason)]})
     two = Job(running(1))
@@ -265,7 +265,7 @@ def test_the_time_before_the_first_step_and_of_repeated_steps_is_not_useful() ->
     assert found["ddpjob_job_repeated_steps"] == {own: 7} and found["ddpjob_job_unknown_repeats"] == {own: 1}
 
 
-def test_steps_at_risk_are_of_a_group_that_trains_and_states_that_do_not_fit_show() -> None:
+def test_only_a_training_group_has_steps_at_risk_and_oversized_states_are_shown() -> None:
     own, one = ("space", "job"), Job({**running(1), "progress": {"step": 1, "stepsAtRisk": 4}})
     found = scraped(one.accounts)
     assert found["ddpjob_job_steps_at_risk"] == {own: 4} and found["ddpjob_job_snapshots_refused"] == {own: 0}
@@ -354,7 +354,7 @@ def test_jobs_beyond_a_limit_have_no_series_and_running_jobs_come_first(monkeypa
     assert found["ddpjob_operator_jobs_without_series"] == {(): 2}
 
 
-def test_a_namespace_of_many_jobs_takes_no_series_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_namespace_with_many_jobs_takes_no_series_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_metrics, "MOST_JOBS", 6)
     accounts = JobAccounts()
     ended = {"phase": "Complete", "conditions": [condition("Complete")]}
@@ -364,7 +364,7 @@ def test_a_namespace_of_many_jobs_takes_no_series_from_another(monkeypatch: pyte
             accounts.acts_on(JobKey(space, f"job-{number}"), acts=True)
     shown = [key[:2] for key in scraped(accounts)["ddpjob_job_phase"]]
     first = [("a", "job-0"), ("b", "job-0"), ("c", "job-0"), ("a", "job-1"), ("b", "job-1")]
-    assert shown == [*first, ("a", "job-2")], "those that have ended wait for the living of any namespace"
+    assert shown == [*first, ("a", "job-2")], "finished jobs come after unfinished jobs of any namespace"
 
 
 def spent(seconds: int, held: int = 16, **more: Any) -> dict[str, Any]:
@@ -372,7 +372,7 @@ def spent(seconds: int, held: int = 16, **more: Any) -> dict[str, Any]:
     return running(1, gpuSeconds=seconds, **use, **more)
 
 
-def test_gpu_seconds_of_a_job_are_those_of_its_status_and_add_up_by_queue(counted: Counted) -> None:
+def test_gpu_seconds_match_the_jobs_status_and_add_up_by_queue(counted: Counted) -> None:
     own, queue = ("space", "job"), {"queue": {"workload": "w", "uid": "u", "clusterQueue": "gpus"}}
     one = Job(spent(100))
     one.becomes(spent(130))
@@ -387,7 +387,7 @@ def test_gpu_seconds_of_a_job_are_those_of_its_status_and_add_up_by_queue(counte
     assert scraped(Job(spent(0)).accounts)["ddpjob_job_gpus"] == {own: 16}
 
 
-def test_the_payers_of_gpu_seconds_are_bounded(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_queues_with_gpu_seconds_is_bounded(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_metrics, "_payers", {("a", ""), ("b", "")})
     monkeypatch.setattr(job_metrics, "MOST_PAYERS", 3)
     for number, queue in enumerate(("one", "two", "three")):

@@ -73,7 +73,7 @@ class Watched:
         return len(list(self.server.store.all("Pod")))
 
     def asked(self) -> list[tuple[str, str]]:
-        """Requests except watches, the Lease and the published schema."""
+        """Return the requests except watches, the Lease and the published schema."""
         asked = [(m, p) for m, p, q in self.server.requests if "watch" not in q and "leases" not in p]
         return [(m, p) for m, p in asked if not p.startswith(INDEX)]
 
@@ -104,7 +104,7 @@ async def running(
 
 
 @on_server
-async def test_after_a_restart_a_running_job_comes_before_a_thousand_ended_ones(
+async def test_after_a_restart_a_running_job_comes_before_a_thousand_finished_ones(
     server: ApiServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -119,7 +119,7 @@ async def test_after_a_restart_a_running_job_comes_before_a_thousand_ended_ones(
         assert sorted(ended) == sorted(set(ended)) and len(ended) == 1000, "once each"
         assert sum(q.get("limit") == "100" for _, _, q in server.requests) == 11, "pages of a hundred"
         others = [(m, p) for m, p in o.asked() if "ended" in p or "team-" in p]
-        assert others == [], "one that has ended costs nothing but its object"
+        assert others == [], "a finished job costs nothing but its object"
 
 
 @on_server
@@ -157,7 +157,9 @@ async def test_nothing_is_listed_or_read_while_nothing_changes(
         server.requests.clear()
         o.reconciled.clear()
         await asyncio.sleep(240)
-        assert 10 * 20 <= len(o.reconciled) <= 10 * 25, "each ten seconds: nobody is silent, news would wake it"
+        assert 10 * 20 <= len(o.reconciled) <= 10 * 25, (
+            "every ten seconds, because no coordinator is silent and news would wake the job"
+        )
         assert set(o.asked()) == {("GET", collection("DDPJob", ""))} and len(o.asked()) == 4, "names"
 
 
@@ -237,7 +239,7 @@ async def test_a_store_that_is_restored_from_a_backup_is_read_again(
         assert o.operator.leaders[0].caches.job(JobKey("space", "later")) is None
         add(server, "new")
         await asyncio.sleep(10)
-        assert "new" in o.reconciled, "kopf has begun again"
+        assert "new" in o.reconciled, "kopf has started over"
         server.requests.clear()
         await asyncio.sleep(60)
         assert len(o.asked()) < 10, "nothing is retried repeatedly"
@@ -404,7 +406,7 @@ def test_metrics_count_jobs_requests_and_an_unavailable_api_server(
                 assert value("ddpjob_operator_api_requests_total", verb="POST", code="503") > refused
                 assert value("ddpjob_jobs", phase="Complete") == value("ddpjob_jobs", phase="Pending") == 1
                 assert value("ddpjob_operator_leader") == 1
-                assert value("ddpjob_jobs_created_total") == created + 1, "not the one that had ended before"
+                assert value("ddpjob_jobs_created_total") == created + 1, "not the job that had finished before"
                 assert value("ddpjob_job_phase", namespace="space", job_name="job", phase="Pending") == 1
                 assert value("ddpjob_operator_coordinators", state="unreachable") == 0
                 server.faults = lambda method, path: None
@@ -513,7 +515,7 @@ async def test_a_crd_that_is_served_but_not_listed_stops_nothing(
 
 
 @on_server
-async def test_a_crd_that_is_known_to_be_older_stays_refused_where_it_is_no_longer_listed(
+async def test_a_crd_that_is_known_to_be_older_stays_refused_if_it_is_no_longer_listed(
     server: ApiServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -69,11 +69,11 @@ async def test_without_the_right_to_hold_leases_the_operator_acts_without_them()
         assert await claims.mine("space") and claims.is_sole("space")
         server.faults = lambda method, path: Fault(403, reason="Forbidden")
         await asyncio.sleep(CLAIM_SECONDS)
-        assert await claims.mine("space") and not claims.is_sole("space"), "another operator may act, too"
+        assert await claims.mine("space") and not claims.is_sole("space"), "another operator may act as well"
 
 
 @virtual
-async def test_during_an_outage_claims_are_neither_given_up_nor_taken_early() -> None:
+async def test_during_an_outage_claims_are_neither_abandoned_nor_taken_early() -> None:
     async with api_server() as server, connected(server) as rest:
         held, new = NamespaceClaims(rest, "a/operator"), NamespaceClaims(rest, "a/operator")
         assert await held.mine("space")

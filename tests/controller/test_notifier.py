@@ -111,7 +111,7 @@ async def test_a_notification_is_posted_once_with_its_id_and_wakes_the_job(serve
     await scene.notifier.close()
 
 
-async def test_a_failing_receiver_is_retried_and_then_given_up(server: Web, tmp_path: Path) -> None:
+async def test_a_failing_receiver_is_retried_and_then_abandoned(server: Web, tmp_path: Path) -> None:
     async def errs(request: web.Request) -> web.StreamResponse:
         return web.Response(status=500, text="secret of the receiver")
 
@@ -120,7 +120,7 @@ async def test_a_failing_receiver_is_retried_and_then_given_up(server: Web, tmp_
     scene.notifier.send(JOB, "id", "team", BODY)
     assert await scene.outcome(JOB, "id") == NotificationOutcome(delivered=False, message="HTTP 500 (10 attempts)")
     came = server.came("/team")  # on a busy machine, an attempt may time out before it arrives
-    assert set(came) == {'"id"'} and 1 < len(came) <= module.TRIES, "the same id with each try"
+    assert set(came) == {'"id"'} and 1 < len(came) <= module.TRIES, "each attempt has the same id"
     await scene.notifier.close()
 
 
@@ -196,7 +196,7 @@ async def test_a_receiver_that_hangs_delays_no_other_one(
     await scene.notifier.close()
 
 
-async def test_a_hanging_receiver_is_given_up_after_a_timeout(
+async def test_delivery_to_a_hanging_receiver_times_out(
     server: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SECONDS", 0.1)

@@ -54,8 +54,12 @@ class Dealt(ReplicaTasks):
 
     async def _act(self, name: str, shard: int, count: int) -> None:
         moment = f"{asyncio.get_running_loop().time():.3f} s"
-        assert (shard, count) not in self.acting, f"{moment}: {name} acts for shard {shard} beside {self.acting}"
-        assert {other for _, other in self.acting} <= {count}, f"{moment}: {name} of {count} acts beside {self.acting}"
+        assert (shard, count) not in self.acting, (
+            f"{moment}: {name} acts for shard {shard} in addition to {self.acting}"
+        )
+        assert {other for _, other in self.acting} <= {count}, (
+            f"{moment}: {name} of {count} acts in addition to {self.acting}"
+        )
         self.acting[shard, count] = name
         try:
             await asyncio.sleep(1e9)
@@ -139,7 +143,7 @@ async def test_a_single_replica_acts_for_all_shards_and_shares_them_with_a_secon
     await asyncio.sleep(SURE)
     assert dealt.shares() == [2, 2]
     found = [body["metadata"].get("annotations") for body in server.store.all("Lease")]
-    assert not any(found), "no request of a Lease is left"
+    assert not any(found), "no request for a Lease is left"
     for name in list(dealt.tasks):
         await dealt.stop(name)
 
@@ -226,7 +230,7 @@ def test_without_the_right_to_list_leases_only_a_single_shard_is_served(
     assert "Leases of a different number of shards" in caplog.text
 
 
-def test_three_shards_one_killed_and_nothing_is_done_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_done_twice_when_one_of_three_shards_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operators are complete. Each job loses a pod while its shard has no replica."""
     namespaces = tuple(f"team-{number}" for number in range(12))
     assert {shard_of(name, 3) for name in namespaces} == {0, 1, 2}

@@ -76,7 +76,7 @@ async def test_room_is_used_at_once_after_the_first_refusal_too(c: Case) -> None
 
 
 @in_case()
-async def test_a_refusal_of_one_job_does_not_affect_a_later_job_of_its_name(c: Case) -> None:
+async def test_a_refusal_of_one_job_does_not_affect_a_later_job_with_its_name(c: Case) -> None:
     """The job is deleted and created again between two reconciles, as by `kubectl replace --force`
     while the watch is interrupted.
     """
@@ -177,7 +177,7 @@ async def test_throttling_is_waited_for_as_long_as_the_server_requests(c: Case) 
     c.fault_once("GET", "/ddpjobs/job", Fault(503, {"Retry-After": "3600"}))
     assert await c.reconcile() == 60, "not for as long as a proxy's page requests"
     c.fault_once("GET", "/ddpjobs/job", Fault(503))
-    assert await c.reconcile() == 2, "what became of the status is read first"
+    assert await c.reconcile() == 2, "the outcome of the status write is read first"
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -254,7 +254,7 @@ async def test_a_refused_pod_deletion_is_shown_and_retried_with_back_off(c: Case
 
 
 @in_case()
-async def test_a_job_that_a_policy_keeps_after_its_time_is_wound_down_and_an_event_says_so(c: Case) -> None:
+async def test_an_expired_job_that_a_policy_keeps_is_wound_down_and_reported_by_an_event(c: Case) -> None:
     policy = Fault(403, reason="Forbidden", message="policy 'nodel' denied request: jobs are evidence")
     await c.reconcile()
     await seen()
@@ -282,7 +282,7 @@ async def test_a_job_that_a_policy_keeps_after_its_time_is_wound_down_and_an_eve
 
 @refused_by(Fault(403, reason="Forbidden", message="policy 'nodel' denied request: pods are evidence"))
 @in_case()
-async def test_an_ended_job_whose_pod_may_not_be_deleted_is_tried_seldom(
+async def test_a_finished_job_whose_pod_may_not_be_deleted_is_rarely_retried(
     c: Case,
     policy: Fault,
 ) -> None:
@@ -302,7 +302,7 @@ async def test_an_ended_job_whose_pod_may_not_be_deleted_is_tried_seldom(
 
 
 @in_case(serves_queues=True)
-async def test_a_workload_that_a_policy_keeps_is_tried_again_and_an_event_says_so(c: Case) -> None:
+async def test_a_workload_that_a_policy_keeps_is_retried_and_reported_by_an_event(c: Case) -> None:
     policy = Fault(403, reason="Forbidden", message="policy 'nodel' denied request")
     put_into_queue(c)
     await seen()
@@ -343,7 +343,7 @@ async def test_a_refused_label_is_not_an_error_and_retried_with_back_off(c: Case
         await asyncio.sleep(1)
     assert sum(method == "PATCH" and "/pods/" in path for method, path, _ in c.server.requests) == 4
     await c.cluster.delete_pod(job, "job-0-0", uid, None)
-    assert "job-0-0" not in c.pods(), "what is refused is the label alone"
+    assert "job-0-0" not in c.pods(), "only the label is refused"
 
 
 @in_case()
@@ -383,7 +383,7 @@ async def test_groups_that_are_no_longer_served_are_refused_once(c: Case) -> Non
 
 
 @in_case(serves_gangs=True, serves_queues=True)
-async def test_a_refused_deletion_of_a_queued_jobs_group_is_tried_again(c: Case) -> None:
+async def test_a_refused_deletion_of_a_queued_jobs_group_is_retried(c: Case) -> None:
     """The deletion is retried before the next event, which may be hours away."""
     c.server.store.create("ResourceFlavor", {"metadata": {"name": "spot"}, "spec": SPOT}, "")
     put_into_queue(c)
@@ -410,7 +410,7 @@ async def test_a_refused_deletion_of_a_queued_jobs_group_is_tried_again(c: Case)
 
 
 @in_case(serves_queues=True)
-async def test_quota_is_not_given_back_where_kueue_has_judged_again(c: Case) -> None:
+async def test_quota_is_not_released_if_kueue_has_admitted_the_job_again(c: Case) -> None:
     """The job was evicted when the decision was made, and is admitted again when it is carried
     out.
     """
@@ -423,4 +423,4 @@ async def test_quota_is_not_given_back_where_kueue_has_judged_again(c: Case) -> 
     assert "admission" in workload["status"]
     judged(c, Evicted="True")
     await c.cluster.change_workload(await c.job(), name, "another", released)
-    assert "admission" in workload["status"], "a Workload of the same name is another one"
+    assert "admission" in workload["status"], "a new Workload with the same name is a different one"

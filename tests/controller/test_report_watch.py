@@ -132,7 +132,7 @@ async def test_a_flapping_job_wakes_once_a_second(world: World, c: Coordinator) 
 
 @in_virtual_time
 async def test_news_of_a_large_job_among_many_is_read_soon(world: World, c: Coordinator) -> None:
-    """A lost member that has rejoined must not look lost until its pod is given up."""
+    """A lost member that has rejoined must not look lost until its pod is abandoned."""
     for number in range(300):
         world.watch.follow(other(number), c.target)
     await asyncio.sleep(30)

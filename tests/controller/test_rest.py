@@ -47,23 +47,21 @@ def test_a_refusal_has_the_servers_status_reason_and_message(status: int) -> Non
 
 
 @pytest.mark.parametrize(("status", "header", "seconds"), [(429, "7", 7.0), (503, "", None), (500, "soon", None)])
-def test_throttling_and_errors_of_the_server_can_be_tried_again(
-    status: int, header: str, seconds: float | None
-) -> None:
+def test_throttling_and_errors_of_the_server_can_be_retried(status: int, header: str, seconds: float | None) -> None:
     error = run(asked(Fault(status, {"Retry-After": header} if header else {})))
     assert isinstance(error, Unavailable)
     assert (error.status, error.retry_after) == (status, seconds)
 
 
-def test_a_page_in_place_of_an_answer_can_be_tried_again() -> None:
-    """The page is like that of a proxy that asks users to sign in."""
+def test_a_page_in_place_of_a_response_can_be_retried() -> None:
+    """The page is like the sign-in page of a proxy."""
     error = run(asked(Fault("page")))
     assert isinstance(error, Unavailable)
     assert "<html>Please sign in</html>" in str(error)
 
 
 @pytest.mark.parametrize("how", ["reset", "reset-after"])
-def test_a_connection_that_breaks_can_be_tried_again(how: str) -> None:
+def test_a_connection_that_breaks_can_be_retried(how: str) -> None:
     error = run(asked(Fault(how)))
     assert isinstance(error, Unavailable)
     assert error.status is None
@@ -101,7 +99,7 @@ def test_a_watch_yields_changes_and_ends_when_the_server_ends_it() -> None:
 
 
 @virtual
-async def test_a_watch_that_is_silent_for_too_long_is_given_up() -> None:
+async def test_a_watch_that_is_silent_for_too_long_is_closed() -> None:
     async with api_server() as server, connected(server) as rest:
         with pytest.raises(Unavailable):
             await events(rest, server.store.version, silence=50.0)
@@ -136,7 +134,7 @@ async def test_a_watch_whose_connection_breaks_is_unavailable() -> None:
 
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("depth", [100, 990, 2000, 10_000])
-def test_an_object_as_deep_as_the_api_server_takes_hides_no_other(
+def test_an_object_as_deep_as_the_api_server_allows_hides_no_other(
     depth: int, limited: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The spec of a podTemplate may be nested arbitrarily deep. `limited` simulates the C recursion
@@ -232,7 +230,7 @@ def test_the_environment_is_read_once_and_not_for_each_request(monkeypatch: pyte
         ("10.0.0.0/8,fd00::/8,10.0.0.0/x", "192.168.0.1", "http://proxy:3128"),
     ],
 )
-def test_the_api_server_is_reached_by_the_proxy_of_the_environment(
+def test_the_api_server_is_reached_through_the_proxy_in_the_environment(
     bypass: str, host: str, proxy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Networks in NO_PROXY also count: in a cluster, the API server has a Service address and no
@@ -251,7 +249,7 @@ def test_the_api_server_is_reached_by_the_proxy_of_the_environment(
     asyncio.run(main())
 
 
-def test_without_credentials_the_operator_ends_with_a_line_that_says_what_is_missing(tmp_path: Path) -> None:
+def test_without_credentials_the_operator_exits_with_one_line_that_names_them(tmp_path: Path) -> None:
     """A cluster's policy may give a pod no token."""
     service = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
     given = {**os.environ, **service, "KUBECONFIG": str(tmp_path / "none"), "DDPJOB_OPERATOR_KEY": "k" * 16}

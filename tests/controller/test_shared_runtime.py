@@ -42,14 +42,14 @@ async def test_jobs_of_a_namespace_share_one_runtime_that_ends_with_the_last(c: 
 
 
 @in_case()
-async def test_many_jobs_share_their_runtime_by_two_requests(c: Case) -> None:
+async def test_many_jobs_share_their_runtime_with_two_requests(c: Case) -> None:
     keys = [KEY, *(JobKey("space", f"job{number}") for number in range(30))]
     for key in keys[1:]:
         c.add(key.name)
     await seen()
     await asyncio.gather(*(reconcile(c.cluster, key, loop_moment) for key in keys))
     asked = [method for method, path, _ in c.server.requests if "/configmaps" in path and method != "GET"]
-    assert asked == ["POST", "POST"], "what belongs to the jobs, and the runtime that it keeps"
+    assert asked == ["POST", "POST"], "the object that belongs to the jobs, and the runtime that it keeps"
     assert c.keepers() == {key.name for key in keys}
     assert len(c.pods()) == 3 * len(keys)
 

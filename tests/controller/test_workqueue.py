@@ -22,7 +22,7 @@ async def drive(
 
 
 @virtual
-async def test_a_key_waits_once_and_the_earlier_wish_wins() -> None:
+async def test_a_key_waits_once_and_the_earlier_time_wins() -> None:
     queue: DelayQueue[str] = DelayQueue()
     seen: list[str] = []
 
@@ -38,7 +38,7 @@ async def test_a_key_waits_once_and_the_earlier_wish_wins() -> None:
 
 
 @virtual
-async def test_a_key_woken_while_it_is_worked_on_comes_again_but_never_twice_at_once() -> None:
+async def test_a_key_woken_during_its_run_runs_again_but_never_concurrently() -> None:
     queue: DelayQueue[str] = DelayQueue()
     running, times, most = 0, 0, 0
 
@@ -221,7 +221,7 @@ async def test_a_key_that_is_not_due_again_is_forgotten() -> None:
 
 
 @virtual
-async def test_a_turn_comes_soon_for_a_group_that_has_none_however_many_others_wait() -> None:
+async def test_a_group_without_a_turn_gets_one_soon_however_many_others_wait() -> None:
     turns, order = Turns(2), list[str]()
 
     async def take(group: str) -> None:
@@ -238,7 +238,7 @@ async def test_a_turn_comes_soon_for_a_group_that_has_none_however_many_others_w
 
 
 @virtual
-async def test_a_group_that_wants_little_waits_for_one_turn_and_not_for_a_round() -> None:
+async def test_a_group_with_few_keys_waits_for_one_turn_and_not_for_a_round() -> None:
     turns, waited, loop = Turns(2), list[float](), asyncio.get_running_loop()
 
     async def take(group: str) -> None:
@@ -257,7 +257,7 @@ async def test_a_group_that_wants_little_waits_for_one_turn_and_not_for_a_round(
         for group in ("a", "b", "c", "d", "e") * 20:
             tasks.create_task(take(group))
         tasks.create_task(step_by_step())
-    assert len(waited) == 5 and max(waited[1:]) <= 1.01, "at first nobody has had more than another"
+    assert len(waited) == 5 and max(waited[1:]) <= 1.01, "at first no group has had more turns than another"
 
 
 @virtual

@@ -1,4 +1,5 @@
-"""Checks that need a GPU (`make test-gpu`): the trainings of tests/trainer in separate processes.
+"""Checks that need a GPU (`make test-gpu`): the training runs of tests/trainer in separate
+processes.
 
 The CPU in float32 is the reference. The pytest process does not initialize CUDA before it starts
 others. Only the tests of single parts initialize CUDA, because they start no processes.
@@ -51,7 +52,7 @@ def losses(lines: list[dict[str, Any]]) -> list[float]:
 
 
 def check_same_curve(folder: Path, figure: Figure, *keys: str) -> None:
-    """Check that the curve on the GPU is that of the CPU."""
+    """Check that the GPU's curve matches the CPU's."""
     on_cpu = losses(trained(folder / "cpu", "train.backend=gloo", *keys, *WHOLE))
     on_gpu = losses(trained(folder / "gpu", *keys, *WHOLE))
     figure("largest difference of a loss", float(np.max(np.abs(np.array(on_gpu) / on_cpu - 1))))
@@ -72,7 +73,7 @@ def groups() -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", groups())
-def test_a_group_by_nccl_has_the_curve_of_one_process(
+def test_a_group_over_nccl_matches_the_curve_of_one_process(
     ranks: int, reference: list[float], tmp_path: Path, figure: Figure
 ) -> None:
     lines = trained(tmp_path, "train.backend=nccl", *WHOLE, ranks=ranks)
@@ -123,7 +124,7 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_feature_has_the_curve_of_the_cpu(feature: str, tmp_path: Path, figure: Figure) -> None:
+def test_a_feature_matches_the_curve_of_the_cpu(feature: str, tmp_path: Path, figure: Figure) -> None:
     check_same_curve(tmp_path, figure, *FEATURES[feature])
 
 
@@ -138,7 +139,7 @@ def test_stochastic_depth_draws_the_same_in_each_run(tmp_path: Path, figure: Fig
 
 
 @pytest.mark.parametrize("operations", ["data.randaugment_ops=2", "data.trivialaugment=true"])
-def test_operations_on_images_are_those_of_the_cpu(operations: str, tmp_path: Path, figure: Figure) -> None:
+def test_image_operations_match_the_cpu(operations: str, tmp_path: Path, figure: Figure) -> None:
     from benchmarks.trainer import made_data
 
     made_data.cifar10(tmp_path, 1000)
@@ -146,7 +147,7 @@ def test_operations_on_images_are_those_of_the_cpu(operations: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "shards"])
-def test_images_of_workers_reach_the_device(kind: str, tmp_path: Path, figure: Figure) -> None:
+def test_images_from_workers_reach_the_device(kind: str, tmp_path: Path, figure: Figure) -> None:
     from benchmarks.trainer import made_data
 
     made_data.jpegs(tmp_path / "imagefolder", 400)
@@ -165,7 +166,7 @@ def test_each_level_of_precision_learns(level: str, dtype: str, reference: list[
         np.testing.assert_allclose(found, reference, rtol=0.15)
 
 
-def test_a_checkpoint_of_the_gpu_is_evaluated_on_either(tmp_path: Path) -> None:
+def test_a_checkpoint_from_the_gpu_is_evaluated_on_either_device(tmp_path: Path) -> None:
     trained(tmp_path, *WHOLE)
     found = {}
     for backend in ("nccl", "gloo"):
@@ -181,7 +182,7 @@ def test_other_strategies_on_two_devices(strategy: str, reference: list[float], 
 
 
 @two_devices
-def test_the_model_on_two_devices_has_the_curve_of_one(reference: list[float], tmp_path: Path) -> None:
+def test_the_model_on_two_devices_matches_the_curve_on_one(reference: list[float], tmp_path: Path) -> None:
     lines = trained(tmp_path, "strategy=ddp_mp", "ddp_mp.devices=2", *WHOLE)
     np.testing.assert_allclose(losses(lines), reference, rtol=2e-3)
 
@@ -253,7 +254,7 @@ def test_a_step_that_is_not_finite_is_skipped_on_the_device() -> None:
     assert torch.equal(values[0], values[1]) and not torch.equal(values[1], values[2])
 
 
-def test_a_compiled_training_has_the_same_curve_on_the_gpu(reference: list[float], tmp_path: Path) -> None:
+def test_a_compiled_run_has_the_same_curve_on_the_gpu(reference: list[float], tmp_path: Path) -> None:
     np.testing.assert_allclose(losses(trained(tmp_path, "model.compile=true", *WHOLE)), reference, rtol=5e-3)
 
 
@@ -304,7 +305,7 @@ spec:
     assert first["world"] == COUNT
 
 
-def test_the_times_of_a_step_are_those_of_the_device(tmp_path: Path, figure: Figure) -> None:
+def test_step_times_are_measured_on_the_device(tmp_path: Path, figure: Figure) -> None:
     """ResNet-18 trains on generated CIFAR images. The phases, measured by events, add up to the
     time of a step. The figures are for information.
     """

@@ -105,7 +105,7 @@ def test_the_python_client_works_on_local_jobs(machine: Machine, monkeypatch: py
             client.delete(left.name)
 
 
-def test_an_ended_job_starts_again_in_one_command(machine: Machine) -> None:
+def test_a_finished_job_is_rerun_with_one_command(machine: Machine) -> None:
     """The job's program fails until a file exists. A second submission reports what happens to the
     checkpoints.
     """

@@ -185,7 +185,7 @@ def test_wrong_keys_fail_the_job_at_once(server: Server, machine: Machine, monke
     assert "HTTP 403" in failed["message"] and "wrong-secret-9f3e" not in run.everything()
 
 
-def test_data_of_the_command_line_replaces_the_buckets(machine: Machine, tmp_path: Path) -> None:
+def test_data_from_the_command_line_replaces_data_from_the_bucket(machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("x")
     run = machine.run(job(1), "--data", str(tmp_path / "mine"))

@@ -84,7 +84,9 @@ def distance(one: Path, other: Path) -> float:
     return worst
 
 
-def test_an_own_loop_is_exact_through_a_loss_and_on_another_number_of_nodes(machine: Machine, tmp_path: Path) -> None:
+def test_an_own_loop_is_exact_through_a_loss_and_on_a_different_number_of_nodes(
+    machine: Machine, tmp_path: Path
+) -> None:
     expected = alone(tmp_path / "alone", "own_loop.py", "4")
     run = begin(machine, "own", "30,60", "own_loop.py", "4", elastic={"minNodes": 1})
     lose_a_pod(run, 30)

@@ -170,7 +170,7 @@ def test_an_unmounted_checkpoint_disk_is_reported(machine: SameProcess) -> None:
     )
 
 
-def test_a_folder_of_any_name_and_modules_can_be_run(
+def test_a_folder_with_any_name_and_any_modules_can_be_run(
     machine: SameProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A Latin-1 name is not valid UTF-8. Modules in the folder are the script's, and do not affect

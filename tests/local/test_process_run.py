@@ -103,7 +103,7 @@ def test_a_program_that_does_not_exist_fails_at_once(machine: Machine, what: Jso
     run.assert_nothing_left()
 
 
-def test_an_error_in_the_script_is_tried_three_times(machine: Machine) -> None:
+def test_a_script_that_raises_an_error_is_tried_three_times(machine: Machine) -> None:
     (machine.folder / "wrong.py").write_text("print(undefined)\n")
     run = machine.run(manifest(script="wrong.py"), seconds=60)
     assert run.process.returncode == 1, run.everything()
@@ -115,7 +115,7 @@ def test_an_error_in_the_script_is_tried_three_times(machine: Machine) -> None:
     run.assert_nothing_left()
 
 
-def test_a_wrong_argument_of_the_trainer_fails_at_once_with_its_message(machine: Machine) -> None:
+def test_a_wrong_trainer_argument_fails_at_once_with_its_message(machine: Machine) -> None:
     arguments = ["--config", "digits", "train.epoch=3"]
     run = machine.run(manifest(module="ddpjob_trainer", args=arguments), seconds=60)
     assert run.process.returncode == 1, run.everything()
@@ -349,7 +349,7 @@ def test_kill_9_of_the_runner_leaves_nothing_behind(machine: Machine, victim: st
     assert "Interrupted" in machine.command("get").stdout
 
 
-def test_an_unmarked_process_of_the_job_is_ended_too(machine: Machine) -> None:
+def test_an_unmarked_process_of_the_job_is_killed_too(machine: Machine) -> None:
     """The environment was replaced, as by sudo, or overwritten, as by programs that set their
     title.
     """
@@ -366,7 +366,7 @@ def test_an_unmarked_process_of_the_job_is_ended_too(machine: Machine) -> None:
     run.until(lambda _: sleeps("job-0-0"))
     assert machine.command("kill", "job-0-0").returncode == 0
     run.until(lambda _: sleeps("job-0-1"))
-    assert not sleeps("job-0-0"), "beside the pod that replaces its own"
+    assert not sleeps("job-0-0"), "next to the pod that replaces its own"
     (machine.folder / "looked").touch()
     assert run.wait() == 0, run.everything()
     assert not sleeps("job-0-1") and "could not be killed" not in run.output
@@ -382,7 +382,7 @@ def test_stop_ends_a_hanging_job(machine: Machine) -> None:
     assert run.wait(5) == 143
 
 
-def test_stop_of_a_run_that_ctrl_z_has_stopped_leaves_the_time_to_save(machine: Machine) -> None:
+def test_stop_leaves_a_run_that_ctrl_z_has_stopped_time_to_save(machine: Machine) -> None:
     saves = ["bash", "-c", "trap 'touch saved; exit 143' TERM; touch up; while :; do sleep 0.1; done"]
     run = machine.start(manifest(command=saves, nodes=1))
     run.until(lambda r: (machine.folder / "up").exists() and r.status.get("phase") == "Running")

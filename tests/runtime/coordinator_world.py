@@ -111,15 +111,15 @@ class World:
         return self.coordinator.rounds.current
 
     def ranks(self) -> list[int]:
-        """Indices of the newest round's members, in rank order."""
+        """Return the indices of the newest round's members, in rank order."""
         return [member.index for _, member in sorted(self.round.members.items())]
 
     def verbs(self, member: Member) -> list[str]:
-        """Kinds of the lines sent to the member."""
+        """Return the kinds of the lines sent to the member."""
         return [verb for verb, _ in self.heard[member.pod]]
 
     def last(self, member: Member) -> tuple[str, dict[str, Any]]:
-        """The last line sent to the member."""
+        """Return the last line sent to the member."""
         return self.heard[member.pod][-1]
 
     def fail(
@@ -133,11 +133,11 @@ class World:
         self.coordinator.failure(member, member.round, failure)
 
     def incidents(self) -> list[tuple[str, str, int]]:
-        """(kind, pod, consequences) of each incident."""
+        """Return (kind, pod, consequences) of each incident."""
         return [(i.kind, i.pod, i.consequences) for i in self.coordinator.rounds.incidents.recent]
 
     def report(self) -> dict[str, Any]:
-        """The report that the operator reads."""
+        """Return the report that the operator reads."""
         return self.coordinator.report().write()
 
 

@@ -55,7 +55,7 @@ class Outcome:
     error: str = ""
 
     def text(self, program: Program) -> str:
-        """The fields to compare. The error file counts only if torchrun writes one too."""
+        """Return the fields to compare. The error file counts only if torchrun writes one too."""
         error = self.error if "record" in program.text else ""
         return f"exit code {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}\n--- error file\n{error}\n"
 
@@ -128,8 +128,8 @@ def run_corpus(folder: Path, names: Iterable[str] = (), runtime: Path = RUNTIME)
 def start_server(
     folder: Path, programs: Mapping[str, Program], container: Mapping[str, str], runtime: Path
 ) -> tuple[subprocess.Popen[bytes], Path]:
-    """Start the process that runs in Fast all programs with this container environment. Return it
-    and the file of their exit codes.
+    """Start the process that runs, in Fast mode, all programs with this container environment.
+    Return the process and the file with the exit codes.
 
     Python reads its own variables when it starts, so each environment needs a separate launcher.
     """
@@ -151,7 +151,9 @@ def start_server(
 
 
 def run_cold(folder: Path, name: str, program: Program, side: str, runtime: Path) -> int:
-    """Exit code of a program under `python -u`, as torchrun starts it, or under worker.py."""
+    """Return the exit code of a program under `python -u`, as torchrun starts it, or under
+    worker.py.
+    """
     mode, *what = (word.replace("FOLDER", str(folder / side)) for word in program.run)
     plain = [*(["-m"] if mode == "--module" else []), *what]
     worker = str(runtime / "ddpjob_runtime" / "worker.py")
@@ -170,12 +172,12 @@ def run_cold(folder: Path, name: str, program: Program, side: str, runtime: Path
 
 
 def results(folder: Path, side: str, name: str) -> tuple[Path, Path]:
-    """Folder for a program's outputs."""
+    """Return the folder for a program's outputs."""
     return folder / f"{side}.results" / f"{name}.out", folder / f"{side}.results" / f"{name}.err"
 
 
 def base_environment() -> dict[str, str]:
-    """The container's environment, without the variables that pytest and this project's own
+    """Return the container's environment, without the variables that pytest and this project's own
     processes need.
     """
     unwanted = ("PYTEST", "DDPJOB_", "COLUMNS", "LINES", "PYTHONPATH", "PYTHONUNBUFFERED")
@@ -183,7 +185,7 @@ def base_environment() -> dict[str, str]:
 
 
 def environment(folder: Path, side: str, name: str, program: Program) -> dict[str, str]:
-    """A worker's environment."""
+    """Return a worker's environment."""
     made = {**base_environment(), **TORCHRUN, **program.container, **program.environment}
     made["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{side}.results" / f"{name}.json")
     if side != "plain":

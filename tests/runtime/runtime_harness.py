@@ -31,7 +31,7 @@ that torch is supported.
 def until(reached: Callable[[], object], seconds: float = 20) -> None:
     began = time.monotonic()
     while not reached():
-        assert time.monotonic() - began < seconds * slowness(), "not in time"
+        assert time.monotonic() - began < seconds * slowness(), "timed out"
         time.sleep(0.02)
 
 
@@ -59,7 +59,7 @@ class Job:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Environment that the operator gives every pod."""
+        """Return the environment that the operator gives every pod."""
         fixed = {
             "DDPJOB_TOKEN": TOKEN, "DDPJOB_GENERATION": "0", "DDPJOB_NAME": "job", "DDPJOB_NAMESPACE": "default",
             "DDPJOB_COORDINATOR": f"127.0.0.1:{self.port}", "DDPJOB_RECOVERY": self.mode, "OMP_NUM_THREADS": "1",
@@ -111,7 +111,7 @@ class Job:
         return self._start(pod, command, {**place, **env})
 
     def rendezvous(self) -> list[str]:
-        """Arguments of torchrun in this mode."""
+        """Return the arguments of torchrun in this mode."""
         if self.mode == "Fast":
             return ["--rdzv-backend=ddpjob", f"--rdzv-endpoint=127.0.0.1:{self.port}", "--monitor-interval=0.02"]
         conf = "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=10800,last_call_timeout=1"
@@ -133,16 +133,16 @@ class Job:
         return process
 
     def log(self, name: str) -> Path:
-        """The log file of one process."""
+        """Return the log file of one process."""
         return self.folder / f"{name}.log"
 
     def end(self, name: str) -> dict[str, Any]:
-        """Text that a launcher wrote to its termination log."""
+        """Return the text that a launcher wrote to its termination log."""
         content: dict[str, Any] = json.loads((self.folder / f"{name}.end").read_text())
         return content
 
     def status(self, news: int | None = None, wait: float = 0) -> dict[str, Any]:
-        """The coordinator's report."""
+        """Return the coordinator's report."""
         query = "" if news is None else f"?news={news}&wait={wait}"
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/status{query}", headers={"Authorization": f"Bearer {TOKEN}"}
@@ -178,7 +178,7 @@ class Job:
         raise AssertionError(f"not within {seconds} s; last report: {json.dumps(report, indent=1)}\n{self.all_logs()}")
 
     def wait_exit(self, name: str, seconds: float = 90) -> int:
-        """Exit code of one process."""
+        """Return the exit code of one process."""
         try:
             return self.processes[name].wait(seconds * slowness())
         except subprocess.TimeoutExpired:
@@ -197,7 +197,7 @@ class Job:
         return "\n".join(f"--- stacks of rank {path.stem}\n{path.read_text(errors='replace')}" for path in written)
 
     def all_logs(self) -> str:
-        """Last lines of all logs, for a failing test."""
+        """Return the last lines of all logs, for a failing test."""
         return "\n".join(
             f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(self.folder.glob("*.log"))
         )
@@ -207,8 +207,8 @@ class Job:
         self.processes[name].send_signal(number)
 
     def workers(self) -> list[int]:
-        """Process ids with this job's environment, except the coordinator, the store and the
-        launchers.
+        """Return the process ids with this job's environment, except the coordinator, the store and
+        the launchers.
         """
         own, found = {p.pid for p in self.processes.values()}, []
         for pid in self.all_processes():
@@ -219,7 +219,7 @@ class Job:
         return found
 
     def all_processes(self) -> list[int]:
-        """Process ids with this job's environment."""
+        """Return the process ids with this job's environment."""
         mark, found = f"OUT={self.folder}".encode(), []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):  # the process has just ended

@@ -290,7 +290,7 @@ def test_only_ranks_that_have_ended_or_are_about_to_end_are_reported(tmp_path: P
     assert sent == [], "the node has finished"
 
 
-def test_a_worker_ended_by_its_own_alarm_failed_with_its_programs_exit_code(tmp_path: Path) -> None:
+def test_a_worker_killed_by_its_own_alarm_reports_its_programs_exit_code(tmp_path: Path) -> None:
     sent: list[dict[str, Any]] = []
     client: Any = SimpleNamespace(send=lambda kind, **fields: sent.append(fields))
     errors = tmp_path / "error.json"

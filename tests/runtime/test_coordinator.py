@@ -115,7 +115,7 @@ def test_below_the_minimum_the_group_waits() -> None:
     assert world.round.number == 2 and world.ranks() == [1, 2]
 
 
-def test_a_round_whose_workers_do_not_start_is_given_up() -> None:
+def test_a_round_whose_workers_do_not_start_is_abandoned() -> None:
     world = World(2)
     members = [world.hello(i) for i in range(2)]
     world.ready(*members)
@@ -240,7 +240,7 @@ def test_a_rank_that_saves_before_its_launcher_is_asked_leaves_others_time_to_sa
 
 @pytest.mark.parametrize("error", ["Interrupted: SIGTERM", RESET])
 @pytest.mark.parametrize("later", [0.2, 5.0])
-def test_a_script_that_fails_when_asked_to_end_leaves_others_time_to_save(error: str, later: float) -> None:
+def test_a_script_that_fails_when_asked_to_stop_leaves_others_time_to_save(error: str, later: float) -> None:
     """Such a script fails because its SIGTERM handler raises an exception, or because its peers
     fail.
     """
@@ -501,7 +501,7 @@ def test_the_job_succeeds_for_spares_too_when_all_have_finished() -> None:
     assert world.try_hello(3) is None and world.heard["job-3-0"] == [("done", {})]
 
 
-def test_a_finished_node_may_go_before_its_peers() -> None:
+def test_a_finished_node_may_leave_before_its_peers() -> None:
     world, first, second = formed(2)
     world.coordinator.finished(second, 1)
     world.lose(second)
@@ -625,7 +625,7 @@ def test_a_new_connection_does_not_extend_the_time_to_end_the_workers() -> None:
     assert world.last(second)[0] == "stop"
 
 
-@pytest.mark.parametrize("peer_first", [True, False], ids=["its peer has reported", "nobody has reported"])
+@pytest.mark.parametrize("peer_first", [True, False], ids=["its peer has reported", "no member has reported"])
 def test_a_failure_whose_report_was_lost_with_a_link_is_still_the_cause(peer_first: bool) -> None:
     """Regression: the peer whose connection to the failed member was reset was blamed, or only a
     loss was known.

@@ -114,7 +114,7 @@ def test_a_failing_worker_restarts_the_others_at_once() -> None:
     assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]
 
 
-def test_a_failure_after_the_request_to_end_is_not_a_cause() -> None:
+def test_a_failure_after_the_request_to_stop_is_not_a_cause() -> None:
     world, first, second = formed()
     world.fail(first, RESET)
     world.pass_time(0.51)

@@ -1,7 +1,6 @@
-"""Calls of the coordinator in an order that no sane member or operator would produce. None of them
-may raise.
+"""Call the coordinator in an order that no correct member or operator would produce.
 
-An exception would leave decisions half made, which is a defect whatever the other side did.
+No call may raise an exception, because decisions would then be only half applied.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def test_the_patience_can_change_while_the_group_runs() -> None:
     assert world.last(members[0]) == ("dump", {"round": 1})
 
 
-def test_a_hang_is_dumped_reported_and_ended_by_a_restart() -> None:
+def test_a_hang_is_dumped_reported_and_resolved_by_a_restart() -> None:
     world, *members = formed(2, hang_after=60.0)
     for step in range(3):
         world.pass_time(50)
@@ -125,7 +125,7 @@ def test_uncountable_steps_are_not_a_hang_while_any_rank_works(counted: bool) ->
     if counted:
         world.coordinator.report_progress({"step": 9, "automatic": True})
         world.coordinator.report_progress({"step": 9, "automatic": True, "uncountable": True})
-    assert looked_at(world, members, None, None) == "Running", "the first look compares with nothing"
+    assert looked_at(world, members, None, None) == "Running", "the first check has nothing to compare with"
     assert bool(world.report()["progress"].get("uncountable")) is counted, "nothing is known yet"
     assert looked_at(world, members, True, False) == "Running"
     assert world.report()["progress"]["uncountable"] is True
@@ -155,8 +155,8 @@ def test_a_hang_whose_ranks_send_no_stack_is_still_reported() -> None:
 
 
 def overdue(seconds: float = 30) -> tuple[World, list[Any]]:
-    """A group without a limit whose next step takes far longer than the usual `seconds`. Its ranks
-    sent stacks.
+    """Return a group without a limit whose next step takes far longer than the usual `seconds`. Its
+    ranks sent stacks.
     """
     world, *members = formed(2)
     for step in range(20):
@@ -199,8 +199,8 @@ def test_setting_a_limit_while_a_step_is_overdue_ends_the_round() -> None:
 
 
 def test_setting_a_limit_above_the_waiting_time_withdraws_the_overdue_step() -> None:
-    """Otherwise the overdue step would be shown as that of a group without a limit. It is reported
-    again once the limit is removed.
+    """Otherwise the overdue step would be shown as if the group had no limit. It is reported again
+    once the limit is removed.
     """
     world, _ = overdue()
     world.coordinator.set_patience(3600, 1, 60)

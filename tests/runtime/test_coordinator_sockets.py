@@ -193,7 +193,7 @@ def test_a_proof_is_valid_for_one_connection_only(job: Job) -> None:
     assert "proof" in new.hear()["why"]
 
 
-def test_a_members_bad_lines_are_answered_and_change_nothing(job: Job) -> None:
+def test_bad_lines_of_a_member_get_a_reply_and_change_nothing(job: Job) -> None:
     wire = member(job, 0)
     assert wire.hear() == {"t": "welcome", "generation": 0}
     for line, why in (
@@ -207,7 +207,7 @@ def test_a_members_bad_lines_are_answered_and_change_nothing(job: Job) -> None:
         assert answer["t"] == "error" and why in answer["why"]
     wire.say("hb")
     assert wire.hear()["t"] == "hb"
-    wire.raw(b'{"t":"' + b"x" * 400_000)  # longer than any line may be, so this connection is given up
+    wire.raw(b'{"t":"' + b"x" * 400_000)  # longer than any line may be, so this connection is dropped
     job.wait_until(lambda r: r["members"] == [], 5)
 
 
@@ -245,7 +245,7 @@ def test_a_defect_triggered_by_a_line_ends_the_connection_with_one_log_line(
     assert left == []
 
 
-def test_bad_requests_are_answered_with_the_reason(job: Job) -> None:
+def test_bad_requests_get_the_reason(job: Job) -> None:
     assert job.post("/v1/progress", {"step": 1}, token="wrong")[0] == 401
     assert job.post("/v1/progress", b"{")[0] == 400
     for path, body, why in (
@@ -283,7 +283,7 @@ def test_bad_requests_are_answered_with_the_reason(job: Job) -> None:
     assert job.status()["progress"] == {"updatedAt": None}
 
 
-def test_the_long_poll_is_answered_at_a_change(job: Job) -> None:
+def test_the_long_poll_returns_on_a_change(job: Job) -> None:
     news = job.status()["news"]
     timer = threading.Timer(
         0.3, lambda: job.post("/v1/progress", {"epoch": 1, "loss": 0.5, "metrics": {"accuracy": 0.9}})
@@ -552,7 +552,7 @@ def test_the_notes_of_a_reconnecting_member_arrive_with_its_hello(job: Job) -> N
 def test_a_member_that_reads_nothing_does_not_stop_the_others(job: Job) -> None:
     deaf, other = member(job, 0), member(job, 1)
     assert other.hear()["t"] == "welcome"
-    with pytest.raises(ConnectionError):  # responses accumulate until the connection is given up
+    with pytest.raises(ConnectionError):  # responses accumulate until the connection is dropped
         # Refusals repeat the verb, so a hundredth of the messages is enough, compared with
         # heartbeats.
         for _ in range(20_000):
@@ -758,7 +758,7 @@ def test_the_coordinator_ends_although_connections_stay_open(
 
 
 def clients(job: Job, count: int) -> list[MemberClient]:
-    """Connections of launchers in a running round."""
+    """Return the connections of launchers in a running round."""
     found = []
     for index in range(count):
         identity = {"pod": f"job-{index}-0", "index": index, "attempt": 0, "pid": 100 + index, "generation": 0}
@@ -862,7 +862,7 @@ def test_a_member_whose_host_is_gone_is_lost_within_seconds(tmp_path: Path) -> N
         began = time.monotonic()
         report = job.wait_until(lambda r: r["state"] == "Restarting", 30)
         assert [lost["pod"] for lost in report["lost"]] == ["job-2-0"]
-        assert "job-0-0 is silent" not in job.log("coordinator").read_text(), "its heartbeats are heard"
+        assert "job-0-0 is silent" not in job.log("coordinator").read_text(), "its heartbeats are received"
         limit = protocol.SILENCE_SECONDS + PROBE_SECONDS + RETURN_SECONDS - 1
         assert protocol.SILENCE_SECONDS - 1 < time.monotonic() - began < limit * slowness(), (
             "no member waits for its return"

@@ -55,7 +55,7 @@ def unpacked(tmp_path: Path, archive: bytes, **limits: int) -> dict[str, bytes]:
 
 
 def header(**fields: int) -> bytes:
-    """A gzip'ed tar of one header, with a size that Python would not write."""
+    """Return a gzip'ed tar of one header, with a size that Python would not write."""
     made = tarfile.TarInfo("a")
     block = bytearray(made.tobuf(tarfile.GNU_FORMAT))
     size, kind = fields["size"], fields.get("kind", ord("0"))
@@ -284,7 +284,7 @@ def test_an_archive_that_is_too_large_is_not_downloaded(
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
-def test_a_folder_of_another_user_is_a_mistake_of_the_manifest(
+def test_a_folder_owned_by_another_user_is_a_manifest_error(
     server: Server, settings: Callable[[bytes], CodeSettings], tmp_path: Path
 ) -> None:
     (tmp_path / "code").mkdir(mode=0o555)

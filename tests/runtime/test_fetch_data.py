@@ -464,7 +464,7 @@ with Fetch(Held, lambda: False, print)._hold_lock():
 """
 
 
-def test_one_fetches_at_a_time_and_a_killed_holder_is_no_obstacle(server: Server, tmp_path: Path) -> None:
+def test_one_process_fetches_at_a_time_and_a_killed_one_releases_the_lock(server: Server, tmp_path: Path) -> None:
     server.content = {"a": b"1"}
     command, env = [sys.executable, "-c", HOLDER, str(tmp_path)], {**os.environ, "PYTHONPATH": str(RUNTIME.parent)}
     holder = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)

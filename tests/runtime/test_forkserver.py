@@ -81,7 +81,7 @@ def outcomes(folder: Path, *texts: str, **env: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_worker_sees_what_a_fresh_process_would_see(tmp_path: Path) -> None:
+def test_a_worker_sees_the_same_as_a_fresh_process(tmp_path: Path) -> None:
     first, second = (json.loads(o["out"]) for o in outcomes(tmp_path, PROBE, PROBE, OMP_NUM_THREADS="1"))
     assert first["argv"] == ["script0.py", "--flag"] and first["name"] == "__main__" and first["main"]
     assert first["path0"] == str(tmp_path)
@@ -240,7 +240,7 @@ for ask in {ASKED!r}:
     assert done.stdout == "True False True []\n" * len(ASKED), done.stderr
 
 
-def test_an_idle_fork_server_imports_it_and_refuses_if_no_fork_survives_that(tmp_path: Path) -> None:
+def test_an_idle_fork_server_imports_the_compiler_and_checks_that_forks_survive(tmp_path: Path) -> None:
     code = (
         f"import sys, threading, time; sys.path.insert(0, {str(RUNTIME.parent)!r})\n"
         "from ddpjob_pod import late_dynamo\n"
@@ -383,7 +383,7 @@ def test_an_image_whose_python_starts_threads_runs_workers_cold(tmp_path: Path) 
     assert why == "Python starts threads at startup in this image (poller), and forked processes do not survive that"
 
 
-def test_a_module_whose_import_hangs_is_given_up(tmp_path: Path) -> None:
+def test_a_hanging_import_is_abandoned(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     server = object.__new__(forkserver.ForkServer)
     server._socket, server._buffer, server._lock = ours, b"", threading.RLock()

@@ -164,7 +164,7 @@ def moving(now: float) -> dict[str, Any]:
 def test_ranks_with_any_activity_are_left_alone(plays: list[Any]) -> None:
     group = Group(*plays)
     assert group.ended_after(290) is None and group.world.report()["overdue"] is None
-    assert len(group.looks) <= 12, "looks at ranks that work become rarer"
+    assert len(group.looks) <= 12, "checks of working ranks become rarer"
 
 
 @pytest.mark.parametrize("seconds", [2, 5, 12])
@@ -202,7 +202,7 @@ def test_with_report_a_hang_is_shown_at_once_and_never_ended() -> None:
     assert group.ended_after(3000) is None
 
 
-def test_hangs_are_ended_once_the_job_wants_it() -> None:
+def test_hung_rounds_are_stopped_once_the_job_asks_for_it() -> None:
     group = Group(WAITS, LOCK, hangs=Hangs.REPORT)
     group.pass_time(60)
     group.world.coordinator.set_patience(None, 1, 60, Hangs.END)
@@ -218,7 +218,7 @@ def test_each_activity_has_its_own_pace() -> None:
         group.pass_time(0.5)
         group.report(step=1000)
     group.report(activity="evaluating")
-    assert group.ended_after() == pytest.approx(90, abs=2), "10 x 8 s, then two looks"
+    assert group.ended_after() == pytest.approx(90, abs=2), "10 x 8 s, then two checks"
 
 
 def test_a_hang_is_found_later_while_the_pace_is_unknown() -> None:

@@ -184,7 +184,7 @@ def test_the_launcher_ends_before_the_log_has_to_be_closed(written: str, left: s
 
 
 @pytest.mark.parametrize("value", ["", "0", "x"])
-def test_the_log_is_not_kept_unless_the_job_wants_it(value: str, tmp_path: Path) -> None:
+def test_the_log_is_not_kept_unless_the_job_asks_for_it(value: str, tmp_path: Path) -> None:
     assert ran(tmp_path, "print('hello', flush=True); os._exit(0)", DDPJOB_LOGS_KEPT=value)[:2] == (0, b"hello\n")
     assert list(tmp_path.iterdir()) == []
 
@@ -226,7 +226,7 @@ def test_a_buffer_that_nobody_empties_keeps_the_newest_bytes() -> None:
     assert tail.read(take=True) == (b"", 0, 4000)
 
 
-def test_only_the_newest_logs_of_the_pods_own_slot_stay() -> None:
+def test_only_the_newest_logs_of_the_pods_own_slot_are_kept() -> None:
     own, other = "0123abcd", "ffffffff"
     names = [f"job-1-{n}.{own}.log" for n in (0, 2, 3, 10)] + [f"job-1-{n}.{other}.log" for n in (1, 50)]
     names += [f"job-1-0.{own}.log.1", f"job-2-0.{own}.log", f"job-1-1-0.{own}.log", "job-1-0.txt", "../job-1-0", NAME]
@@ -237,7 +237,7 @@ def test_only_the_newest_logs_of_the_pods_own_slot_stay() -> None:
     assert surplus(names, job, 100) == []
 
 
-def test_a_new_pod_removes_the_logs_that_are_too_many(tmp_path: Path) -> None:
+def test_a_new_pod_removes_logs_above_the_limit(tmp_path: Path) -> None:
     folder = tmp_path / protocol.LOGS_FOLDER
     folder.mkdir()
     for attempt in range(4):

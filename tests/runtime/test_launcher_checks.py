@@ -72,7 +72,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.parametrize("program", [("a.py",), ("-m", "a")])
-def test_arguments_of_a_script_are_not_taken_for_options_of_torchrun(option: str, program: tuple[str, ...]) -> None:
+def test_arguments_of_a_script_are_not_mistaken_for_options_of_torchrun(option: str, program: tuple[str, ...]) -> None:
     """Each argument is a prefix of an option of torchrun, mostly of two, which argparse calls
     ambiguous.
     """
@@ -112,7 +112,7 @@ launcher.main()
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
-def test_a_log_without_a_reader_loses_lines_and_blocks_nobody() -> None:
+def test_a_log_without_a_reader_loses_lines_and_blocks_no_writer() -> None:
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream:
         log = Log("coordinator", stream)
@@ -301,7 +301,7 @@ def test_a_failure_that_waits_for_a_coordinator_keeps_its_time(monkeypatch: pyte
     assert written[0]["sent"] - written[0]["time"] == pytest.approx(30)
 
 
-def test_lines_that_a_connection_did_not_take_wait_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_a_connection_did_not_accept_wait_for_the_next_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     client = MemberClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
     written: list[str] = []
     client.send("failure", round=1, message="ValueError: bug")
@@ -503,7 +503,7 @@ def test_no_line_of_a_stranger_ends_a_launcher(line: bytes) -> None:
     ends: list[tuple[int, str, str]] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = client_of(f"127.0.0.1:{listener.getsockname()[1]}", 10.0, ends)
-        listener.settimeout(30)  # A connection that fails silently is given up after SILENCE_SECONDS.
+        listener.settimeout(30)  # A connection that fails silently is dropped after SILENCE_SECONDS.
         client.start()
         for _ in range(2):
             connection, _ = listener.accept()
@@ -580,7 +580,7 @@ def _writes_its_stack(file: Path) -> Callable[[int, int], None]:
 
 @contextlib.contextmanager
 def _worker(folder: Path, name: str, text: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker that runs this script, which creates the file `up` once it runs."""
+    """Yield a worker that runs this script, which creates the file `up` once it runs."""
     (folder / name).write_text(text)
     environment = {**os.environ, "RANK": "0", "DDPJOB_LAUNCHER_PID": str(os.getpid())}
     words = [sys.executable, "-u", str(RUNTIME / "worker.py"), "--script", str(folder / name)]

@@ -51,8 +51,8 @@ def test_stores_listen_on_their_pods_address_and_the_coordinator_everywhere(tmp_
 
 
 def watch(job: Job) -> set[Where]:
-    """Collect every socket until all nodes have ended. The script's ranks wait until they were
-    looked at.
+    """Collect every socket until all nodes have ended. The script's ranks wait until their sockets
+    have been seen.
     """
     seen, until = set[Where](), time.monotonic() + 240 * slowness()
     nodes = [process for name, process in job.processes.items() if name != "coordinator"]

@@ -67,7 +67,7 @@ class Ring:
             time.sleep(0.002)
 
     def links(self) -> list[list[int]]:
-        """Neighbours that each member has authenticated."""
+        """Return the neighbours that each member has authenticated."""
         return [sorted(x.rank for x in member._links if x.rank is not None) for member in self.members]
 
     def stream(self, rank: int, to: int) -> socket.socket:

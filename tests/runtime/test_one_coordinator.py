@@ -39,7 +39,7 @@ class Town:
         self.ends: list[tuple[int, str, str]] = []
 
     def start(self, address: str, attempt: int = 0, generation: int = 0, token: str = TOKEN) -> subprocess.Popen[bytes]:
-        """A coordinator that listens at the address."""
+        """Start a coordinator that listens at the address, and return it."""
         command = [sys.executable, str(RUNTIME), "coordinator", "--port", str(self.job.port), "--mode", "Fast"]
         command += ["--nodes", str(self.job.nodes), "--host", address, "--attempt", str(attempt)]
         env = {"DDPJOB_GENERATION": str(generation), "DDPJOB_TOKEN": token}
@@ -68,7 +68,7 @@ class Town:
         member.joined(go["round"])
 
     def at(self) -> list[str]:
-        """The address of the coordinator to which each member is connected."""
+        """Return the address of the coordinator to which each member is connected."""
         sockets = [member._socket for member in self.members if member.welcomed]
         found = []
         for stream in sockets:
@@ -165,7 +165,7 @@ def test_another_jobs_coordinator_and_another_service_at_the_name_change_nothing
         assert town.at() == ["127.0.0.1"] * 3 and town.ends == []
 
 
-def test_pods_of_a_generation_that_was_given_up_end(town: Town) -> None:
+def test_pods_of_an_abandoned_generation_end(town: Town) -> None:
     """If the kubelet is dead, nothing else ends them."""
     town.start("127.0.0.1")
     town.join()

@@ -43,7 +43,7 @@ def hangs(folder: Path, kind: str, found: dict[str, str]) -> None:
         job.close()
 
 
-def test_planted_hangs_are_ended_automatically(tmp_path: Path) -> None:
+def test_planted_hangs_are_resolved_automatically(tmp_path: Path) -> None:
     found: dict[str, str] = {}
     jobs = [threading.Thread(target=hangs, args=(tmp_path / kind, kind, found)) for kind in PLANTED]
     for job in jobs:

@@ -247,7 +247,7 @@ def test_the_node_whose_sums_are_wrong_is_found_among_its_peers(job: Job) -> Non
 
 
 def take_part(place: Network, rank: int, world: int, folder: Path, seconds: float) -> None:
-    """One node's part of a link check, in its own network."""
+    """Run one node's part of a link check, in the node's own network."""
     import torch.distributed as dist
 
     sys.stdout = sys.stderr = (folder / f"{rank}.log").open("w")

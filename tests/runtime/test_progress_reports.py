@@ -155,7 +155,7 @@ def test_a_stranger_at_the_coordinators_address_does_not_get_the_token(
 def test_a_report_names_its_round(
     job: Job, client: Callable[[pytest.MonkeyPatch], Post], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fenced rank 0 must not show its step as that of the next round."""
+    """A fenced rank 0 must not show its step as a step of the next round."""
     monkeypatch.setenv("DDPJOB_FENCE", "0.7")
     relay, post = Relay(job.port), client(monkeypatch)
     assert post(relay.address, 3)
@@ -263,7 +263,7 @@ def test_the_speed_of_counted_steps_covers_only_timed_steps(monkeypatch: pytest.
 
 
 def torch_without_gpu(**fields: Any) -> Any:
-    """The part of torch that the step counter uses."""
+    """Return the part of torch that the step counter uses."""
     cuda = SimpleNamespace(is_initialized=lambda: False)
     return SimpleNamespace(compiler=SimpleNamespace(is_compiling=lambda: False), cuda=cuda, **fields)
 
@@ -481,7 +481,7 @@ def test_a_copy_is_reported_as_soon_as_it_exists(
             script.kill()
 
 
-def test_rank_0_says_what_it_trains_with(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_reports_the_software_and_the_gpu_that_it_uses(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replaced coordinator is notified again. A script that counts its own steps does not hide
     it.
     """

@@ -26,7 +26,7 @@ def a_report() -> Report:
     return world.coordinator.report()
 
 
-def test_the_operator_reads_what_the_coordinator_writes() -> None:
+def test_the_operator_reads_a_report_that_the_coordinator_writes() -> None:
     report = a_report()
     read = Report.read(json.loads(json.dumps(report.write())))
     assert read.state is CoordinatorState.RESTARTING and read.incidents[0].kind is IncidentKind.WORKER_FAILED
@@ -62,7 +62,7 @@ def test_a_wrong_field_of_the_report_is_refused_by_name(change: dict[str, Any], 
     assert str(caught.value) == error
 
 
-def test_a_required_key_must_be_there_and_an_unknown_one_may() -> None:
+def test_a_required_key_must_exist_and_an_unknown_key_is_ignored() -> None:
     body = a_report().write()
     assert Report.read({**body, "colour": "red"}) == Report.read(body)
     del body["nodes"]
@@ -90,7 +90,7 @@ EXTREMES: tuple[Any, ...] = (
 
 
 def as_read(world: World) -> Report:
-    """The report as the operator reads it. Raises the reader's errors."""
+    """Return the report as the operator reads it. Raises the reader's errors."""
     text = http_api._report(world.coordinator.report()).encode(errors="backslashreplace")
     assert len(text) <= protocol.largest_report(world.coordinator.settings.nodes)
     return Report.read(json.loads(text))
@@ -162,7 +162,7 @@ def test_the_operator_reads_the_largest_possible_report(nodes: int, character: s
         assert len(report.incidents[-1].traceback) >= 3000 and len(report.progress["metrics"]) == 100
 
 
-def test_texts_format_like_their_values_in_every_python() -> None:
+def test_text_enums_format_like_their_values_in_every_python() -> None:
     assert (f"{Mode.FAST}", str(Mode.FAST), f"{Mode.FAST:>5}", Command.SIZE.path) == (
         "Fast", "Fast", " Fast", "/v1/size",
     )  # fmt: skip

@@ -62,7 +62,7 @@ def test_an_order_that_is_not_announced_delays_nothing() -> None:
     assert world.ranks() == [0, 1, 2] and world.report()["order"] == ""
 
 
-def test_a_later_order_changes_no_running_round_and_the_next_one_follows_it() -> None:
+def test_a_new_order_applies_only_from_the_next_round() -> None:
     world, *members = formed(4)
     world.coordinator.set_order(pods(0, 3, 1, 2))
     world.pass_time(100)
@@ -82,7 +82,7 @@ def test_a_replacement_waits_for_the_operator_to_assign_its_place(mode: str) -> 
     world.ready(*members[1:])
     world.ready(world.hello(0, attempt=1))
     world.pass_time(1)
-    assert world.round.number == 1, "its place is waited for"
+    assert world.round.number == 1, "the round waits for its place"
     world.coordinator.set_order(["job-2-0", "job-0-1", "job-1-0"])
     assert world.round.number == 2 and world.ranks() == [0, 2, 1], "node 0 has rank 0 whenever it trains"
 

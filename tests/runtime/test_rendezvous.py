@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters  # noq
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The coordinator's settings."""
+    """Return the coordinator's settings."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the launcher does
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
 

@@ -40,7 +40,7 @@ def test_rank_0_records_rounds_breaks_and_the_end() -> None:
     assert world.verbs(members[0])[-2:] == ["record", "done"]
 
 
-def test_rank_0_records_once_where_a_round_continued_and_what_it_repeated() -> None:
+def test_rank_0_records_once_where_a_round_continued_and_which_steps_it_repeated() -> None:
     world, *members = formed(2)
     world.coordinator.report_progress({"step": 3})
     start = {"step": 90, "source": "memory", "made": 91}

@@ -37,7 +37,7 @@ def states(report: Report) -> list[str]:
 
 
 def made(job: Job, rank: int) -> list[tuple[float, int, int]]:
-    """(time, pid, step) of every step that a rank has taken."""
+    """Return (time, pid, step) of every step that a rank has taken."""
     path = job.folder / f"steps-{rank}"
     if not path.exists():
         return []
@@ -168,7 +168,7 @@ def test_a_hang_is_detected_and_shown(job: Job) -> None:
     incident = report["incidents"][0]
     assert incident["kind"] == "Hang", incident
     assert "wait_for_ever" in incident["traceback"] and "rank 0" in incident["traceback"].lower()
-    assert "wait_for_ever" in incident["message"], "the message names where a rank stands"
+    assert "wait_for_ever" in incident["message"], "the message shows where a rank is"
     pods = [m["pod"] for m in report["members"]]
     assert any("wait_for_ever" in job.log(pod).read_text() for pod in pods), "the pod's own log holds its stacks"
     assert list((job.folder / "stacks").glob("round-0.1-rank-*.txt"))
@@ -210,7 +210,7 @@ def test_a_frozen_node_is_fenced(job: Job) -> None:
             ),
             20,
         )
-        job.post("/v1/gone", {"pods": [victim], "why": "its node was given up"})
+        job.post("/v1/gone", {"pods": [victim], "why": "its node was abandoned"})
     finally:
         for pid in frozen:
             os.kill(pid, signal.SIGCONT)
@@ -218,7 +218,7 @@ def test_a_frozen_node_is_fenced(job: Job) -> None:
 
 
 def parent_of(pid: int, victim: str, job: Job) -> bool:
-    """Whether a worker belongs to the launcher of `victim`."""
+    """Return whether a worker belongs to the launcher of `victim`."""
     return f"DDPJOB_POD={victim}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 

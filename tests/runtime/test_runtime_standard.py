@@ -211,7 +211,7 @@ def test_a_node_lost_after_its_peer_has_finished_is_not_a_success(job: Job) -> N
     assert [(i["kind"], i["pod"]) for i in report["incidents"]] == [("PeerLost", late)]
 
 
-def test_a_node_asked_to_end_lets_its_workers_save_and_is_not_a_failure(job: Job) -> None:
+def test_a_node_asked_to_stop_lets_its_workers_save_and_is_not_a_failure(job: Job) -> None:
     script = (STEPS, "--steps", "40", "--trap")
     job.start_coordinator()
     job.start_node(0, *script)
@@ -277,7 +277,7 @@ def test_commands_without_python_and_several_processes_per_node(folder: Path) ->
         assert incident["message"] == "ended with exit code 7" and incident["traceback"] == ""
 
 
-def test_a_node_that_cannot_start_reports_why(folder: Path) -> None:
+def test_a_node_that_cannot_start_reports_the_reason(folder: Path) -> None:
     """The reasons are a missing script or module, a refused argument, a missing torch, and no place
     for temporary files.
 

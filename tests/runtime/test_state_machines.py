@@ -23,7 +23,9 @@ TABLES = {
 
 
 def foreign_assignments(tree: ast.AST) -> list[int]:
-    """Lines on which a class assigns or deletes an attribute of an object other than `self`."""
+    """Return the lines on which a class assigns or deletes an attribute of an object other than
+    `self`.
+    """
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     attributes = [node for scope in classes for node in ast.walk(scope) if isinstance(node, ast.Attribute)]
     changed = [node for node in attributes if isinstance(node.ctx, (ast.Store, ast.Del))]

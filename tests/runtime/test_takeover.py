@@ -11,7 +11,7 @@ from ddpjob_runtime.coordinator.takeover import ADOPT_SECONDS, BROKEN_SECONDS
 
 
 def second(nodes: int = 2, min_nodes: int | None = None) -> World:
-    """A coordinator of attempt 1."""
+    """Return a coordinator of attempt 1."""
     return World(nodes, min_nodes, attempt=1)
 
 
@@ -140,8 +140,8 @@ def test_a_broken_round_whose_members_are_all_back_continues_at_once() -> None:
 
 @pytest.mark.parametrize("first", ["Ready", "Running"])
 def test_members_that_save_for_a_planned_restart_keep_their_time(first: str) -> None:
-    """The earlier coordinator has asked them to end. One of them has saved already, or saves before
-    the other.
+    """The earlier coordinator has asked them to stop. One of them has saved already, or saves
+    before the other.
     """
     world = second()
     members = []

@@ -204,7 +204,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_refusal_of_ddpjob_report_ends_like_a_refused_configuration(tmp_path: Path) -> None:
+def test_a_refusal_by_ddpjob_report_counts_as_a_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "refuse.py").write_text(
         "from ddpjob_report.resume import check_group\ncheck_group('the Trainer', 1, 'write use_cpu=True')\n"
     )
@@ -426,7 +426,7 @@ def short_of_patience(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", STAYING)
-def test_a_process_that_stays_after_its_program_has_failed_is_ended(kind: str, tmp_path: Path) -> None:
+def test_a_process_that_stays_after_its_program_has_failed_is_killed(kind: str, tmp_path: Path) -> None:
     script, errors = write(tmp_path, "stays.py", STAYING[kind]), tmp_path / "error.json"
     command = [sys.executable, "-u", short_of_patience(tmp_path), "--script", script]
     env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(errors)}
@@ -488,7 +488,7 @@ def test_the_first_rank_of_a_round_that_fails_is_the_reason_of_the_containers_en
     assert reason("5", "0") == (5, 0)
 
 
-def test_a_rank_that_cannot_begin_reports_why(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
     of_torchrun(tmp_path, write(tmp_path, "fails.py", "import no_such_module\n"), RANK="0")
     assert json.loads((tmp_path / "end").read_text())["init"] is True
 

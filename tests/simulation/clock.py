@@ -41,11 +41,11 @@ class Clock:
         return True
 
     def moment(self) -> datetime:
-        """The present time of the simulated world."""
+        """Return the present time of the simulated world."""
         return EPOCH + timedelta(seconds=self.now)
 
     def stamp(self) -> str:
-        """The present time as the API server writes it: whole seconds."""
+        """Return the present time as the API server writes it: whole seconds."""
         return stamp(self.now)
 
 

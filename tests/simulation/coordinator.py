@@ -73,7 +73,7 @@ class CoordinatorProcess:
         return all(c.frozen_since is None for c in self.connections if c.member is member and c.send is member.send)
 
     def silence(self, connection: Connection) -> float:
-        """Seconds of silence after which the coordinator drops a connection."""
+        """Return the seconds of silence after which the coordinator drops a connection."""
         starting = connection.member is not None and connection.member.state == "Starting"
         return production.STARTING_SECONDS if starting else production.SILENCE_SECONDS
 
@@ -106,7 +106,7 @@ class CoordinatorProcess:
     # ---- requests
 
     def status(self) -> bytes:
-        """The body of `GET /status`."""
+        """Return the body of `GET /status`."""
         self._hear()
         return self.real.status()
 

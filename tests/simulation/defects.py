@@ -76,7 +76,7 @@ DEFECTS: dict[str, Defect] = {
     "a move to another node counts as a failure": Defect(
         "core", ("agent",), node_health, "End", lambda _, message: End(Cause.WORKER_FAILED, message), 1
     ),
-    "members are not asked to end their workers": Defect(
+    "members are not asked to stop their workers": Defect(
         "coordinator", ("hang", "isolate"), Round, "_end_workers", lambda self, *_, **__: None, 20
     ),
     "the end of a connection is not noticed": Defect(

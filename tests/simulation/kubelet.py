@@ -162,7 +162,7 @@ class Pod:
         return process if isinstance(process, CoordinatorProcess) else None
 
     def argument(self, name: str) -> str:
-        """Environment of the coordinator's container."""
+        """Return the value of an argument of the coordinator's container."""
         args = self.containers["coordinator"].manifest["args"]
         return next(str(a).partition("=")[2] for a in args if a.startswith(f"--{name}="))
 

@@ -46,7 +46,9 @@ class Kueue:
         )
 
     def asked(self, workload: Json) -> int:
-        """Number of pods of slots that the Workload asks for or, once admitted, that it got."""
+        """Return the number of pods of slots that the Workload asks for or, once admitted, that it
+        got.
+        """
         admission = workload.get("status", {}).get("admission")
         return int((admission["podSetAssignments"] if admission else workload["spec"]["podSets"])[0]["count"])
 
@@ -56,7 +58,7 @@ class Kueue:
         return found
 
     def using(self) -> int:
-        """Pods of slots for which the job holds quota."""
+        """Return the pods of slots for which the job holds quota."""
         held = [w for w in self.workloads().values() if self.holds(w, "QuotaReserved")]
         return sum(self.asked(w) for w in held if not self.holds(w, "Finished"))
 

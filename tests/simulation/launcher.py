@@ -26,7 +26,7 @@ PEER_GONE = (
 DRAIN_GRACE = {production.STANDARD: 2.0, production.FAST: 0.3}
 JOIN_SECONDS = 600.0
 RENDEZVOUS_SECONDS = 60.0
-"""Seconds after which an incomplete rendezvous is given up."""
+"""Seconds after which an incomplete rendezvous is abandoned."""
 
 
 class Launcher:
@@ -101,7 +101,7 @@ class Launcher:
         launcher is not stuck.
 
         A stuck launcher may return from a partition and keep training until the coordinator gives
-        it up.
+        up on it.
         """
         reached = self._welcomed and self._connection is not None and self._connection.frozen_since is None
         return reached and not self.leaving and not self.stuck
@@ -134,7 +134,7 @@ class Launcher:
         return self._idle_since is not None and now >= max(self._missed_since, self._idle_since) + JOIN_SECONDS
 
     def _look(self) -> None:
-        """Return whether the coordinator's name now resolves to a later coordinator."""
+        """Look up the coordinator's name, and move to a later coordinator if there is one."""
         self._later(production.LOOKUP_SECONDS, self._look)
         process, connection = self.network.resolve(self), self._connection
         if not self._welcomed or connection is None or process is None or process is connection.coordinator:
@@ -273,7 +273,7 @@ class Launcher:
         self._wait_go()
 
     def _wait_go(self) -> None:
-        """Whether it has no workers and could begin a round."""
+        """Start waiting for `go`, unless the launcher is leaving or stuck."""
         if self.leaving or self.stuck:
             return
         if self.done:

@@ -69,7 +69,7 @@ class Network:
         return not (self.operator_cut or pod.isolated or pod.host.cut)
 
     def resolve(self, launcher: Launcher) -> CoordinatorProcess | None:
-        """The coordinator to which the launcher's DDPJOB_COORDINATOR resolves.
+        """Return the coordinator to which the launcher's DDPJOB_COORDINATOR resolves.
 
         If the name has several addresses, this is the newest.
         """
@@ -78,7 +78,7 @@ class Network:
         return found[-1] if found else None
 
     def at(self, endpoint: str) -> CoordinatorProcess | None:
-        """The coordinator that listens at `address:port`, as seen by the operator."""
+        """Return the coordinator that listens at `address:port`, as seen by the operator."""
         address = endpoint.partition(":")[0]
         for process in self.coordinators:
             if process.pod.address == address and process.listening and self.reaches_operator(process.pod):
@@ -139,10 +139,10 @@ class Connection:
         self._send(False, line)
 
     def _from_coordinator(self, verb: str, fields: dict[str, Any]) -> None:
-        """The callable that the coordinator uses as a member's `send`."""
+        """Return the callable that the coordinator uses as a member's `send`."""
         if self.up_open:
             line = self.coordinator.encode(verb, fields)
-            # Volumes are not simulated. Each line draws the delays of those lines that follow it.
+            # Volumes are not simulated. Each line draws the delays of the lines that follow it.
             if verb != ToMember.RECORD:
                 self.to_launcher(line)
 
@@ -227,7 +227,7 @@ class Connection:
             self.network.clock.later(self.launcher.silence, lambda: self._silent(since, up=False))
 
     def _heard_again(self) -> None:
-        """Deliver the next heartbeat of a member that has been given up in the meantime."""
+        """Deliver the next heartbeat of a member that the coordinator has dropped in the meantime."""
         if self.frozen_since is None and self.member is not None and self.member.given_up:
             self.close_up("it responds again and must reconnect")
 

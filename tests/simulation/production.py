@@ -122,7 +122,7 @@ class RealCoordinator:
             self.coordinator.lost(member, why)
 
     def status(self) -> bytes:
-        """The body of `GET /status`."""
+        """Return the body of `GET /status`."""
         return json.dumps(self.coordinator.report().write()).encode()
 
     def post(self, verb: str, token: str, body: bytes) -> int:

@@ -156,19 +156,19 @@ class Simulation:
         return {p.name: p for p in self.machines.pods.values() if not p.removed}
 
     def nodes(self) -> list[Pod]:
-        """Pods of slots that have an object."""
+        """Return the pods of slots that have an object."""
         return [p for p in self.machines.pods.values() if p.is_node and not p.removed]
 
     def running(self) -> list[Pod]:
-        """Pods of slots whose launcher runs."""
+        """Return the pods of slots whose launcher runs."""
         return [p for p in self.nodes() if p.running]
 
     def coordinator(self) -> CoordinatorProcess:
-        """The newest coordinator."""
+        """Return the newest coordinator."""
         return max(self.network.coordinators, key=lambda c: (c.generation, c.attempt))
 
     def report(self) -> Json:
-        """The newest coordinator's report."""
+        """Return the newest coordinator's report."""
         report: Json = json.loads(self.coordinator().status())
         return report
 
@@ -222,10 +222,10 @@ class Simulation:
         self.store.changed("DDPJob", self.job_body)
 
     def host_of(self, name: str) -> Host:
-        """The host on which a pod runs."""
+        """Return the host on which a pod runs."""
         return self.pods[name].host
 
 
 def conditions(simulation: Simulation) -> dict[str, Any]:
-    """Conditions of the status by their type."""
+    """Return the conditions of the status by their type."""
     return {c["type"]: c for c in simulation.status.get("conditions", ())}

@@ -40,7 +40,7 @@ class Store:
         self._uids = 0
 
     def backup(self) -> Backup:
-        """The current objects and their version."""
+        """Return the current objects and their version."""
         return self.version, deepcopy(self._objects)
 
     def restore(self, backup: Backup) -> None:
@@ -48,7 +48,7 @@ class Store:
         self.version, self._objects = backup[0], deepcopy(backup[1])
 
     def all(self, kind: str) -> Iterator[Json]:
-        """The objects of a kind, in creation order."""
+        """Return the objects of a kind, in creation order."""
         return iter(list(self._objects.get(kind, {}).values()))
 
     def find(self, kind: str, name: str, namespace: str = NAMESPACE) -> Json | None:

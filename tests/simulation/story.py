@@ -222,7 +222,7 @@ class Story:
         return runs and whole and self.s.now - self.last_fault >= APART and self.s.now >= self.down_until
 
     def current(self) -> list[Pod]:
-        """Pods of the current slots that run, as far as the operator knows."""
+        """Return the pods of the current slots that run, as far as the operator knows."""
         slots = self.s.status.get("slots", ())
         names = {f"job-{i}-{slot['attempt']}" for i, slot in enumerate(slots) if slot["state"] == "Running"}
         return [p for p in self.s.running() if p.name in names and not p.deleting]
@@ -431,7 +431,7 @@ def _stuck(t: Story) -> bool:
     t.own += 1  # its round may look like a hang later
     t.hung_until = (
         t.s.now + 130
-    )  # a coordinator that takes over believes that its round runs until the others give it up
+    )  # a coordinator that takes over believes that its round runs until the other members leave it
     return True
 
 

@@ -47,7 +47,7 @@ def events(s: Simulation) -> list[str]:
 # --- from start to end
 
 
-async def test_a_job_has_what_its_class_gives() -> None:
+async def test_a_job_gets_the_values_of_its_class() -> None:
     s = await classed({"env": [{"name": "MINE", "value": "1"}]}, h100=H100).begun()
     assert images(s) == {"team/train:1"}, "the coordinator's image too"
     assert all((v["NCCL_IB_HCA"], v["MINE"]) == ("mlx5", "1") for v in variables(s)) and len(variables(s)) == 2
@@ -110,7 +110,7 @@ async def test_a_resumed_job_takes_the_current_class() -> None:
     assert not [p for p in s.pods.values() if not p.ended]
     platform_team_sets(s, h100={**H100, "spec": {"image": "team/train:2"}})
     await s.passes(5)
-    assert s.status["jobClass"]["spec"]["image"] == "team/train:1", "it is looked at when the job resumes"
+    assert s.status["jobClass"]["spec"]["image"] == "team/train:1", "the class is read when the job resumes"
     await s.resumed()
     now = str(s.status["rendezvous"]["generation"])
     pods = [body for body in s.store.all("Pod") if body["metadata"]["labels"]["ddpjob.io/generation"] == now]

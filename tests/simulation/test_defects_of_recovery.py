@@ -23,7 +23,7 @@ from . import test_recovery_in_simulation as recovery
 Test = Callable[[], Awaitable[None]]
 
 DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
-    "a dropped slot's names are used again": (
+    "a dropped slot's names are reused": (
         slots,
         "_unused",
         lambda status: 0,
@@ -47,11 +47,11 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         lambda *_: False,
         places.test_a_pod_that_ends_on_a_dying_node_is_removed_by_force,
     ),
-    "a silent node is believed to be well": (
+    "a silent node counts as healthy": (
         liveness,
         "_host_lost",
         lambda *_: None,
-        places.test_out_of_service_is_believed_at_once,
+        places.test_an_out_of_service_taint_is_trusted_at_once,
     ),
     "a lost coordinator takes the group with it": (
         replacing,
@@ -59,11 +59,11 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         lambda status: replace(status, round=status.round + 1, slots=()),
         recovery.test_a_lost_coordinator_costs_no_step_in_mode_fast,
     ),
-    "the report is believed although its pods are gone": (
+    "the report is trusted although its pods are gone": (
         describe,
         "count_training_nodes",
         lambda view: view.world.report.world if view.world.report else None,
-        recovery.test_a_report_from_before_a_loss_is_not_believed,
+        recovery.test_a_report_from_before_a_loss_is_not_trusted,
     ),
     "the size is never sent": (
         decide,

@@ -33,12 +33,12 @@ class WithGangs(Simulation):
 
 
 def bound(s: Simulation) -> list[Pod]:
-    """Pods of slots that hold a host."""
+    """Return the pods of slots that hold a host."""
     return [p for p in s.nodes() if p.node and not p.ended]
 
 
 def groups(s: Simulation) -> dict[str, int]:
-    """Minimum of each PodGroup."""
+    """Return the minimum of each PodGroup."""
     return {g["metadata"]["name"]: g["spec"]["schedulingPolicy"]["gang"]["minCount"] for g in s.store.all("PodGroup")}
 
 
@@ -208,7 +208,7 @@ async def test_a_group_that_cannot_train_releases_its_nodes_and_waits_as_a_gang(
     s.machines.capacity = 2
     s.force_delete("job-1-0")
     await s.passes(20)
-    assert len(bound(s)) == 2, "the room may come back soon"
+    assert len(bound(s)) == 2, "room may become available soon"
     await s.passes(60)
     assert not bound(s) and groups(s) == {"job-gang-1": 4}
     await s.passes(300)
@@ -219,7 +219,7 @@ async def test_a_group_that_cannot_train_releases_its_nodes_and_waits_as_a_gang(
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_an_impossible_need_for_room_destroys_no_only_copy(mode: str) -> None:
+async def test_a_need_for_room_that_cannot_be_met_destroys_no_only_copy(mode: str) -> None:
     """Regression: 30 s after a cordon, the only copy of a job's progress was deleted although no
     pod needed its node.
     """

@@ -78,7 +78,7 @@ def check(job: DDPJob, decision: Decision) -> None:
     assert all(len(event.message.encode()) <= 1024 for event in decision.events)
     assert len(decision.actions) + len(decision.events) < 100
     ends = decision.status.terminal or job.spec.run_policy.suspend or job.spec.managed_elsewhere
-    assert ends or decision.wake is not None, "nobody wakes the job"
+    assert ends or decision.wake is not None, "nothing wakes the job"
     assert JobStatus.read(written).write(job.spec) == written, "read as it was written"
 
 

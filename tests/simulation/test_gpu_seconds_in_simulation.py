@@ -68,7 +68,7 @@ async def test_restarts_and_spares_are_counted_for_as_long_as_they_hold_gpus(mod
     reserved.agree()
     final = s.status["gpuSeconds"]
     await s.passes(30)
-    assert s.status["gpuSeconds"] == final, "an ended job costs nothing"
+    assert s.status["gpuSeconds"] == final, "a finished job costs nothing"
 
 
 async def test_a_suspended_job_holds_no_gpus_and_continues_its_count() -> None:

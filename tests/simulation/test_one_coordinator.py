@@ -107,7 +107,7 @@ async def test_the_group_leaves_a_coordinator_with_a_dead_kubelet_without_losing
 
 @SIZES
 async def test_a_neighbouring_pod_is_replaced_and_the_replacement_joins(spec: Json) -> None:
-    """A pod on the coordinator's host is given up as well, although it still trains."""
+    """A pod on the coordinator's host is also abandoned, although it still trains."""
     s = await begun(spec)
     host = s.pods["job-0-0"].host
     move(s, s.coordinator_pod, host)
@@ -137,7 +137,9 @@ async def test_a_partition_of_the_operator_alone_changes_nothing(spec: Json) -> 
 
 @SIZES
 @pytest.mark.parametrize("seconds", [20, 200])
-async def test_members_that_lose_the_coordinator_train_on_and_follow_its_successor(spec: Json, seconds: float) -> None:
+async def test_members_that_lose_the_coordinator_keep_training_and_follow_its_successor(
+    spec: Json, seconds: float
+) -> None:
     s = await begun(spec)
     old, began = s.coordinator_pod, s.training.made
     old.deaf = True
@@ -185,7 +187,7 @@ async def test_training_continues_without_a_coordinator_until_a_round_is_needed(
 
 
 @pytest.mark.parametrize("reachable", [True, False])
-async def test_a_generation_that_was_given_up_ends_although_its_kubelet_is_dead(reachable: bool) -> None:
+async def test_an_abandoned_generation_ends_although_its_kubelet_is_dead(reachable: bool) -> None:
     """All pods are replaced. The pods of the old generation on a dead host would otherwise keep
     training alone.
     """

@@ -18,7 +18,7 @@ async def test_a_pod_on_a_silent_node_is_replaced_elsewhere(mode: str, knows_hos
     node, began = s.pods["job-1-0"].node, s.now
     s.cut(node)
     await s.until(lambda: "job-1-0" not in s.pods)
-    assert 20 <= s.now - began <= 24, "from when it was last heard"
+    assert 20 <= s.now - began <= 24, "counted from its last heartbeat"
     await s.until_phase("Running")
     assert s.pods["job-1-1"].node != node
     assert reasons(s) == [("NodeLost", False)]
@@ -154,7 +154,7 @@ async def test_a_deleted_node_object_is_a_loss_after_the_same_delay() -> None:
     assert s.status["restarts"]["recent"][0]["message"] == f"Kubernetes node {node} of pod job-1-0 has been deleted"
 
 
-async def test_out_of_service_is_believed_at_once() -> None:
+async def test_an_out_of_service_taint_is_trusted_at_once() -> None:
     s = await Simulation({"nodes": 2, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 600}}, steps=1000).begun()
     node = s.pods["job-1-0"].node
     s.cut(node, noticed_after=0)

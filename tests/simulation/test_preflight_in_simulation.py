@@ -45,7 +45,7 @@ async def test_a_pod_that_fails_the_preflight_is_replaced_elsewhere_uncounted(mo
     assert s.status["rendezvous"]["generation"] == 0, "the other pods stay"
 
 
-async def test_an_unobserved_short_training_has_passed_the_preflight() -> None:
+async def test_an_unobserved_short_run_has_passed_the_preflight() -> None:
     s = Simulation({"preflight": {"scope": "Node"}, "recovery": {"mode": "Fast"}}, steps=5)
     s.machines.favourite = {1: "n5"}
     defective(s, "n5")

@@ -405,7 +405,7 @@ async def test_without_kueue_a_job_in_a_queue_waits_and_reports_it() -> None:
     assert s.phase == "Running" and len(kueue.workloads()) == 1, "a running job is left alone"
 
 
-async def test_a_job_of_another_controller_is_left_alone() -> None:
+async def test_a_job_managed_by_another_controller_is_left_alone() -> None:
     s, kueue = queued({"managedBy": "kueue.x-k8s.io/multikueue"})
     await s.passes(10)
     assert not s.pods and not kueue.workloads() and s.status == {"schema": 1} and not s.cluster.actions

@@ -34,7 +34,7 @@ class Racks(Simulation):
             self.machines.label(host, block="x", rack="ab"[number % 2])
 
     def ranks(self) -> list[int]:
-        """Indices of the training nodes in rank order, as the coordinator reports them."""
+        """Return the indices of the training nodes in rank order, as the coordinator reports them."""
         members = [m for m in self.report()["members"] if m["rank"] is not None]
         return [m["index"] for m in sorted(members, key=lambda m: m["rank"])]
 

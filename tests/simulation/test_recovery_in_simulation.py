@@ -51,7 +51,7 @@ async def test_a_spare_takes_over_and_the_replacement_is_the_new_spare() -> None
     await passes(s, 3)
     assert {p.name: p.role for p in running(s)} == {"job-1-0": Role.NODE, "job-2-0": Role.NODE, "job-0-1": Role.SPARE}
     assert s.status["nodes"]["display"] == "2/2 +1"
-    assert s.status["nodes"]["active"] == 2, "what a scale subresource shows has no spares in it"
+    assert s.status["nodes"]["active"] == 2, "the scale subresource counts no spares"
     assert reasons(s) == [("Deleted", False)]
     assert conditions(s)["Restarting"]["status"] == "False"
 
@@ -108,16 +108,14 @@ async def test_a_silent_host_that_stays_silent_is_lost_once_and_uncounted() -> N
 
 
 @pytest.mark.parametrize(("spares", "seconds"), [(1, 0.4), (0, 5.0)])
-async def test_a_short_outage_costs_nothing_and_without_a_spare_nor_does_a_longer_one(
-    spares: int, seconds: float
-) -> None:
+async def test_a_short_outage_costs_nothing_nor_does_a_longer_one_without_a_spare(spares: int, seconds: float) -> None:
     s, victim = await with_a_victim(3, spares, "Fast")
     s.machines.isolate(victim, seconds)
     await passes(s, 20)
     assert reasons(s) == [] and s.network.coordinators[0].real.rounds == 1
 
 
-async def test_a_report_from_before_a_loss_is_not_believed() -> None:
+async def test_a_report_from_before_a_loss_is_not_trusted() -> None:
     s = Simulation({**FAST, "spares": 1}, steps=1000)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
     s.cut(s.pods["job-0-0"].node)

@@ -195,7 +195,7 @@ async def finished(*, seen: bool) -> Simulation:
 
 @pytest.mark.parametrize("seen", [True, False])
 @pytest.mark.parametrize("change", ["env", "nodes", "spares", "suspend", "deadline", "key"])
-async def test_a_job_that_has_made_its_last_step_does_not_begin_again(change: str, seen: bool) -> None:
+async def test_a_job_that_has_taken_its_last_step_does_not_start_over(change: str, seen: bool) -> None:
     s = await finished(seen=seen)
     changes: dict[str, Json] = {
         "env": {"env": [{"name": "LR", "value": "1"}]},
@@ -227,7 +227,7 @@ async def test_a_finished_pod_that_is_removed_unseen_is_counted(seen: bool) -> N
 
 @pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_job_that_makes_its_last_step_during_its_suspension_is_complete(mode: str, elastic: bool) -> None:
+async def test_a_job_that_takes_its_last_step_during_its_suspension_is_complete(mode: str, elastic: bool) -> None:
     size = {"nodes": 3, "elastic": {"minNodes": 2}} if elastic else {}
     s = Simulation({"recovery": {"mode": mode}, **size}, steps=8)
     s.machines.capacity = 2
@@ -243,7 +243,7 @@ async def test_a_job_that_makes_its_last_step_during_its_suspension_is_complete(
     await s.until(lambda: s.wake is None, limit=30)
 
 
-async def test_a_job_that_times_out_before_its_start_reports_what_was_missing() -> None:
+async def test_a_job_that_times_out_before_its_start_reports_the_refusal() -> None:
     s = Refusing({"runPolicy": {"activeDeadlineSeconds": 5}}, pods_allowed=0)
     await s.until_phase("Failed")
     failed = conditions(s)["Failed"]
@@ -473,7 +473,7 @@ async def test_a_claim_is_kept_or_deleted_with_its_job_as_the_spec_says(when_del
     assert (s.store.find("PersistentVolumeClaim", "job-checkpoints") is not None) == (when_deleted == "Retain")
 
 
-async def test_a_job_scaled_beyond_what_its_claim_can_serve_reports_it_and_trains_on() -> None:
+async def test_a_job_scaled_to_more_nodes_than_its_claim_can_serve_keeps_training() -> None:
     s = Simulation({"nodes": 1, "storage": {"checkpoints": {"claimName": "disk"}}}, steps=10**6)
     s.store.create("PersistentVolumeClaim", {"metadata": {"name": "disk"}, "spec": {"accessModes": ["ReadWriteOnce"]}})
     await s.until_phase("Running")
@@ -502,7 +502,7 @@ async def test_a_kept_claim_is_reused() -> None:
     assert claim["metadata"]["labels"]["ddpjob.io/job-uid"] == "earlier", "the claim is not touched"
 
 
-async def test_a_claim_of_another_owner_is_never_used() -> None:
+async def test_a_claim_owned_by_another_object_is_never_used() -> None:
     s = Refusing(storing())
     theirs = {"metadata": {"name": "job-checkpoints"}, "spec": CLAIM["spec"]}
     s.store.create("PersistentVolumeClaim", theirs)

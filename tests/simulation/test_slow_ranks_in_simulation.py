@@ -56,7 +56,7 @@ async def test_without_a_spare_a_slow_rank_is_reported_until_it_recovers() -> No
     assert len(running(s)) == 4
 
 
-async def test_slow_ranks_are_only_reported_if_the_job_says_so() -> None:
+async def test_slow_ranks_are_only_reported_if_the_job_requests_it() -> None:
     s = await training(1, recovery={"mode": "Fast", "slowRanks": "Report"})
     s.training.slow_pods = {"job-1-0": SLOW}
     await passes(s, 40)

@@ -47,7 +47,7 @@ def test_the_trainers_loop_is_not_part_of_the_api() -> None:
     assert not {"ddpjob_trainer.train", "ddpjob_trainer.strategies", "ddpjob_trainer.model"} & set(loaded)
 
 
-def test_the_folder_is_that_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_the_jobs_checkpoint_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert api.CheckpointFolder.open(Group()).path == Path("checkpoints")
     monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(tmp_path / "job"))

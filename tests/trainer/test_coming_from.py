@@ -1,5 +1,5 @@
-"""docs/coming-from.md: each of its DDPJob commands is valid, flags of other tools get an answer,
-and their launchers work.
+"""docs/coming-from.md: each of its DDPJob commands is valid, flags from other tools get a hint, and
+their launchers work.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_randaugment_has_the_strength_of_timms() -> None:
 
 
 @pytest.mark.parametrize("flag", ["bucket_cap_mb", "static_graph"])
-def test_an_option_that_ddp_leaves_alone_is_not_said_to_be_set(flag: str) -> None:
+def test_an_option_that_ddp_leaves_alone_is_not_reported_as_set(flag: str) -> None:
     with pytest.raises(
         ConfigError, match=f"'{flag}': there is no key for it; strategy=ddp leaves it at torch's default"
     ):
@@ -80,7 +80,7 @@ def test_an_option_that_ddp_leaves_alone_is_not_said_to_be_set(flag: str) -> Non
 
 
 @pytest.mark.parametrize("flag", sorted(set(FLAGS) - OF_LAUNCHERS))
-def test_a_flag_of_another_tool_is_answered(flag: str) -> None:
+def test_a_flag_from_another_tool_gets_a_hint(flag: str) -> None:
     """A flag has an entry of its own, or is the last part of a key's name."""
     name = flag.lstrip("-").replace("-", "_")
     if not other_names.remark(flag):

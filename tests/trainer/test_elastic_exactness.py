@@ -81,7 +81,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_running_statistics_are_those_of_one_update_with_the_mean(alone: Path, tmp_path: Path) -> None:
+def test_the_running_statistics_match_one_update_with_the_mean(alone: Path, tmp_path: Path) -> None:
     """The reference is computed by hand: one step of one epoch, five micro-batches, momentum
     0.1.
     """
@@ -109,7 +109,7 @@ def test_the_running_statistics_are_those_of_one_update_with_the_mean(alone: Pat
 
 def test_a_walk_of_1_2_3_1_ranks_ends_where_one_rank_does(alone: Path, tmp_path: Path) -> None:
     walk(tmp_path, TIED)
-    assert 0 < distance(alone, tmp_path) < TOLERANCE, "another order of sums, and nothing else"
+    assert 0 < distance(alone, tmp_path) < TOLERANCE, "only the order of the sums differs"
 
 
 def test_in_order_the_same_walk_is_bit_identical(alone: Path, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_loss_curve_and_weights_of_several_ranks_are_those_of_one(world: int, alone: Path, tmp_path: Path) -> None:
+def test_loss_curve_and_weights_of_several_ranks_match_one_rank(world: int, alone: Path, tmp_path: Path) -> None:
     good(world, [*SAME, f"checkpoint.dir={tmp_path}"])
     np.testing.assert_allclose(final_losses(tmp_path / "run"), final_losses(alone / "run"), rtol=TINIEST, atol=TINIEST)
     for name, value in weights(alone).items():
@@ -48,7 +48,7 @@ def test_loss_curve_and_weights_of_several_ranks_are_those_of_one(world: int, al
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_with_its_own_micro_batches_the_loss_curve_is_that_of_one_rank(world: int, alone: Path, tmp_path: Path) -> None:
+def test_with_its_own_micro_batches_the_loss_curve_matches_one_rank(world: int, alone: Path, tmp_path: Path) -> None:
     good(world, [*TINY, f"checkpoint.dir={tmp_path}"])
     np.testing.assert_allclose(final_losses(tmp_path / "run"), final_losses(alone / "run"), rtol=1e-3, atol=1e-3)
 
@@ -87,7 +87,7 @@ def test_more_ranks_than_the_batch_can_hold(world: int, keys: list[str], remedy:
         (["strategy=pipeline", "pipeline.micro_batches=9"], "pipeline.micro_batches=9: makes 9 .*; set it to 8, or"),
     ],
 )
-def test_more_parts_than_samples_name_the_key_that_makes_them(keys: list[str], message: str, tmp_path: Path) -> None:
+def test_more_parts_than_samples_name_the_key_that_sets_them(keys: list[str], message: str, tmp_path: Path) -> None:
     """Regression: the message reported a value of data.micro_batches that nobody had set, and that
     value was refused too.
     """

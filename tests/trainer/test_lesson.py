@@ -43,7 +43,9 @@ def test_the_lesson_prints_the_losses_and_the_accuracy_of_the_trainer(command: l
 
 
 def settings_of_the_lesson() -> list[str]:
-    """Return the settings of the trainer's command in the lesson, with those of its --config."""
+    """Return the settings of the trainer's command in the lesson, including the settings of its
+    --config.
+    """
     [(name, keys)] = re.findall(
         r"-m ddpjob_trainer --config (\w+) (.*) train.epochs=3$", LESSON.read_text(), re.MULTILINE
     )

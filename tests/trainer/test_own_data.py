@@ -465,7 +465,7 @@ def test_bytes_are_shifted_mirrored_and_normalized_like_cifar_images(name: str, 
     assert torch.equal(next(plain.train_batches([[91]], 0)).images, normalize(somebodys_data.PIXELS[1:2]))
 
 
-def test_grey_images_without_channels_have_one() -> None:
+def test_grey_images_without_a_channel_dimension_get_one() -> None:
     batch = next(open_data(DataConfig(name="somebodys_data:grey")).train_batches([[3, 5]], 0))
     assert batch.images.shape == (2, 1, 12, 16) and -1 <= float(batch.images.min()) < 0 < float(batch.images.max()) <= 1
 
@@ -532,7 +532,7 @@ def test_mistakes_in_data_are_reported_before_training(name: str, message: str) 
         open_data(DataConfig(name=name))
 
 
-def test_a_sample_of_a_different_shape_is_reported() -> None:
+def test_a_sample_with_a_different_shape_is_reported() -> None:
     data = open_data(DataConfig(name="somebodys_data:growing", workers=0))
     with pytest.raises(DataError, match=r"the input of train\[60\] is torch.float32 of shape \(5,\), .*pad or crop"):
         next(data.train_batches([[3, 60]], 0))

@@ -1,7 +1,7 @@
 """Training with custom optimizers, schedules, batch transforms, uint8 images and callbacks is
 exact, also across a stop and on any number of ranks.
 
-The parts are those of examples/own_parts.py, which docs/trainer.md shows.
+The parts come from examples/own_parts.py, which docs/trainer.md shows.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """There is no import cycle among the trainer's modules or packages, including lazy imports and
-those for types. Settings import nothing.
+imports for types. Settings import nothing.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def rooms(graph: Arrows) -> Arrows:
     return found
 
 
-def test_no_module_and_no_room_imports_itself_by_a_detour() -> None:
+def test_no_module_and_no_room_imports_itself_indirectly() -> None:
     graph = arrows(ROOT)
     assert len(graph) > 100, "the trainer was found"
     advice = "move what they share into a room below both (the order of the rooms is in pyproject.toml, importlinter)"
@@ -116,4 +116,4 @@ def test_settings_are_declared_in_one_place() -> None:
     ]
     places = {f"{PACKAGE}.config.sections", f"{PACKAGE}.config.config"}
     elsewhere = [(name, kind) for name, kind in classes if name not in places]
-    assert elsewhere == [], "move these to config/sections.py, or call them something else than ...Config"
+    assert elsewhere == [], "move these to config/sections.py, or give them a name that does not end in Config"

@@ -55,7 +55,9 @@ def test_an_update_is_accepted_or_refused(case: Case) -> None:
 
 
 def _rules(schema: Mapping[str, Any], keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Positions of the CRD's rules: the keys to the schema, and the number of the rule in it."""
+    """Yield the positions of the CRD's rules: the keys to the schema, and the number of the rule in
+    it.
+    """
     yield from ((keys, number) for number in range(len(schema.get("x-kubernetes-validations", ()))))
     for key, child in schema.get("properties", {}).items():
         yield from _rules(child, (*keys, "properties", key))

@@ -130,7 +130,7 @@ def test_text_that_is_not_a_manifest_is_refused(text: str, part: str) -> None:
         ("namespace: own", "did you mean metadata.namespace?"),
     ],
 )
-def test_a_misspelled_value_is_refused_with_the_right_one(written: str, remedy: str) -> None:
+def test_a_misspelled_value_is_refused_with_a_suggestion(written: str, remedy: str) -> None:
     assert remedy in _message(f"{JOB}  {written}\n")
 
 

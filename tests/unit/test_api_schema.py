@@ -283,8 +283,8 @@ def test_a_written_status_fits_the_schema() -> None:
 
 
 def _paths(value: Any, path: str) -> set[str]:
-    """Paths of a JSON value in the form of `_schemas`, with [] for any key that the schema of a
-    mapping admits.
+    """Return the paths of a JSON value in the form of `_schemas`, with [] for any key that the
+    schema of a mapping admits.
     """
     if isinstance(value, Mapping):
         if path.endswith((".metrics", ".packages", ".nodeSelector", ".labels", ".annotations")):
@@ -299,8 +299,8 @@ def _paths(value: Any, path: str) -> set[str]:
 
 
 def _at_default(model: Any) -> list[str]:
-    """Fields of a dataclass, at any depth, that have their default. Only the first entry of a list
-    counts.
+    """Return the fields of a dataclass, at any depth, that have their default. Only the first entry
+    of a list counts.
     """
     found = [f"{type(model).__name__}.{f.name}" for f in fields(model) if getattr(model, f.name) == f.default]
     for inner in (getattr(model, f.name) for f in fields(model)):
@@ -494,7 +494,7 @@ def test_a_new_default_of_the_crd_restarts_no_job(monkeypatch: pytest.MonkeyPatc
 
 
 def _functions_of_fields(kind: Any, seen: set[Any]) -> Iterator[Any]:
-    """Functions that pydantic calls while it reads or writes a value of `kind`."""
+    """Yield the functions that pydantic calls while it reads or writes a value of `kind`."""
     if kind in seen:
         return
     seen.add(kind)

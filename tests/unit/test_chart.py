@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ddpjob.api.merging import CLASS_FIELDS, QUEUE
 from ddpjob.api.reader import read_manifests
 from ddpjob.client.manifests.manifest_sources import checked
 from ddpjob.controller.operator_settings import Settings, SettingsError
@@ -35,7 +36,7 @@ def helm(*words: str) -> str:
 
 
 def template(*words: str) -> str:
-    """Render the chart with its own values, except for those in `words`."""
+    """Render the chart with its own values, except for the values in `words`."""
     given = [str(HELM), "template", "mine", str(CHART), "--namespace", "ml", *words]
     return subprocess.run(given, capture_output=True, text=True, check=True).stdout
 
@@ -125,7 +126,7 @@ def test_the_definition_can_be_taken_from_the_chart() -> None:
 
 
 def dashboard(*words: str) -> dict[str, dict[str, Any]]:
-    """Objects that the chart renders for the dashboard, by kind."""
+    """Return the objects that the chart renders for the dashboard, by kind."""
     rendered = helm("template", "mine", str(CHART), "--set", "dashboard.enabled=true", *words)
     found = [body for body in yaml.safe_load_all(rendered) if body and body["metadata"]["name"].endswith("-dashboard")]
     assert all(body["metadata"]["labels"]["app.kubernetes.io/name"] == "ddpjob-dashboard" for body in found)
@@ -290,6 +291,22 @@ def test_the_operators_image_has_a_name_that_the_kubelet_accepts(repository: str
     assert bool(re.search(schema["pattern"], repository)) is taken
 
 
+def test_the_chart_takes_the_fields_that_a_class_may_set() -> None:
+    """Otherwise the operator would not start because of a typo that `helm upgrade` has accepted."""
+    classes = json.loads((CHART / "values.schema.json").read_text())["properties"]["jobClasses"]
+    schema = classes["additionalProperties"]["properties"]
+
+    def paths(part: dict[str, Any], prefix: str = "") -> set[str]:
+        assert part["additionalProperties"] is False
+        fields = part["properties"].items()
+        return {
+            path for name, below in fields for path in (paths(below, f"{prefix}{name}.") if below else {prefix + name})
+        }
+
+    assert paths(schema["spec"]) == set(CLASS_FIELDS)
+    assert set(schema["fixed"]["items"]["enum"]) == {*CLASS_FIELDS, QUEUE}
+
+
 MANY = ["n" * 60] * 20
 
 
@@ -445,7 +462,7 @@ def test_every_value_of_the_dashboard_arrives() -> None:
 
 
 def test_the_oldest_kubernetes_that_the_chart_names_is_the_one_that_is_tested() -> None:
-    """The version is that of DDPJOB_CLUSTER_KUBERNETES=oldest."""
+    """The version matches DDPJOB_CLUSTER_KUBERNETES=oldest."""
     named = yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"].removeprefix(">=").split(".")[:2]
     pins = (CHART.parents[1] / "tests" / "cluster" / "oldest" / "go.mod").read_text()
     assert f"require k8s.io/kubernetes v{'.'.join(named)}." in pins
@@ -477,7 +494,7 @@ def test_the_operator_may_delete_config_maps_only_if_the_values_say_so(
 @needs_helm
 @pytest.mark.parametrize(("name", "group"), [("kueue", "kueue.x-k8s.io"), ("volcano", "scheduling.volcano.sh")])
 @pytest.mark.parametrize("wanted", [True, False])
-def test_a_role_grants_rights_to_queues_only_if_the_values_say_so(name: str, group: str, wanted: bool) -> None:
+def test_a_role_grants_access_to_queues_only_if_the_values_say_so(name: str, group: str, wanted: bool) -> None:
     """A namespace administrator may not create a Role with rights that they do not hold."""
     values = f"key.existingSecret=given,watchNamespaces={{one}},queues.{name}={str(wanted).lower()}"
     rendered = yaml.safe_load_all(template("--set", values))
@@ -486,7 +503,7 @@ def test_a_role_grants_rights_to_queues_only_if_the_values_say_so(name: str, gro
 
 
 def operators_policy(*values: str) -> dict[str, Any] | None:
-    """The spec of the NetworkPolicy that the chart renders for the operator's pods."""
+    """Return the spec of the NetworkPolicy that the chart renders for the operator's pods."""
     words = (word for value in values for word in ("--set-json" if "[" in value else "--set", value))
     found = yaml.safe_load_all(template("--set", "key.existingSecret=given,dashboard.enabled=true", *words))
     policies = [o for o in found if o and (o["kind"], o["metadata"]["name"]) == ("NetworkPolicy", "mine-operator")]
@@ -557,7 +574,7 @@ def test_a_text_that_is_not_a_digest_is_not_packaged(digest: str, tmp_path: Path
 
 
 def operators_pod(values: dict[str, Any], tmp_path: Path, name: str = "mine-operator") -> dict[str, Any]:
-    """The pod template that the chart renders for a Deployment."""
+    """Return the pod template that the chart renders for a Deployment."""
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
     rendered = template(
         "--set", "key.existingSecret=given,dashboard.enabled=true", "--values", str(tmp_path / "values.yaml")

@@ -39,7 +39,7 @@ def test_the_base_image_is_named_where_dependabot_looks() -> None:
     assert {stage.partition(" ")[0] for name, stage in STAGES.items() if name != "base"} == {"${BASE_IMAGE}"}
 
 
-def test_no_download_of_pip_stays_in_an_image() -> None:
+def test_no_download_of_pip_remains_in_an_image() -> None:
     """The tests' own builds mount a folder over pip's cache, so they cannot see it."""
     for name in ("operator", "trainer"):
         setting = re.search(r"^ARG PIP_NO_CACHE_DIR=1$", STAGES[name], flags=re.MULTILINE)

@@ -229,7 +229,7 @@ def count_words(text: str) -> int:
 
 
 def test_the_readme_and_the_site_are_short_enough_to_be_read() -> None:
-    """The site's words are those of docs/. README.md counts separately."""
+    """The site's word count covers docs/. README.md counts separately."""
     readme = len((ROOT / "README.md").read_text().split())
     assert readme <= README_WORDS, (
         f"README.md has {readme} words, at most {README_WORDS}: move details to a page in docs/ and link it"

@@ -52,7 +52,7 @@ def test_pips_index_is_used_by_uv(tmp_path: Path) -> None:
         ("", "exit 0", "uv cannot be installed here; using pip instead\n", 0),
     ],
 )
-def test_pip_installs_what_uv_cannot(
+def test_pip_is_used_only_if_uv_fails_or_is_missing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],

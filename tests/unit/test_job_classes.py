@@ -46,7 +46,7 @@ def problems_of(spec: Json, given: Json, labels: dict[str, str] | None = None) -
 
 
 @pytest.mark.parametrize("path", CLASS_FIELDS)
-def test_fields_that_a_class_may_set_have_no_default_that_could_look_like_the_jobs(path: str) -> None:
+def test_fields_that_a_class_may_set_have_no_default_that_looks_like_a_jobs_value(path: str) -> None:
     assert schema_of(f"spec.{path}").get("default", {}) == {}
 
 
@@ -182,14 +182,14 @@ def test_pod_templates_merge_as_kubernetes_does() -> None:
     assert {None, "gpu", "spot"} <= set(keys)
 
 
-def test_a_volume_with_a_different_source_replaces_the_classs() -> None:
+def test_a_volume_with_a_different_source_replaces_the_volume_of_the_class() -> None:
     given = {"podTemplate": {"spec": {"volumes": [{"name": "s", "emptyDir": {}}, {"name": "t", "emptyDir": {}}]}}}
     mine = [{"name": "s", "persistentVolumeClaim": {"claimName": "c"}}, {"name": "t", "emptyDir": {"sizeLimit": "1Gi"}}]
     merged = with_class({"podTemplate": {"spec": {"volumes": mine}}}, given)
     assert merged["podTemplate"]["spec"]["volumes"] == mine
 
 
-def test_a_probe_of_a_different_kind_replaces_the_classs() -> None:
+def test_a_probe_of_a_different_kind_replaces_the_probe_of_the_class() -> None:
     def sidecar(probe: dict[str, Any]) -> dict[str, Any]:
         return {"podTemplate": {"spec": {"containers": [{"name": "s", "livenessProbe": probe}]}}}
 

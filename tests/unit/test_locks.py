@@ -23,7 +23,7 @@ LOCKS = ("dev.txt", *SHIPPED, "build.txt")
 
 
 def asked(*extras: str) -> list[Requirement]:
-    """Requirements of the package itself with these extras, including extras of its own."""
+    """Return the requirements of the package itself with these extras, including extras of its own."""
     found = [Requirement(text) for text in PYPROJECT["project"]["dependencies"]]
     for requirement in (Requirement(text) for extra in extras for text in EXTRAS[extra]):
         found += asked(*requirement.extras) if requirement.name == "ddpjob" else [requirement]
@@ -31,8 +31,8 @@ def asked(*extras: str) -> list[Requirement]:
 
 
 def unmet(requirements: list[Requirement], *names: str) -> list[str]:
-    """Requirements that these lock files do not contain, or contain in a version that is not
-    allowed.
+    """Return the requirements that these lock files do not contain, or contain in a version that is
+    not allowed.
     """
     held = {package: versions for name in names for package, versions in lock.pins(name).items()}
     return [
@@ -86,7 +86,7 @@ def test_an_unmet_requirement_is_found() -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_shipped_versions_were_tested(name: str) -> None:
-    """The versions in the images are those in CI."""
+    """The images contain the versions that CI tests."""
     tested = lock.pins("dev.txt")
     differ = {package: versions for package, versions in lock.pins(name).items() if versions != tested[package]}
     assert differ == {}, f"locks/{name} has other versions than locks/dev.txt: run `make locks`"

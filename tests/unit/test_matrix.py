@@ -50,7 +50,7 @@ def run(row: object) -> None:
 
 
 @pytest.mark.slow
-def test_the_runtime_works_with_the_standard_library_alone() -> None:
+def test_the_runtime_works_with_only_the_standard_library() -> None:
     run(matrix.Row("3.9"))
 
 

@@ -84,7 +84,7 @@ def test_only_the_lagging_rank_is_reported(kind: str, tmp_path: Path) -> None:
 
 
 def clock_of(*steps: tuple[float, float], first: object = None) -> WorkClock:
-    """A clock with these steps: seconds of own work and of waiting."""
+    """Return a clock with these steps: seconds of own work and of waiting."""
     clock, optimizer = WorkClock(torch), first or object()
     clock.step_ends(optimizer)
     for own, waiting in steps:
@@ -109,7 +109,7 @@ def test_few_steps_are_kept_for_the_next_check() -> None:
     assert clock.take() is not None and clock.take() is None, "each step counts once"
 
 
-def test_steps_are_the_first_optimizers_and_waits_those_of_training() -> None:
+def test_only_steps_of_the_first_optimizer_and_waits_of_training_count() -> None:
     optimizer, other = object(), object()
     clock = clock_of((0.02, 0.0), first=optimizer)
     for _ in range(2):
@@ -124,7 +124,7 @@ def test_steps_are_the_first_optimizers_and_waits_those_of_training() -> None:
     assert own >= 0.02, "a wait in the background is not a wait of the training"
 
 
-def test_a_backward_pass_that_waits_at_its_end_has_waited() -> None:
+def test_a_wait_at_the_end_of_a_backward_pass_counts_as_waiting() -> None:
     clock = WorkClock(torch)
     backward = count_tail(torch.autograd.backward, clock, torch)
     optimizer, weight = object(), torch.ones(1, requires_grad=True)

@@ -301,7 +301,7 @@ class Job:
             wanted = self.truth[moment, rank if self.sharded else 0]
             assert is_same(found.tree, wanted), "the state is the one that was made then"
             for each, own in found.owns.items():
-                assert own == f"{moment.order[1]}:{moment.step}:{each}".encode(), "and what each rank had is, too"
+                assert own == f"{moment.order[1]}:{moment.step}:{each}".encode(), "and so is the state of each rank"
             assert self.sharded or len(found.owns) >= self.nodes - 1
 
 
@@ -466,7 +466,7 @@ def test_parts_of_unlike_sizes_reach_the_neighbour(
     assert [each.tree["weights"].tolist() for each in found] == [[0.0] * 10, [1.0] * 5_010, [2.0] * 10]
 
 
-def test_no_bytes_are_neither_sent_nor_awaited() -> None:
+def test_zero_bytes_are_neither_sent_nor_awaited() -> None:
     """A rank without a part does not take part in its neighbours' exchange of chunks."""
     done: list[str] = []
 
@@ -514,7 +514,7 @@ def test_a_sharded_state_of_a_different_number_of_ranks_is_not_restored(nodes: C
     found = Group(2).run(lambda rank: opened(rank, nodes(rank.node), (0, 1), sharded=True).restore())
     assert found == [None, None]
     Group(2).run(lambda rank: trained(nodes(rank.node), rank, [1, 2], 1, sharded=True))
-    assert {held.part for held in SnapshotStore(nodes(0)).held()} == {"0of2", "1of2"}, "and it goes"
+    assert {held.part for held in SnapshotStore(nodes(0)).held()} == {"0of2", "1of2"}, "and it is removed"
 
 
 @pytest.mark.parametrize(("first", "other"), [(AUTO, 3), (3, AUTO), (NONE, 1), (1, NONE), (AUTO, NONE)])
@@ -534,7 +534,7 @@ def test_ranks_of_different_specs_follow_rank_0(
     assert Group(2).run(train) == [(first, True)] * 2, "the incarnation is the highest of all ranks"
 
 
-def test_a_node_without_room_receives_the_state_and_says_what_it_needs(
+def test_a_node_without_room_receives_the_state_and_reports_the_size_it_needs(
     nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Group(2, 2).run(lambda rank: trained(nodes(rank.node), rank, [1, 2]))

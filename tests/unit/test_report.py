@@ -123,7 +123,7 @@ def test_arrays_of_one_element_are_figures(posted: list[dict[str, Any]]) -> None
         ddpjob_report.report(loss=numpy.zeros(3))
 
 
-def test_newer_figures_replace_older_ones_of_their_names_within_bounds() -> None:
+def test_newer_figures_replace_older_ones_with_the_same_names_within_bounds() -> None:
     older = {"epoch": 1, "loss": 2.0, "metrics": {f"m{i}": i for i in range(99)}}
     both = merged(older, {"loss": 1.0, "metrics": {"m0": 7, "a": 1, "b": 2}})
     assert (both["epoch"], both["loss"], len(both["metrics"])) == (1, 1.0, protocol.MAX_FIGURES)
@@ -222,7 +222,7 @@ def test_ranks_wait_for_an_answer_for_the_time_that_the_script_sets(given: int, 
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_call_in_another_thread_says_that_it_cannot_listen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_in_another_thread_reports_that_it_cannot_listen(capsys: pytest.CaptureFixture[str]) -> None:
     answers: list[bool] = []
     for _ in range(2):
         thread = threading.Thread(target=lambda: answers.append(ddpjob_report.should_stop()))
@@ -264,7 +264,7 @@ def test_numbers_that_a_framework_logs_are_read() -> None:
 
 
 @pytest.mark.parametrize(("name", "needs"), [("huggingface", "transformers"), ("accelerate", "accelerate")])
-def test_a_callback_without_its_framework_says_what_is_missing(
+def test_a_callback_without_its_framework_names_the_missing_package(
     name: str, needs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, needs, None)
@@ -282,7 +282,7 @@ def forget_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def imitated_lightning(monkeypatch: pytest.MonkeyPatch, top: str = "lightning") -> ModuleType:
-    """Return the callback's module, with a fake Lightning of this name that has only the base
+    """Return the callback's module, with a fake Lightning under this name that has only the base
     class.
     """
     forget_lightning(monkeypatch)
@@ -305,7 +305,7 @@ def test_lightning_has_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("installed", [["lightning"], ["pytorch_lightning"], ["lightning", "pytorch_lightning"]])
-def test_the_installed_lightning_is_used_where_none_was_imported_yet(
+def test_the_installed_lightning_is_used_if_none_was_imported_yet(
     installed: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     forget_lightning(monkeypatch)
@@ -472,7 +472,7 @@ def imitated(monkeypatch: pytest.MonkeyPatch, name: str, base: str) -> ModuleTyp
 
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(("done", "shown"), [(0.01, 1), (1.0, 1), (1.01, 2), (2.5, 3), (None, 1)])
-def test_the_epoch_that_runs_is_shown_to_its_end(
+def test_the_running_epoch_is_shown_until_its_end(
     done: float | None, shown: int, posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Trainer counts completed epochs. The last epoch may be incomplete."""

@@ -97,7 +97,7 @@ def test_a_folder_of_files_is_restored_unchanged(
 
 
 @pytest.mark.slow
-def test_a_folder_of_parts_is_copied_where_rank_0_has_all_of_them(
+def test_a_folder_of_parts_is_copied_if_rank_0_has_all_of_them(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import torch
@@ -196,7 +196,7 @@ def test_all_ranks_get_the_same_copy_although_an_old_upload_completes(
     assert (first / "snapshot.pt").read_text() == (second / "snapshot.pt").read_text() == "10"
     start(monkeypatch, 2)
     found = ddpjob_report.restore_checkpoint()
-    assert found is not None and found.read_text() == "11", "of the next start it is the newest"
+    assert found is not None and found.read_text() == "11", "it is the newest for the next start"
     start(monkeypatch, 1)
     with pytest.raises(BucketError, match="a later start of this job"):
         ddpjob_report.restore_checkpoint()
@@ -290,7 +290,7 @@ def test_only_the_newest_copies_are_kept(bucket: Bucket, tmp_path: Path) -> None
     assert [entry.step for entry in bucket.entries()] == [6, 5]
 
 
-def test_figures_about_copies_are_sent_with_those_of_the_script(
+def test_figures_about_copies_are_sent_together_with_the_scripts_figures(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     sent: list[dict[str, Any]] = []
@@ -305,7 +305,9 @@ def test_figures_about_copies_are_sent_with_those_of_the_script(
         assert int(before) <= metrics["copyTime"] <= time.time() + 1
 
 
-def test_without_a_bucket_the_folder_itself_keeps_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_bucket_the_folder_itself_keeps_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert ddpjob_report.restore_checkpoint() is None
     path = saved(tmp_path / "pod", "1")
     ddpjob_report.copy_checkpoint(path, 1)

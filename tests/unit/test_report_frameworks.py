@@ -75,9 +75,7 @@ def network() -> Any:
 def survives(
     train: Callable[[Path, int], Any], folder: Path, job: Callable[[], None], starts: list[tuple[int, str]]
 ) -> None:
-    """Check that no kill repeats a complete step, and that the weights are those of an undisturbed
-    training.
-    """
+    """Check that no kill repeats a complete step, and that the weights match an undisturbed run."""
     undisturbed = train(folder / "undisturbed", -1)
     for dies in DIES:
         job()

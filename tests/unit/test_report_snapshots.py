@@ -317,7 +317,7 @@ def test_a_loop_that_ignores_the_restored_step_is_refused(job: Callable[[], None
         (7, 4, 5, {"step": 4, "source": protocol.STORAGE}),
     ],
 )
-def test_the_account_says_where_training_continued(
+def test_the_account_shows_where_training_continued(
     restored: int,
     own: int | None,
     first: int,
@@ -354,11 +354,11 @@ class Unsaved:
 
 
 class ZeroRedundancyOptimizer(torch.optim.SGD):  # type: ignore[misc]
-    """Looks like torch's class of this name."""
+    """Looks like torch's class with this name."""
 
 
 class FullyShardedDataParallel(nn.Linear):  # type: ignore[misc]
-    """Looks like torch's class of this name."""
+    """Looks like torch's class with this name."""
 
 
 @pytest.mark.usefixtures("job")

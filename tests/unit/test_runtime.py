@@ -150,7 +150,7 @@ def test_the_archive_is_the_same_wherever_it_is_made() -> None:
     assert subprocess.check_output(command, text=True, env=moved).strip() == runtime_name()
 
 
-def test_the_config_map_is_one_that_kubernetes_takes() -> None:
+def test_the_config_map_is_one_that_kubernetes_accepts() -> None:
     manifest = build_runtime(JOB)
     assert all(re.fullmatch(r"[-._a-zA-Z0-9]{1,253}", key) for key in manifest["binaryData"])
     assert sum(map(len, manifest["binaryData"].values())) < 2**20 / 2, "half of what a ConfigMap may hold"
@@ -159,7 +159,7 @@ def test_the_config_map_is_one_that_kubernetes_takes() -> None:
     )
 
 
-def test_a_runtime_is_trusted_by_sixteen_digits() -> None:
+def test_a_runtime_is_recognized_by_sixteen_digits() -> None:
     """A running job is pinned to the name with which it began, so that an upgrade does not disturb
     it.
     """
@@ -200,7 +200,7 @@ def test_exit_codes_match_the_protocol(path: str, name: str) -> None:
     assert constants(path)[name] == getattr(protocol, name)
 
 
-def test_progress_is_posted_where_the_coordinator_takes_it() -> None:
+def test_progress_is_posted_to_the_path_that_the_coordinator_serves() -> None:
     posted = set(re.findall(r"/v1/\w+", (ROOT / "runtime/ddpjob_runtime/worker.py").read_text()))
     assert posted == {protocol.Command.PROGRESS.path}
 

@@ -64,7 +64,7 @@ def test_links_of_the_repository_lead_to_the_site(page: str, link: str, on_the_s
     assert HOOKS["rewritten"](link, page, "") == on_the_site
 
 
-def test_other_files_are_linked_where_the_repository_is_known() -> None:
+def test_other_files_are_linked_if_the_repository_is_known() -> None:
     made = HOOKS["rewritten"]("[a](../examples/x.yaml)", "cli.md", "https://host/me/ddpjob/")
     assert made == "[a](https://host/me/ddpjob/blob/main/examples/x.yaml)"
 

@@ -99,7 +99,7 @@ def test_states_that_do_not_fit_twice_are_refused_before_anything_is_written(sma
     assert steps(store) == [1, 2]
 
 
-def test_the_last_step_that_was_made_is_known_without_a_copy(tmp_path: Path) -> None:
+def test_the_last_completed_step_is_known_without_a_copy(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path)
     assert store.made is None
     for step in (4, 5, 6):
@@ -110,7 +110,7 @@ def test_the_last_step_that_was_made_is_known_without_a_copy(tmp_path: Path) -> 
     assert store.made == Moment((1, 3), 5)
 
 
-def test_a_reader_or_a_kill_never_meets_a_number_in_the_middle_of_its_change(tmp_path: Path) -> None:
+def test_no_reader_and_no_kill_meets_a_half_written_number(tmp_path: Path) -> None:
     first, second = 0x00FFFFFFFF, 0x0100000000
     SnapshotStore(tmp_path).note_made(Moment((0, 1), first))
     child = os.fork()
@@ -239,7 +239,7 @@ def test_the_newest_incarnation_counts_before_the_highest_step(nodes: dict[int, 
     assert chosen.step == max(moment.step for moment in every if moment.order == newest)
 
 
-def test_a_higher_step_of_an_older_round_is_passed_over() -> None:
+def test_a_higher_step_of_an_older_round_is_ignored() -> None:
     cut_off, others = Held(ALL, Moment((0, 5), 900), 9), Held(ALL, Moment((0, 6), 850), 9)
     assert choose({0: [cut_off], 1: [others]}, [ALL]) == others.moment
 

@@ -227,7 +227,7 @@ def test_prose_has_at_most_100_columns() -> None:
     assert grown == {}, "wrap docstrings, comments and text at 100 columns"
 
 
-def test_no_two_modules_of_one_name() -> None:
+def test_no_two_modules_have_the_same_name() -> None:
     places = defaultdict(list)
     for top in PACKAGES:
         for path in (ROOT / top).rglob("*.py"):
@@ -237,7 +237,7 @@ def test_no_two_modules_of_one_name() -> None:
     assert shared == {}, "rename all but one of these modules after what is special about them"
 
 
-def test_no_two_classes_of_one_name() -> None:
+def test_no_two_classes_have_the_same_name() -> None:
     places = defaultdict(list)
     for top in PACKAGES:
         for path in (ROOT / top).rglob("*.py"):
@@ -262,7 +262,7 @@ def test_every_module_is_in_the_map() -> None:
     assert MAP["PAGE"].read_text() == MAP["page"](MAP["PAGE"].read_text()), "run: python docs/generate_map.py"
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_states_its_purpose() -> None:
     silent = re.findall(r"^- `(\S+)`: $", MAP["render"](), flags=re.MULTILINE)
     assert silent == [], "begin these modules with a docstring: one line that says what the module is for"
     without = re.findall(r"^### (.*)\n\n\n", MAP["render"](), flags=re.MULTILINE)

@@ -110,7 +110,7 @@ def test_everything_that_a_workflow_names_exists(workflow: Path) -> None:
     assert unknown_targets(text) == []
 
 
-def test_a_path_or_a_target_that_is_gone_is_found() -> None:
+def test_a_path_or_a_target_that_does_not_exist_is_found() -> None:
     assert (
         missing_paths("python scripts/release_notes.py, ./.github/workflows/ci.yml, tests/cluster/binaries/*.sum") == []
     )

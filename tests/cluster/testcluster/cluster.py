@@ -233,8 +233,8 @@ class Cluster:
         return state.nodes
 
     def environment(self) -> dict[str, str]:
-        """Environment for programs that use the cluster: KUBECONFIG, PATH, and no proxy for its
-        addresses.
+        """Return the environment for programs that use the cluster: KUBECONFIG, PATH, and no proxy
+        for its addresses.
         """
         no_proxy = ",".join(part for part in (os.environ.get("NO_PROXY", ""), "198.18.0.0/15") if part)
         path = f"{self.programs}:{os.environ['PATH']}"

@@ -18,8 +18,8 @@ def _ip(netns: str, *words: str) -> None:
 
 
 def _forward(netns: str) -> None:
-    """Enable forwarding in the namespace. This needs a child process, because /proc/sys/net is that
-    of the writer's own namespace.
+    """Enable forwarding in the namespace. This needs a child process, because /proc/sys/net belongs
+    to the writer's own namespace.
     """
     run("nsenter", f"--net=/run/netns/{netns}", "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
 

@@ -141,7 +141,7 @@ class Settings:
 
 
 def node_number(name: str) -> int:
-    """Return 1 for `n1`. Raises ClusterError if the name is not that of a node."""
+    """Return 1 for `n1`. Raises ClusterError if the name is not a node's."""
     if not name.startswith("n") or not name[1:].isdigit():
         raise ClusterError(f"{name}: nodes are called n1, n2, ...")
     return int(name[1:])

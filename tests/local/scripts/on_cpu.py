@@ -83,7 +83,7 @@ def main_of_hydra(config_path: str, config_name: str, **_: Any) -> Any:
 
 
 def stand_in(name: str, **contents: Any) -> None:
-    """Create a module of this name if it is not installed."""
+    """Create a module with this name if it is not installed."""
     if importlib.util.find_spec(name) is None:
         sys.modules[name] = types.ModuleType(name)
         vars(sys.modules[name]).update(contents)

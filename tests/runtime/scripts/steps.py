@@ -38,7 +38,7 @@ def once(name: str) -> bool:
 
 
 def trainer():
-    """Return a function that makes one optimizer step under DDP."""
+    """Return a function that takes one optimizer step under DDP."""
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 

@@ -41,5 +41,5 @@ class Slow:
         return slowly
 
     def alive(self) -> None:
-        """Count a report of a waiting rank in `reported`."""
+        """Count one report from a waiting rank."""
         self.reported += 1

@@ -165,7 +165,7 @@ def test_two_incarnations_that_begin_at_once_have_different_terms(store: Any) ->
 def test_a_large_file_is_fetched_by_several_requests(
     size: int, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client gives up a request after two minutes, so a larger file would never arrive in a
+    """The client abandons a request after two minutes, so a larger file would never arrive in a
     single one.
     """
     monkeypatch.setattr(stored, "_RANGE", 1000)
@@ -353,7 +353,7 @@ def test_waiting_for_the_last_upload_cuts_a_long_pause_short(tmp_path: Path, mon
     uploads = Uploads(bucket, lambda: None, said.append)
     uploads.offer(Waiting(saved(tmp_path, 1), 1, None))
     until(lambda: said)
-    assert not uploads.wait(0), "a look alone does not cut the pause short"
+    assert not uploads.wait(0), "a check alone does not cut the pause short"
     time.sleep(0.3)
     assert bucket.steps == [1]
     began = time.monotonic()
@@ -413,7 +413,7 @@ def test_an_upload_that_fails_for_an_unknown_reason_is_retried(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("removed", ["checkpoint", "checkpoint/b"])
-def test_the_upload_of_a_removed_checkpoint_is_given_up(
+def test_the_upload_of_a_removed_checkpoint_is_abandoned(
     removed: str, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the upload was retried forever, and the process waited for it. If only a part had

@@ -232,7 +232,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return go
 
 
-def test_training_continues_during_the_write_and_the_copy_is_of_the_save(
+def test_training_continues_during_the_write_without_changing_the_saved_state(
     tmp_path: Path, slow_disk: threading.Event
 ) -> None:
     checkpoints = opened(tmp_path, every_steps=5, every_seconds=0)

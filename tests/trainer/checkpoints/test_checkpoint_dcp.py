@@ -206,7 +206,7 @@ def test_only_the_newest_incarnation_puts_parts_in_place(tmp_path: Path) -> None
 def test_a_claim_that_rank_0_cannot_read_for_a_while_leaves_the_ranks_in_step(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The other writers must not wait in the collective of an attempt that rank 0 gave up."""
+    """The other writers must not wait in the collective of an attempt that rank 0 abandoned."""
     ranks = start(
         2,
         [

@@ -69,6 +69,6 @@ def test_a_kill_at_any_instant_leaves_whole_checkpoints(
         assert torch.equal(found["model"]["w"], WEIGHTS + found["step"])
         before = found["step"]
         best = tmp_path / f"best{'.pt' if format is Format.TORCH else '.dcp'}"
-        assert not best.is_symlink() or best.exists(), "the link never leads nowhere"
+        assert not best.is_symlink() or best.exists(), "the link is never dangling"
         (tmp_path / "fence.json").unlink()
-    assert "warning" not in capfd.readouterr().err, "none was ever found broken"
+    assert "warning" not in capfd.readouterr().err, "no checkpoint was ever found broken"

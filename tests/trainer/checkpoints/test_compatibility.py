@@ -163,7 +163,7 @@ def test_a_pattern_that_no_tensor_matches_is_refused(trained: Path) -> None:
         CheckpointConfig(load_except=("head.*",)).check()
 
 
-def test_weights_of_a_diverged_training_are_refused(trained: Path, tmp_path: Path) -> None:
+def test_weights_of_a_diverged_run_are_refused(trained: Path, tmp_path: Path) -> None:
     """Otherwise steps would be skipped, with advice to lower the learning rate. Infinity may be
     intended, as in a mask.
     """

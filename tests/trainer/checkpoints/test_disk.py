@@ -101,7 +101,7 @@ def test_a_read_only_volume_is_reported(format: str, volume: Path) -> None:
 
 
 @FORMATS
-def test_an_unmounted_volume_is_not_written_around(format: str, volume: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_in_place_of_an_unmounted_volume(format: str, volume: Path, tmp_path: Path) -> None:
     """The folder under the mount point is on the node's own disk, where nobody would find a
     checkpoint.
     """
@@ -231,7 +231,7 @@ def test_an_evaluation_that_cannot_be_written_is_reported_and_training_continues
     )
 
 
-def test_stacks_on_a_volume_that_is_gone_do_not_hide_why_training_ends(tmp_path: Path) -> None:
+def test_stacks_that_cannot_be_written_do_not_hide_why_training_ends(tmp_path: Path) -> None:
     stacks = StackDumps(tmp_path, 0, 60)
     shutil.rmtree(tmp_path / "stacks")
     (tmp_path / "stacks").touch()

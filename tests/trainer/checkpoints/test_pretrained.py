@@ -92,7 +92,7 @@ def test_weights_that_do_not_exist_are_refused(pretrained: str, name: str, messa
         loaded(pretrained, name)
 
 
-def test_a_run_of_two_ranks_starts_from_a_checkpoint_of_other_classes(
+def test_a_run_of_two_ranks_starts_from_a_checkpoint_with_other_classes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A restart resumes from its own checkpoint, even if the pretrained weights are gone."""

@@ -139,7 +139,7 @@ def test_each_part_is_hashed_by_one_rank(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_part_that_any_rank_finds_broken_makes_all_take_an_older_checkpoint(place: int, tmp_path: Path) -> None:
+def test_if_any_rank_finds_a_part_broken_all_ranks_use_an_older_checkpoint(place: int, tmp_path: Path) -> None:
     parts(tmp_path, 1)
     broken = sorted(part for part in parts(tmp_path, 2).iterdir() if part.name != "manifest.json")[place]
     content = bytearray(broken.read_bytes())

@@ -101,7 +101,7 @@ def test_kill_9_of_a_rank_under_torchrun_loses_and_repeats_nothing(tmp_path: Pat
     assert verdict.epochs == dict.fromkeys(range(1, 7), verdict.size)
 
 
-def test_incarnations_of_a_job_are_in_order_whatever_the_clocks_of_its_nodes_show(
+def test_incarnations_are_in_order_although_the_clocks_of_nodes_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second incarnation's node has a clock that is 85 s behind. Then the job is created again,

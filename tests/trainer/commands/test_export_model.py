@@ -32,13 +32,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoints"
 
 
-def test_a_checkpoint_holds_the_classes_and_the_shape_that_the_data_have(trained: Path) -> None:
+def test_a_checkpoint_holds_the_classes_and_the_image_shape_of_the_data(trained: Path) -> None:
     content = torch_file.decode(max(trained.glob("step-*.pt")).read_bytes())
     assert (content["config"]["data.classes"], content["config"]["data.shape"]) == (2, [3, 16, 16])
     assert content["data"]["names"] == ["n01440764", "n01443537"]
 
 
-def test_the_exported_files_give_the_outputs_of_the_training(trained: Path, tmp_path: Path) -> None:
+def test_the_exported_files_give_the_outputs_of_the_trained_model(trained: Path, tmp_path: Path) -> None:
     assert main([str(trained), "-o", str(tmp_path)]) == 0
     average = torch_file.decode(max(trained.glob("step-*.pt")).read_bytes())["average"]["averages"]
     weights = load_file(tmp_path / "model.safetensors")

@@ -113,7 +113,7 @@ def test_every_checkpoint_has_a_row_even_if_another_one_is_broken(
     assert "0 + 25%" in lines[2] and "\x1b" not in "".join(lines)
 
 
-def test_a_checkpoint_of_an_own_loop_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_a_custom_loop_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The file contains what the loop saved, without the trainer's settings."""
     with CheckpointFolder.open(Group(), dir=tmp_path) as folder:
         sampler = {"epoch": 0, "consumed": 4, "size": 8, "seed": 0}

@@ -168,7 +168,7 @@ def test_an_interval_is_a_number_of_seconds_or_follows_from_the_cost(
         ("--evaluate", "python -m ddpjob_trainer evaluate CHECKPOINT"),
     ],
 )
-def test_flags_from_tutorials_are_answered_with_the_key(argument: str, message: str) -> None:
+def test_flags_from_tutorials_get_a_hint_with_the_key(argument: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config.load(None, [argument])
     assert message in str(caught.value)
@@ -209,7 +209,7 @@ def test_the_argument_of_torch_distributed_launch_is_the_local_rank(
         ("train", "unknown command 'train'; to train, leave it out"),
     ],
 )
-def test_unknown_commands_are_answered_with_the_nearest(word: str, message: str) -> None:
+def test_unknown_commands_get_a_hint_with_the_nearest_command(word: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         dispatch.run([word, "file"])
     assert message in str(caught.value)
@@ -230,7 +230,7 @@ def test_invalid_files_are_reported(text: str, message: str, tmp_path: Path) -> 
         config.load(str(tmp_path / "c.yaml"), [])
 
 
-def test_parts_of_a_batch_are_given_once() -> None:
+def test_the_number_of_micro_batches_is_set_by_one_key_only() -> None:
     with pytest.raises(
         ConfigError, match=r"train.accumulate=2: has no effect with data.micro_batches=4, .* raise data.micro_batches"
     ):

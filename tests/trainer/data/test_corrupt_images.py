@@ -141,12 +141,14 @@ def test_normalization_and_mixing_do_not_depend_on_the_ranks_either(folder: Path
         np.testing.assert_allclose(final_losses(tmp_path / "defect" / "run"), expected, rtol=1e-3)
 
 
-def test_a_batch_keeps_its_size_and_the_label_says_that_it_weighs_nothing(folder: Path) -> None:
+def test_a_batch_keeps_its_size_and_a_label_marks_images_without_weight(folder: Path) -> None:
     data = open_data(config.load(None, arguments(folder)).data)
     (batch, gone) = data.train_batches([[0, 1, 2, 3], [1, 2]], 0)
     assert batch.images.shape == (4, 3, 16, 16) and batch.unreadable == 2
     assert batch.labels.tolist() == [0, UNREADABLE, UNREADABLE, 0]
-    assert torch.equal(batch.images[1], batch.images[0]), "a copy: statistics of normalisation see an image"
+    assert torch.equal(batch.images[1], batch.images[0]), (
+        "a copy, so that normalization statistics are taken over images"
+    )
     assert gone.labels.tolist() == [UNREADABLE] * 2 and torch.isfinite(gone.images).all()
 
 
@@ -217,7 +219,7 @@ def test_too_many_unreadable_test_images_end_training_too(folder: Path, tmp_path
         assert list(where.glob("step-*.pt")), "the epoch itself is saved"
 
 
-def test_a_result_says_how_many_test_images_it_is_based_on(
+def test_a_result_reports_how_many_test_images_it_is_based_on(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first, *others = sorted((folder / "val").rglob("*.JPEG"))

@@ -95,7 +95,7 @@ def test_a_broken_image_is_reported_and_the_others_continue(folder: Path, capsys
     )
 
 
-def test_without_dali_the_error_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_dali_the_error_names_the_package_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(name: str) -> None:
         raise ImportError(f"No module named {name!r}")
 

@@ -190,7 +190,7 @@ def test_crop_and_flip_takes_the_numbers_drawn_for_each_sample() -> None:
 
 
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (3, 2), (2**31, 10**6)])
-def test_numbers_drawn_on_a_device_are_bit_identical_to_those_of_the_host(seed: int, epoch: int) -> None:
+def test_numbers_drawn_on_a_device_and_on_the_host_are_bit_identical(seed: int, epoch: int) -> None:
     from ddpjob_trainer.data.randomness import uniform, uniform_for_all
 
     found = uniform_for_all(seed, epoch, 5000, 3, torch.device("cpu"))
@@ -339,7 +339,9 @@ def test_workers_live_over_epochs_and_serve_the_test_set_too(tmp_path: Path) -> 
     assert children() - others == workers
 
 
-def test_a_signal_to_the_group_while_workers_start_ends_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_to_the_group_while_workers_start_ends_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torchrun may send SIGTERM after the fork but before the worker has left the rank's process
     group.
     """
@@ -390,7 +392,9 @@ def children() -> set[int | None]:
     return {process.pid for process in multiprocessing.active_children()}
 
 
-def test_the_share_of_time_waited_for_data_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reported_share_of_time_spent_waiting_for_data_is_correct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reading an image takes much longer than a step here, so nearly all time is spent waiting,
     from the first step on.
     """
@@ -444,7 +448,7 @@ def test_ranks_that_see_different_data_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["imagefolder", "cifar10", "shards"])
-def test_data_without_read_permission_is_reported_with_the_user(name: str, tmp_path: Path) -> None:
+def test_unreadable_data_is_reported_with_the_uid(name: str, tmp_path: Path) -> None:
     root = tmp_path / "closed"
     root.mkdir(mode=0)
     before = os.geteuid()
@@ -457,7 +461,7 @@ def test_data_without_read_permission_is_reported_with_the_user(name: str, tmp_p
         os.seteuid(before)
 
 
-def test_an_image_that_the_machine_cannot_read_is_not_taken_for_a_damaged_one(tmp_path: Path) -> None:
+def test_an_image_that_the_machine_cannot_read_is_not_mistaken_for_a_damaged_one(tmp_path: Path) -> None:
     write_image_folder(tmp_path)
     data = opened("data.name=imagefolder", f"data.dir={tmp_path}", "data.image_size=16", "data.workers=0")
     next(data.train_batches([[0]], 0))

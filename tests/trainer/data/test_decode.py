@@ -231,7 +231,7 @@ def test_an_image_with_a_giant_header_is_refused_before_a_decoder_sees_it(
             act()
 
 
-def test_an_image_of_the_most_pixels_reaches_its_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_with_the_maximum_number_of_pixels_reaches_its_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     content = encoded(Image.new("RGB", (64, 64)))
     monkeypatch.setattr(decode, "MOST_PIXELS", 64 * 64)
     assert middle(content, 8).shape == (3, 8, 8)

@@ -81,7 +81,7 @@ def renamed(root: Path) -> None:
 
 
 def added_by_tar(root: Path) -> None:
-    """Add files as tar does, which sets the folders' times to those in the archive."""
+    """Add files as tar does, which sets the folders' times to the times in the archive."""
     one = next(root.rglob("*.JPEG"))
     before = one.parent.stat()
     os.link(one, one.parent / "new.jpeg")

@@ -85,11 +85,13 @@ def test_mixing_depends_only_on_the_key_and_uses_no_other_generator() -> None:
     first, again, other = (mixup.mix(MIXUP, batch(), key, 4) for key in (5, 5, 6))
     assert torch.equal(first.images, again.images) and not torch.equal(first.images, other.images)
     assert torch.equal(torch.get_rng_state(), state)
-    assert mixup.mix(DataConfig(), batch(), 0, 4).labels.dtype == torch.int64, "nothing is mixed unless it is wanted"
+    assert mixup.mix(DataConfig(), batch(), 0, 4).labels.dtype == torch.int64, (
+        "nothing is mixed unless it is configured"
+    )
 
 
 @pytest.mark.parametrize("settings", [MIXUP, CUTMIX])
-def test_an_unreadable_image_is_mixed_into_none(settings: DataConfig) -> None:
+def test_an_unreadable_image_is_not_mixed_into_others(settings: DataConfig) -> None:
     whole = batch()
     labels = whole.labels.clone()
     labels[2] = UNREADABLE
@@ -170,7 +172,7 @@ def test_randaugment_matches_torchvision_and_depends_on_seed_epoch_and_sample() 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_randaugment_of_a_folder_does_not_depend_on_workers_or_company(workers: int, tmp_path: Path) -> None:
+def test_randaugment_of_a_folder_does_not_depend_on_workers_or_other_samples(workers: int, tmp_path: Path) -> None:
     write_image_folder(tmp_path)
     arguments = [
         "data.name=imagefolder",

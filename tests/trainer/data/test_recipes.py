@@ -189,7 +189,7 @@ def drawing(_: Any) -> Any:
 
 
 @pytest.mark.parametrize("more", [[], ["data.trivialaugment=true"]])
-def test_encoded_images_in_versions(more: list[str], tmp_path: Path) -> None:
+def test_versions_of_encoded_images_differ_but_share_label_and_content(more: list[str], tmp_path: Path) -> None:
     """Each version has its own crop, flip and RandAugment. All versions of a sample share its label
     and content.
     """

@@ -124,7 +124,9 @@ def test_ranks_share_micro_batches_evenly_if_whole_ones_are_uneven(
         assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1, "an even share"
         assert max(sizes) <= math.ceil(len(whole[0].samples) * max(stretch, 1) + 1), "which fits into memory"
     if dividing is Dividing.LOCAL:
-        assert len({micro.key for own in ranks for micro in own}) == world * passes, "no two draw the same"
+        assert len({micro.key for own in ranks for micro in own}) == world * passes, (
+            "no two ranks draw the same numbers"
+        )
         return
     held: dict[int, list[int]] = {}
     for rank, own in enumerate(ranks):
@@ -158,7 +160,7 @@ def test_a_step_of_a_long_epoch_costs_its_own_micro_batches_only(monkeypatch: py
     assert last.epoch == 1 and len(calls) == 301 + 2, "and continues into the next epoch"
 
 
-def test_upcoming_steps_are_those_of_each_epoch() -> None:
+def test_upcoming_steps_match_each_epoch() -> None:
     sampler = ElasticSampler(23, 5, Dealing(1, 2, 4), SamplerState(epoch=1, consumed=10, seed=2))
     upcoming = list(sampler.upcoming(4))
     found = []
@@ -230,7 +232,7 @@ def test_versions_are_the_same_in_the_same_order_over_any_sequence_of_worlds(
         assert len(versions) == len(set(versions)) == size, "an epoch is as long as without, and takes a version once"
         assert {number % size for number in versions} == set(chosen)
         whole = [sample for sample in chosen if {sample + size * k for k in range(repeats)} <= set(versions)]
-        assert len(whole) >= len(chosen) - 1, "all versions of each sample but for the last one's"
+        assert len(whole) >= len(chosen) - 1, "all versions of each sample, except for the last sample"
 
 
 def test_versions_match_the_samplers_of_timm_and_deit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def test_the_images_are_the_same_everywhere() -> None:
     )
 
 
-def test_an_image_is_a_function_of_its_number_alone() -> None:
+def test_an_image_depends_only_on_its_number() -> None:
     whole, _ = draw(np.arange(300))
     some, labels = draw(np.array([299, 7, 256, 7]))
     assert np.array_equal(some, whole[[299, 7, 256, 7]]) and labels.tolist() == [9, 7, 6, 7]
@@ -55,7 +55,7 @@ def test_no_test_image_is_a_training_image() -> None:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_the_mirror_image_of_a_shape_is_of_its_class(name: str) -> None:
+def test_the_mirror_image_of_a_shape_has_the_same_class(name: str) -> None:
     """Each shape has a mirror axis, so a flip keeps the label. Its other rotations are drawn
     equally often.
     """

@@ -88,7 +88,7 @@ def test_shards_keep_their_size_and_are_plain_webdataset_tars(packed: Path) -> N
     assert sorted(labels) == [0] * 8 + [1] * 8 and labels != sorted(labels), "mixed"
 
 
-def test_an_index_made_by_reading_the_tars_is_the_one_that_packing_wrote(packed: Path) -> None:
+def test_an_index_made_by_reading_the_tars_equals_the_one_that_packing_wrote(packed: Path) -> None:
     written = {key: value.tolist() for key, value in np.load(packed / "train" / "index.npz").items()}
     (packed / "train" / "index.npz").unlink()
     opened(f"data.dir={packed}")
@@ -109,7 +109,7 @@ def test_an_index_of_different_shards_is_rebuilt(packed: Path, monkeypatch: pyte
 
 
 def relabelled(shard: Path) -> None:
-    """Return the same tar, at the same length, with the other label for each image."""
+    """Rewrite the tar in place, at the same length, with the other label (0 or 1) for each image."""
     content = io.BytesIO()
     with tarfile.open(shard) as old, tarfile.open(fileobj=content, mode="w", format=tarfile.USTAR_FORMAT) as new:
         for member in old:
@@ -133,7 +133,7 @@ def test_corrected_labels_are_read_again(kept: str, packed: Path, tmp_path: Path
     assert images(opened(f"data.dir={packed}", *more), 16) == {image: 1 - label for image, label in before.items()}
 
 
-def test_an_index_copied_to_a_store_is_believed_until_the_store_knows_better() -> None:
+def test_a_copied_index_is_used_unless_the_store_reports_a_different_stamp() -> None:
     columns = {name: np.zeros(1, dtype=np.int64) for name in ("lengths", "shard", "offsets", "sizes", "labels")}
 
     def index(stamp: str) -> shard_index.Index:
@@ -149,7 +149,7 @@ def test_an_index_copied_to_a_store_is_believed_until_the_store_knows_better() -
     assert not shard_index._is_of(index("mtime 1"), found), "the cache of this machine"
 
 
-def test_training_from_shards_is_that_from_the_folder_of_the_same_order(packed: Path, tmp_path: Path) -> None:
+def test_training_from_shards_equals_training_from_the_folder_in_the_same_order(packed: Path, tmp_path: Path) -> None:
     """This also holds on 2 ranks and with workers."""
     arguments = [
         "data.name=shards",
@@ -232,7 +232,7 @@ def test_a_server_without_an_index_is_scanned_and_the_index_kept(packed: Path, s
     assert not Ranges.requests, "read from the folder"
 
 
-def test_a_failing_server_is_asked_again_and_is_never_a_corrupt_image(
+def test_a_failing_server_is_retried_and_is_never_reported_as_a_corrupt_image(
     server: str,
 ) -> None:
     data = opened(f"data.url={server}")
@@ -472,7 +472,7 @@ def test_packing_continues_where_it_was_interrupted(
     )
     for path in whole.rglob("*.tar"):
         assert (out / path.relative_to(whole)).read_bytes() == path.read_bytes()
-    assert not list(out.rglob("*.tmp")), "nothing half is left"
+    assert not list(out.rglob("*.tmp")), "nothing incomplete is left"
 
 
 def test_packing_refuses_a_folder_of_other_shards_and_bad_sizes(folder: Path, packed: Path) -> None:
@@ -555,7 +555,7 @@ def test_an_index_that_points_outside_its_shards_is_refused(changes: dict[str, A
         opened(f"data.dir={packed}")
 
 
-def test_an_index_is_neither_unpacked_nor_believed_about_its_size(packed: Path) -> None:
+def test_an_index_is_neither_decompressed_nor_trusted_about_its_size(packed: Path) -> None:
     """Each of these files is small, but numpy.load would allocate gigabytes for it."""
     path = packed / "train" / "index.npz"
     np.savez_compressed(path, **index_of(packed), more=np.zeros(10_000_000, np.int64))

@@ -58,10 +58,12 @@ def test_generation_and_round_are_compared_as_numbers(
         incarnation(tmp_path, monkeypatch, old)
     save(newest, 2)
     assert steps(tmp_path) == [1, 2]
-    assert list(tmp_path.glob(".*.tmp")) == [], "what was not renamed is gone"
+    assert list(tmp_path.glob(".*.tmp")) == [], "files that were not renamed are gone"
 
 
-def test_a_claim_that_an_older_life_overwrote_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_that_an_older_incarnation_has_overwritten_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both incarnations read the folder before either had written its claim."""
     newest = incarnation(tmp_path, monkeypatch, "0.5")
     claim = json.loads((tmp_path / "fence.json").read_text())
@@ -164,7 +166,7 @@ def test_all_ranks_end_as_fenced_when_the_writer_is(tmp_path: Path) -> None:
     assert max(steps(tmp_path), default=0) <= 4  # no checkpoint at all if the first one was still being written
 
 
-def test_a_start_that_is_older_than_the_folder_ends_with_the_code(tmp_path: Path) -> None:
+def test_a_start_that_is_older_than_the_folder_exits_as_fenced(tmp_path: Path) -> None:
     assert trainer(tmp_path, "first", "train.epochs=1", DDPJOB_FENCE="1.0").wait(60 * slowness()) == 0
     late = trainer(tmp_path, "late", "train.epochs=9", DDPJOB_FENCE="0.77")
     assert late.wait(60 * slowness()) == EXIT_FENCED, (tmp_path / "late.txt").read_text()
@@ -236,7 +238,7 @@ def test_the_same_job_reclaims_its_folder_at_once(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.usefixtures("quick")
-def test_jobs_of_one_name_on_two_clusters_do_not_take_the_folder_from_each_other(
+def test_jobs_with_the_same_name_on_two_clusters_do_not_take_over_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = job(monkeypatch, tmp_path, "a", "uid-a", cluster="one")

@@ -132,7 +132,7 @@ def test_without_a_deadline_a_started_checkpoint_is_completed(tmp_path: Path) ->
     assert {path.name for path in tmp_path.glob("step*")} >= {"step-000000007.pt", "step-000000008.pt"}
 
 
-def test_an_error_in_training_does_not_cut_the_checkpoint_under_way(tmp_path: Path) -> None:
+def test_an_error_in_training_does_not_interrupt_the_checkpoint_under_way(tmp_path: Path) -> None:
     def prepare(rank: int) -> None:
         write = torch_file.write
 

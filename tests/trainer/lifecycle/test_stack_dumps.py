@@ -121,7 +121,7 @@ def test_under_a_launcher_a_rank_answers_its_signal_until_the_end(
     assert [path.name for path in tmp_path.iterdir()] == ["3.txt"]
 
 
-def test_a_training_that_goes_well_leaves_no_stacks(tmp_path: Path) -> None:
+def test_a_successful_run_leaves_no_stacks(tmp_path: Path) -> None:
     good(2, [*TINY, f"checkpoint.dir={tmp_path}", "train.timeout_seconds=30"])
     assert not (tmp_path / "run" / "stacks").exists()
 
@@ -150,7 +150,7 @@ def test_a_profile_of_steps_that_are_never_taken_is_reported_at_the_start(
     assert (tmp_path / "run" / "profile").exists() is (first == 8)
 
 
-def test_a_profile_that_training_ends_within_is_written(tmp_path: Path) -> None:
+def test_a_profile_is_written_even_if_training_ends_during_it(tmp_path: Path) -> None:
     good(1, [*TINY, f"checkpoint.dir={tmp_path}", "train.epochs=1", "report.profile_steps=[1, 100]"])
     with gzip.open(tmp_path / "run" / "profile" / "rank-0.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]

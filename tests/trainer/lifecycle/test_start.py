@@ -93,7 +93,7 @@ def test_the_collector_is_off_during_imports_and_restored_afterwards() -> None:
         gc.unfreeze()
 
 
-def test_a_setting_of_the_compiler_is_made_where_the_compiler_reads_it() -> None:
+def test_a_compiler_setting_changes_the_module_that_the_compiler_reads() -> None:
     """Regression: the import hook ran the settings module twice, so a program changed a copy that
     nothing read.
     """

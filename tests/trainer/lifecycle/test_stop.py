@@ -31,7 +31,7 @@ def test_sigterm_to_torchrun_saves_and_a_later_start_continues(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("how", ["torchrun", "ctrl-c", "killed"])
-def test_a_rank_that_is_asked_to_end_saves_and_leaves_no_worker_behind(how: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_asked_to_stop_saves_and_leaves_no_worker_behind(how: str, tmp_path: Path) -> None:
     """torchrun and terminals signal the whole process group. If that ended a worker, the rank would
     fail before it has saved.
     """

@@ -32,7 +32,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="torch.compile on the CPU needs a C++ compiler"
 )
-def test_a_compiled_training_has_the_same_curve(tmp_path: Path) -> None:
+def test_a_compiled_run_has_the_same_curve(tmp_path: Path) -> None:
     """The training runs in a separate process with the compiler's real front end. Float32 sums may
     be in a different order.
     """
@@ -84,7 +84,7 @@ def test_channels_last_has_the_same_curve(world: int, plain: list[float], tmp_pa
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
-def test_channels_last_is_how_images_and_weights_lie(level: str) -> None:
+def test_images_and_weights_have_the_channels_last_layout(level: str) -> None:
     settings = config.load(
         None,
         [

@@ -61,7 +61,7 @@ def test_a_blocks_branch_goes_through_torchvisions_function() -> None:
     assert not torch.equal(found, resnet(0.0).train()(IMAGES))
 
 
-def test_evaluation_leaves_nothing_out_and_a_copy_has_its_own() -> None:
+def test_evaluation_drops_no_branch_and_a_copy_has_its_own_mode() -> None:
     model, plain = resnet(0.7).eval(), resnet(0.0).eval()
     assert torch.equal(model(IMAGES), plain(IMAGES))
     trained = copy.deepcopy(model).train()

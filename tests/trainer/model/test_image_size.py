@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> list[str]:
         ("timm:vit_tiny_patch16_224", 32, "doesn't match model"),
     ],
 )
-def test_which_sizes_are_refused(name: str, side: int, reason: str) -> None:
+def test_sizes_that_a_model_cannot_take_are_refused(name: str, side: int, reason: str) -> None:
     pytest.importorskip("timm") if name.startswith("timm") else None
     with pytest.raises(ConfigError, match=rf"model.name={name}: cannot take images of 32 x 32 \(.*{reason}.*\); set K"):
         check_image_size(ModelConfig(name=name), (3, side, side), 4, "K")
@@ -49,7 +49,7 @@ def test_other_sizes_are_accepted(name: str) -> None:
     check_image_size(ModelConfig(name=name), (3, 64, 64), 4, "K")
 
 
-def test_training_names_the_size(folder: list[str], tmp_path: Path) -> None:
+def test_training_reports_the_image_size(folder: list[str], tmp_path: Path) -> None:
     (end,) = run(1, [*folder, "model.name=torchvision:alexnet", "data.image_size=32"])
     assert "ConfigError: model.name=torchvision:alexnet: cannot take images of 32 x 32" in end.error, end
     assert "; set data.image_size to the size that the model expects" in end.error

@@ -165,7 +165,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("somebodys_models", None)
 
 
-def test_an_own_model_trains_alike_on_1_2_1_ranks_and_on_one(own: str, tmp_path: Path) -> None:
+def test_a_custom_model_trains_alike_on_1_2_1_ranks_and_on_one_rank(own: str, tmp_path: Path) -> None:
     keys = [*TINY, f"model.name={own}:net", "data.micro_batches=4"]
     good(1, [*keys, f"checkpoint.dir={tmp_path / 'alone'}"])
     walk = [*keys, f"checkpoint.dir={tmp_path / 'walk'}"]
@@ -228,7 +228,7 @@ def test_random_numbers_drawn_by_the_model_are_the_same_on_all_ranks(key: str, o
         assert all(torch.equal(one[name], other[name]) for name in one), step
 
 
-def test_weights_of_some_forward_passes_alone_are_refused_before_the_first_update(own: str, tmp_path: Path) -> None:
+def test_weights_used_by_only_some_forward_passes_are_refused_before_any_update(own: str, tmp_path: Path) -> None:
     """DDP reduces gradients in the last pass of a step. Regression: the first step used each rank's
     own gradients, and a checkpoint contained the result.
     """
@@ -290,7 +290,7 @@ def test_a_parameter_without_a_dimension_cannot_be_sharded(strategy: str, own: s
         ), ended
 
 
-def test_a_forward_pass_that_draws_by_itself_gets_fixed_micro_batches(own: str) -> None:
+def test_a_forward_pass_that_draws_random_numbers_gets_fixed_micro_batches(own: str) -> None:
     model = build_model(ModelConfig(name=f"{own}:net"), (1, 8, 8), 10, 3)
     assert is_tied_to_micro_batches(model)
     assert not can_be_shared(model), "each of which one rank takes as a whole"

@@ -126,7 +126,7 @@ def shared(world: int, stretch: float = 1.25) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("world", "stretch"), [(3, 2.0), (3, 1.0), (5, 1.0), (7, 1.0), (13, 1.0)])
-def test_outputs_gradients_and_statistics_are_those_of_whole_micro_batches(world: int, stretch: float) -> None:
+def test_outputs_gradients_and_statistics_match_whole_micro_batches(world: int, stretch: float) -> None:
     assert all(micro.parts for micro in dealt(world, stretch))
     expected, found = whole(), shared(world, stretch)
     for key in ("outputs", "gradients", "running"):
@@ -140,7 +140,7 @@ def test_ranks_that_share_nothing_exchange_nothing() -> None:
     assert shared(3, 2.0)["messages"] == [6, 12, 6]
 
 
-def test_a_part_draws_what_the_whole_micro_batch_would() -> None:
+def test_a_part_draws_the_same_numbers_as_the_whole_micro_batch() -> None:
     """Two layers follow each other, so the second one continues where the first one ended for the
     same micro-batch.
     """
@@ -174,7 +174,7 @@ class Windows(nn.Module):
 
 
 @pytest.mark.parametrize("layer", [nn.Dropout(0.1), nn.BatchNorm1d(45)])
-def test_a_layer_that_gets_no_samples_says_what_to_set(layer: nn.Module) -> None:
+def test_a_layer_without_samples_raises_an_error_that_names_the_remedy(layer: nn.Module) -> None:
     model = Windows(layer)
     (micro, *_) = dealt(3)
     with (
@@ -224,7 +224,7 @@ class NormAndActivation(nn.BatchNorm2d):
         (nn.MultiheadAttention(4, 2), True),
     ],
 )
-def test_layers_that_parts_can_go_through(layer: nn.Module, possible: bool) -> None:
+def test_layers_that_can_process_parts_are_recognized(layer: nn.Module, possible: bool) -> None:
     assert can_be_shared(nn.Sequential(nn.Linear(2, 2), layer)) == possible
 
 

@@ -162,7 +162,7 @@ def test_a_run_with_fixed_micro_batches_continues_with_statistics_of_all_ranks(t
     good(2, [*SYNC, "model.sync_batchnorm=true", f"checkpoint.dir={tmp_path}"])
 
 
-def test_samples_are_dealt_evenly_and_names_stay() -> None:
+def test_samples_are_dealt_evenly_and_names_are_unchanged() -> None:
     settings = config.load(None, ["model.norm=batch", "model.sync_batchnorm=true"]).model
     model = build_model(settings, (1, 8, 8), 10, 0)
     assert any(isinstance(module, CpuSyncBatchNorm) for module in model.modules()) and not is_tied_to_micro_batches(
@@ -186,7 +186,7 @@ def test_one_value_per_channel_has_no_variance() -> None:
         synchronize(nn.Sequential(nn.BatchNorm1d(3)), torch.device("cpu"))(torch.ones(1, 3))
 
 
-def test_an_empty_share_is_sent_by_torchs_layer_as_the_others_are() -> None:
+def test_torchs_layer_sends_an_empty_share_in_the_format_of_the_others() -> None:
     """An empty share is sent in the format of the layer's input."""
 
     formats = []

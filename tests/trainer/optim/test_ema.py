@@ -59,7 +59,7 @@ def test_skipped_steps_do_not_count() -> None:
         torch.testing.assert_close(average.state()["averages"]["w"], torch.full((3,), expected))
 
 
-def test_an_overflow_moves_no_average() -> None:
+def test_an_overflow_does_not_change_the_average() -> None:
     settings = config.load(None, ["strategy=single", "model.width=4", "optim.ema_decay=0.5"])
     strategy = open_strategy(settings, Group(), torch.device("cpu"))
     strategy.prepare(build_model(settings.model, (1, 8, 8), 10, 0), (1, 8, 8))

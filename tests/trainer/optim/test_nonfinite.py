@@ -58,7 +58,7 @@ def test_a_step_is_skipped_on_all_ranks_and_reported(world: int, tmp_path: Path,
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
-def test_an_infinite_loss_with_finite_gradients_is_left_out_too(strategy: str, tmp_path: Path) -> None:
+def test_a_step_with_an_infinite_loss_and_finite_gradients_is_skipped_too(strategy: str, tmp_path: Path) -> None:
     micros = ["data.micro_batches=2"] if strategy == "pipeline" else []
     steps = range(5, 7) if strategy == "pipeline" else range(3, 4)
     arguments = [*WORSE, f"strategy={strategy}", *micros, f"checkpoint.dir={tmp_path}"]
@@ -87,7 +87,7 @@ def test_the_count_restarts_after_a_finite_step(tmp_path: Path) -> None:
     assert [row["step"] for row in metrics(tmp_path / "run", "skipped")] == [2, 3, 5, 6]
 
 
-def test_the_first_nonfinite_step_ends_the_training_if_configured(tmp_path: Path) -> None:
+def test_the_first_nonfinite_step_ends_the_run_if_configured(tmp_path: Path) -> None:
     (end,) = run(
         1, [*WORSE, f"checkpoint.dir={tmp_path}", "train.nonfinite_limit=1"], prepare=broken_at(range(2, 3), 0)
     )
@@ -155,7 +155,7 @@ def test_a_sample_common_to_all_steps_with_a_broken_loss_is_reported() -> None:
     assert "may be the cause" not in skip(5, [8, 9]), "an unrelated step"
 
 
-def test_a_static_scale_or_none_may_not() -> None:
+def test_a_static_scale_or_no_scale_may_not_overflow() -> None:
     watch, reported = guard(limit=2)
     take(watch, 1, True)
     with pytest.raises(TrainingError, match="step 2: the gradient overflows; 2 steps in a row"):

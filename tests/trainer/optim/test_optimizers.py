@@ -113,7 +113,7 @@ def test_the_rate_follows_the_samples_whatever_the_batches_were(
     """The batch size may change at any sample. Each step's rate lies within the rates that the
     smallest steps would have in the same range of samples.
 
-    After each change, the rate is that of a run whose batch size was always the new one. The last
+    After each change, the rate matches a run that used the new batch size from the start. The last
     step has the last rate.
     """
     size, consumed, walk = (

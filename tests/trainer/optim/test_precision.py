@@ -387,7 +387,7 @@ def float32_curve(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         (1, "O2", "bfloat16", 0.05),
     ],
 )
-def test_the_curve_is_that_of_float32(
+def test_the_curve_matches_float32(
     world: int, level: str, dtype: str, tolerance: float, float32_curve: list[float], tmp_path: Path
 ) -> None:
     """The loss falls from 2.4 to about 1.6 in 8 steps. float16 rounds at a relative 5e-4 and

@@ -1,4 +1,4 @@
-"""Each fault is made for real. The table must then report exactly this fault, its culprit and the
+"""Each fault is really caused. The table must then report exactly this fault, its culprit and the
 remedy.
 """
 
@@ -461,7 +461,7 @@ def test_space_for_the_checkpoints_that_are_there(tmp_path: Path) -> None:
     flown.assert_only("checkpoint folder", "WARN", "node-b", "12 MiB free", "16 MiB are needed")
 
 
-def test_generated_data_and_those_of_a_store_need_no_folder() -> None:
+def test_generated_data_and_data_in_a_store_need_no_folder() -> None:
     for keys in (["data.name=shapes"], ["data.name=shards", "data.url=s3://b/x", "data.dir=/nowhere"]):
         context = facts.Context(config.load(None, keys), Group(), 1, "", "")
         assert facts.data_folder(context).value.startswith("not needed")
@@ -577,7 +577,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 # ---------------------------------------------------------------- the file in which ranks meet
 
 
-def test_the_folder_of_the_file_in_which_ranks_meet_goes(tmp_path: Path) -> None:
+def test_the_folder_of_the_file_in_which_ranks_meet_disappears(tmp_path: Path) -> None:
     """A volume may be unmounted. Each rank reports this, and none waits longer than the time to
     join.
     """
@@ -598,7 +598,7 @@ def test_the_folder_of_the_file_in_which_ranks_meet_goes(tmp_path: Path) -> None
     assert flown.seconds < 30 * slowness()
 
 
-def test_the_folder_goes_while_torch_opens_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_disappears_while_torch_opens_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch then waits five minutes while it holds the GIL, so no Python thread could end the
     process.
     """

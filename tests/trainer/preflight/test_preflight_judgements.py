@@ -84,7 +84,9 @@ def test_versions_that_must_be_the_same(name: str) -> None:
     assert row.status is (Status.WARN if name == "Python" else Status.FAIL)
     assert (row.culprit, row.value) == (("rank 2 on b",), f"{name} {SOFTWARE[name]}, but other on 1 of 4")
     assert f"install {name} {SOFTWARE[name]} there" in row.remedy
-    assert merged("versions", other, same).culprit == ("rank 1 on b",), "of two as frequent ones rank 0's is the norm"
+    assert merged("versions", other, same).culprit == ("rank 1 on b",), (
+        "of two equally frequent versions, rank 0's is the norm"
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_threads_beyond_the_cores_of_a_node(monkeypatch: pytest.MonkeyPatch) -> 
     ) and "train.threads" in crowded.remedy
     monkeypatch.setattr(devices, "cpu_limit", lambda: 0.5)
     alone = facts.cpu_threads(context(local_world=2, threads=1))
-    assert alone.status is Status.OK, "one thread per rank is the least there is"
+    assert alone.status is Status.OK, "each rank has at least one thread"
 
 
 @pytest.mark.parametrize(("limit", "threads"), [(8.0, 4), (0.5, 1), (float("inf"), 32)])
@@ -219,7 +221,7 @@ def test_shared_memory_for_samples_of_unknown_size() -> None:
     assert "data.workers need 0" in facts.shared_memory(context("data.name=houses.prices:read", "data.workers=0")).value
 
 
-def test_data_that_is_too_much_to_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_takes_too_long_to_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If counting takes too long, the first two levels are compared instead."""
     for part, label in itertools.product(("train", "val"), range(3)):
         (tmp_path / part / str(label) / "more").mkdir(parents=True)
@@ -231,7 +233,7 @@ def test_data_that_is_too_much_to_count(tmp_path: Path, monkeypatch: pytest.Monk
     def compared(*found: dict[str, str]) -> Result:
         return merged("data folder", *(RankFinding("data", same=same) for same in found))
 
-    assert compared(whole, {entries: "8"}, hurried).status is Status.OK, "unknown is no difference"
+    assert compared(whole, {entries: "8"}, hurried).status is Status.OK, "an unknown count is not a difference"
     row = compared(whole, {entries: "7"}, whole)
     assert (row.status, row.culprit, row.value) == (Status.FAIL, ("b",), f"{entries} 8, but 7 on 1 of 3")
     monkeypatch.setattr(facts, "time", SimpleNamespace(monotonic=itertools.count().__next__))

@@ -86,7 +86,7 @@ def test_posts_are_half_a_second_apart_and_the_newest_wins(coordinator: Any) -> 
     assert 2 <= len(posts) <= 5 and posts[-1][2] == {"step": -1}
 
 
-def test_copies_are_posted_by_themselves_and_displace_no_progress(coordinator: Any) -> None:
+def test_copies_are_posted_separately_and_displace_no_progress(coordinator: Any) -> None:
     port, posts, _ = coordinator
     link = ProgressClient(f"127.0.0.1:{port}", "secret")
     link.post_copies({"copyStep": 1})
@@ -128,7 +128,7 @@ def test_each_post_contains_its_round(coordinator: Any, monkeypatch: pytest.Monk
     assert [post[2] for post in posts] == [{"step": 1, "round": "2.17"}, {**lag, "round": "2.17"}]
 
 
-def test_an_activity_is_posted_by_itself_when_it_lasts_and_ends_with_the_next_steps(
+def test_a_lasting_activity_is_posted_separately_and_ends_with_the_next_steps(
     coordinator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress_client, "_BRIEF_SECONDS", 3.0)  # a busy machine can stall for a second
@@ -263,7 +263,7 @@ def test_metrics_that_a_users_script_reports_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("run", "named"), [("d/run", "d"), ("runs/a", "runs/a/checkpoints"), ("runs/a", "runs/a")])
-def test_a_run_is_found_by_its_folder_and_by_that_of_its_checkpoints(run: str, named: str, tmp_path: Path) -> None:
+def test_the_metrics_of_a_run_are_found_from_each_of_its_folders(run: str, named: str, tmp_path: Path) -> None:
     for folder in (run, named):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     rows = [{"event": "start", "step": 0, "world": 1}, {"event": "step", "step": 1, "loss": 2.0}]
@@ -339,7 +339,7 @@ def test_a_plot_that_cannot_be_written_is_reported(target: str, message: str, tm
 
 
 @pytest.mark.parametrize("line", [b"\xff\xfe", b"12", b'{"a": 1}', b'{"event": "step", "time": 3}'])
-def test_lines_of_something_else_are_passed_over(line: bytes, tmp_path: Path) -> None:
+def test_lines_that_are_not_metrics_are_skipped(line: bytes, tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(line + b"\n" + PLOTTED + line + b"\n")
     assert plot_runs.main([str(file), "-o", str(tmp_path / "plot.svg")]) == 0
@@ -348,7 +348,7 @@ def test_lines_of_something_else_are_passed_over(line: bytes, tmp_path: Path) ->
         plot_runs.main([str(file)])
 
 
-def test_plot_without_arguments_reports_what_to_specify(tmp_path: Path) -> None:
+def test_plot_without_arguments_names_the_missing_argument(tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match="name the run folder"):
         history.read(tmp_path)
 
@@ -383,7 +383,7 @@ def test_log_lines_mention_anomalies_only_if_there_are_any() -> None:
     )
 
 
-def test_the_live_view_shows_what_the_training_does() -> None:
+def test_the_live_view_shows_the_state_of_training() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30, color_system=None)
     view = LiveView("digits", console)
     seen = time.time() - 61

@@ -133,7 +133,7 @@ def test_prometheus_is_reached_by_the_network_unless_ddpjob_run_has_started_the_
     sinks.close(complete=True)
 
 
-def test_prometheus_serves_the_newest_and_leaves_the_port(tmp_path: Path) -> None:
+def test_prometheus_serves_the_newest_values_and_releases_the_port(tmp_path: Path) -> None:
     need("prometheus_client")
     port = free_port()
     sinks = open_sinks(ReportConfig(prometheus_port=port), a_run(tmp_path, step=4))
@@ -223,7 +223,7 @@ def test_invalid_values_are_reported(tmp_path: Path, capfd: Any) -> None:
         with pytest.raises(ConfigError, match=f"cannot listen on port {port} .*set a different port"):
             open_sinks(ReportConfig(prometheus_port=port), a_run(tmp_path))
         open_sinks(ReportConfig(prometheus_port=port), a_run(tmp_path, step=4)).close(complete=True)
-    assert f"cannot listen on port {port}" in capfd.readouterr().err, "a restart is not ended by it"
+    assert f"cannot listen on port {port}" in capfd.readouterr().err, "it does not end a restart"
 
 
 class Broken:
@@ -275,7 +275,7 @@ def test_a_sink_that_hangs_delays_nothing(monkeypatch: pytest.MonkeyPatch, capfd
     assert capfd.readouterr().err.count("warning: Slow") == 1
 
 
-def test_a_run_reports_all_that_happens(tmp_path: Path) -> None:
+def test_a_run_reports_all_of_its_events(tmp_path: Path) -> None:
     """A real run has two incarnations. Its events are read back from TensorBoard's files."""
     need("tensorboard")
     arguments = [*TINY, f"checkpoint.dir={tmp_path}", "report.tensorboard=true", "eval.pr=binned"]

@@ -88,7 +88,7 @@ SHARED = ["model.norm=batch", "data.micro_batches=3"]
         (["strategy=fsdp"], 1),
     ],
 )
-def test_the_late_rank_has_the_time_and_the_others_wait(
+def test_the_time_counts_for_the_late_rank_and_as_waiting_for_the_others(
     where: str, more: list[str], passes: int, tmp_path: Path
 ) -> None:
     good(2, [*TINY, "train.epochs=1", *more, f"checkpoint.dir={tmp_path}"], prepare=slow(1, where))
@@ -168,7 +168,7 @@ def test_waits_of_a_gpus_stream_are_exchange_in_any_phase(monkeypatch: pytest.Mo
     assert clock.take() == expected and clock.sees_waits
 
 
-def test_the_clock_marks_the_end_of_a_backward_pass_before_what_waits_for_it() -> None:
+def test_the_clock_marks_the_end_of_a_backward_pass_before_dependent_work() -> None:
     """DDP waits in a callback that the engine calls last. Without `watch`, this time would count as
     part of the pass.
     """
@@ -230,7 +230,7 @@ def test_a_stage_is_compared_with_itself() -> None:
     assert [named(judge.add(now, [1, 9, 1, 9, 2, 9], stages=2)) for now in range(3)][-1] == [4]
     alone = Stragglers(1.5, 0)
     assert [named(alone.add(now, [1, 9, 1], stages=3)) for now in range(5)] == [[]] * 5, (
-        "one replica: nobody to compare"
+        "one replica: no rank to compare with"
     )
     mixed = Stragglers(1.5, 0)
     assert [named(mixed.add(now, [1, 9, 0, 27], stages=2)) for now in range(3)][-1] == [3]

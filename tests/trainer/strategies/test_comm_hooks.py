@@ -48,7 +48,7 @@ def noted(folder: Path) -> Callable[[int], None]:
 @pytest.mark.parametrize(
     ("hook", "sent", "tolerance"), [("fp16", "torch.float16", 0.005), ("bf16", "torch.bfloat16", 0.02)]
 )
-def test_gradients_of_half_the_length(
+def test_gradients_are_sent_in_half_the_length(
     hook: str, sent: str, tolerance: float, whole: list[float], tmp_path: Path
 ) -> None:
     """8 steps are taken. float16 rounds at 5e-4 and bfloat16 at 4e-3; losses change less than

@@ -147,7 +147,7 @@ def deviation(folder: Path, reference: Path) -> float:
 @pytest.mark.parametrize(
     ("strategy", "world"), [(HOROVOD, 3), (SERVER, 3), (DEEPSPEED[0], 2), (DEEPSPEED[2], 3), (DEEPSPEED[3], 2)]
 )
-def test_losses_weights_and_optimizer_are_those_of_one_process(
+def test_losses_weights_and_optimizer_match_one_process(
     strategy: str, world: int, smooth: Path, tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
     good(
@@ -224,7 +224,7 @@ def loses_a_worker(rank: int) -> None:
 @pytest.mark.parametrize(
     ("strategy", "defect"), [(HOROVOD, averages_over_ranks), (SERVER, loses_a_worker), (DEEPSPEED[1], forgets_the_mean)]
 )
-def test_a_defect_leaves_the_curve(
+def test_a_defect_departs_from_the_curve(
     strategy: str, defect: Prepare, alone: Path, tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
     arguments = [*SETTINGS, *strategy.split(), f"checkpoint.dir={tmp_path}"]
@@ -255,7 +255,7 @@ def test_a_killed_rank_ends_the_others_which_then_resume(
     assert deviation(tmp_path, alone) < TOLERANCE
 
 
-def test_a_worker_keeps_the_servers_state_where_folders_are_not_shared(alone: Path, tmp_path: Path) -> None:
+def test_a_worker_keeps_the_servers_state_if_folders_are_not_shared(alone: Path, tmp_path: Path) -> None:
     """There are three nodes. The server's folder is lost between two incarnations."""
 
     def node(rank: int) -> dict[str, str]:
@@ -416,7 +416,7 @@ def test_the_trainer_overrides_the_deepspeed_file_and_reports_it(
         ("{}", ["deepspeed.stage=3", "optim.ema_decay=0.9"], "set deepspeed.stage=2"),
     ],
 )
-def test_deepspeed_settings_that_do_not_fit(
+def test_deepspeed_settings_that_do_not_fit_are_reported(
     content: str | None, arguments: list[str], remedy: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "ds.json"

@@ -77,14 +77,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_and_weights_are_those_of_one_process(case: str, alone: Path, tmp_path: Path) -> None:
+def test_losses_and_weights_match_one_process(case: str, alone: Path, tmp_path: Path) -> None:
     world, keys, exact = CASES[case]
     good(world, [*PROBLEM, *keys, f"strategy={case.split()[0].rstrip(',')}", f"checkpoint.dir={tmp_path}"])
     assert_same(tmp_path, alone, exact=exact)
     assert verify(read([tmp_path / "run"])).epochs == {1: 1438, 2: 1438}
 
 
-def test_each_strategy_continues_from_the_one_before(alone: Path, tmp_path: Path) -> None:
+def test_each_strategy_continues_from_the_previous_one(alone: Path, tmp_path: Path) -> None:
     """Each run is stopped within an epoch by SIGTERM to one rank, and continued on a different
     number of ranks. This is done seven times, with checkpoints of both formats.
     """
@@ -135,7 +135,7 @@ def held(folder: Path) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
-def test_ranks_hold_parts_that_make_the_whole(strategy: str, alone: Path, tmp_path: Path) -> None:
+def test_the_parts_that_ranks_hold_add_up_to_the_model(strategy: str, alone: Path, tmp_path: Path) -> None:
     good(3, [*PROBLEM, "train.epochs=1", f"strategy={strategy}", f"checkpoint.dir={tmp_path}"], prepare=held(tmp_path))
     parts = [json.loads((tmp_path / f"held-{rank}.json").read_text()) for rank in range(3)]
     whole = {
@@ -190,7 +190,7 @@ def defect(what: str) -> Callable[[int], None]:
         ("pipeline: random numbers by rank", 2, []),
     ],
 )
-def test_a_defect_shows(what: str, world: int, keys: list[str], alone: Path, tmp_path: Path) -> None:
+def test_a_defect_is_detected(what: str, world: int, keys: list[str], alone: Path, tmp_path: Path) -> None:
     strategy = what.partition(":")[0]
     good(world, [*PROBLEM, *keys, f"strategy={strategy}", f"checkpoint.dir={tmp_path}"], prepare=defect(what))
     with pytest.raises(AssertionError):

@@ -64,7 +64,7 @@ def called(monkeypatch: pytest.MonkeyPatch, backend: OneJob, *words: str) -> int
 
 @pytest.mark.parametrize("phase", ["Complete", "Failed"])
 @pytest.mark.parametrize("words", [("suspend", "j"), ("resume", "j"), ("scale", "j", "3"), ("restart", "j")])
-def test_a_job_that_has_ended_is_not_changed(
+def test_a_finished_job_is_not_changed(
     words: tuple[str, ...], phase: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = OneJob(phase)
@@ -72,7 +72,7 @@ def test_a_job_that_has_ended_is_not_changed(
     assert f"j is {phase} and cannot be changed; `ddpjob rerun j` starts it again" in capsys.readouterr().err
 
 
-def test_the_python_client_refuses_to_change_an_ended_job_too() -> None:
+def test_the_python_client_also_refuses_to_change_a_finished_job() -> None:
     backend = OneJob("Complete")
     client = Client(backend)  # type: ignore[arg-type]
     for change in (lambda: client.scale("j", 3), lambda: client.suspend("j"), lambda: client.resume("j")):
@@ -210,7 +210,7 @@ def test_several_jobs_are_deleted_only_if_all_of_them_exist(
         ({}, ""),
     ],
 )
-def test_delete_says_which_checkpoints_stay(
+def test_delete_reports_which_checkpoints_are_kept(
     checkpoints: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Stored(OneJob):
@@ -287,7 +287,7 @@ def test_a_user_who_may_only_read_jobs_sees_their_status(
     assert "rank 1 ended: ValueError" in Client(backend).why("j")  # type: ignore[arg-type]
 
 
-def test_logs_of_a_missing_job_say_so_to_a_user_who_may_not_list_jobs(
+def test_logs_report_a_missing_job_to_a_user_who_may_not_list_jobs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def forbidden() -> Any:
@@ -457,7 +457,7 @@ MOUNTED = {
         ({"storage": {"checkpoints": {"url": f"s3://bucket/{'f' * 490}"}}}, "--fresh: spec.storage.checkpoints.url"),
     ],
 )
-def test_a_fresh_rerun_deletes_nothing_where_the_folder_cannot_change(
+def test_a_fresh_rerun_deletes_nothing_if_the_folder_cannot_change(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spec: Any, why: str
 ) -> None:
     backend = EndedWith(**spec)
@@ -465,9 +465,7 @@ def test_a_fresh_rerun_deletes_nothing_where_the_folder_cannot_change(
     assert backend.done == [] and why in capsys.readouterr().err
 
 
-def test_a_job_that_has_not_ended_is_not_rerun(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unfinished_job_is_not_rerun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert called(monkeypatch, OneJob("Running"), "rerun", "j") == 2
     assert "j is Running and has not ended; `ddpjob restart j`" in capsys.readouterr().err
 

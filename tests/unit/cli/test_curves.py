@@ -121,7 +121,7 @@ def test_plot_reads_the_metrics_of_this_machine(
     assert capsys.readouterr().out.startswith("j: 1 restart\nloss\n")
 
 
-def test_a_picture_equals_the_trainers(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_equals_the_trainers_picture(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="the trainer draws the picture, and needs torch")
 
     def ran(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -223,7 +223,7 @@ def test_losses_that_report_wrote_as_unknown_are_reported() -> None:
     assert "test accuracy" in lines
 
 
-def test_a_script_without_a_loss_is_not_taken_for_one_that_diverges() -> None:
+def test_a_script_without_a_loss_is_not_mistaken_for_one_that_diverges() -> None:
     lines = list(curves("\n".join([row("start", 0), row("step", 1, lr=0.1), row("step", 2, lr=0.1)]), "first"))
     assert lines[1] == "loss: not reported at 2 steps, the last of them 2"
 
@@ -323,14 +323,16 @@ def test_no_line_of_any_curve_crosses_a_restart() -> None:
     series = read_metrics("\n".join(RESTARTED))
     steps = series.positions("step")
     losses = series.stretches(series.steps["loss"], steps)
-    assert [(part[0][0], part[-1][0]) for part in losses] == [(1, 15), (16, 21), (22, 25)], "22 to 25 are of before"
+    assert [(part[0][0], part[-1][0]) for part in losses] == [(1, 15), (16, 21), (22, 25)], (
+        "steps 22 to 25 are from before the restart"
+    )
     assert series.stretches(series.evaluations["accuracy"], steps) == [[(10, 0.1)], [(20, 0.3)]]
     over_time = series.stretches(series.steps["loss"], series.positions("time"))
     assert [(part[0][0], part[-1][0]) for part in over_time] == [(1, 15), (22, 25), (91, 96)]
     assert series.restarts_at(series.positions("time")) == [91.0]
 
 
-def test_a_repeated_step_of_before_is_left_out_between_new_ones() -> None:
+def test_a_repeated_step_from_before_a_restart_is_left_out_between_new_steps() -> None:
     rows = [timed("start", 0, 0.0), *(timed("step", n, float(n), loss=1.0) for n in (1, 2, 3, 4))]
     rows += [timed("start", 1, 9.0), *(timed("step", n, 9.0 + n, loss=2.0) for n in (2, 4))]
     series = read_metrics("\n".join(rows))
@@ -351,7 +353,7 @@ def test_positions_in_epochs(epochs: list[tuple[int, float]], positions: list[fl
     assert list(read_metrics("\n".join(rows)).positions("epoch")[0].values()) == pytest.approx(positions)
 
 
-def test_curves_without_their_beginning_say_where_they_begin() -> None:
+def test_curves_without_their_beginning_show_where_they_begin() -> None:
     rows = [timed("start", 30, 0.0), timed("step", 31, 1.0, loss=1.0), timed("step", 32, 2.0, loss=1.0)]
     note = "the curves begin after step 30, where training continued from a checkpoint"
     assert note in list(curves("\n".join(rows), "j"))

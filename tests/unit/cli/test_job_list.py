@@ -37,7 +37,9 @@ def job(name: str, phase: str, hour: int = 0, **progress: Any) -> Json:
 
 
 def sixty(length: int = 41) -> list[Json]:
-    """44 failed and 16 interrupted jobs with long names, and a running one, which is the oldest."""
+    """Return 44 failed and 16 interrupted jobs with long names, and a running one, which is the
+    oldest.
+    """
     states = ["Failed"] * 44 + ["Interrupted"] * 16
     old = [job(f"{'sweep-lr' + 'x' * length}"[: length - 3] + f"-{at:02}", state, 1) for at, state in enumerate(states)]
     figures = {"display": "epoch 9/120 7 %", "lossDisplay": "0.5955", "speedDisplay": "24,595/s"}

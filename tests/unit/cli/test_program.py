@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import time
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -12,6 +15,8 @@ import pytest
 from click.testing import CliRunner
 from ddpjob.cli.main import root
 from ddpjob.cli.root import GROUPS
+from ddpjob.local.paths import JobFolder
+from ddpjob.local.record import read_record, runner
 from ddpjob.missing_package import INSTALL
 
 from scripts import demo
@@ -91,6 +96,20 @@ def test_ctrl_c_while_the_demo_is_evaluated_is_quiet(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "argv", ["demo", str(PYPROJECT.parent / "examples" / "digits.yaml")])
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
     assert demo.main() == 130
+
+
+def test_a_terminated_demo_stops_its_run(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "scripts.demo", str(PYPROJECT.parent / "examples" / "digits.yaml")]
+    environment = {**os.environ, "DDPJOB_RUNS": str(tmp_path)}
+    with subprocess.Popen(words, cwd=PYPROJECT.parent, env=environment, stdout=subprocess.DEVNULL) as running:
+        folder = JobFolder(tmp_path / "digits")
+        while read_record(folder) is None:
+            assert running.poll() is None, "the demo ended before its run had started"
+            time.sleep(0.1)
+        assert runner(folder) is not None
+        running.terminate()
+        assert running.wait(120) == 143
+    assert runner(folder) is None
 
 
 def test_no_help_is_wider_than_80_columns_and_no_summary_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

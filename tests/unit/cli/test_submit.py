@@ -78,7 +78,7 @@ def test_a_setting_is_parsed_like_a_manifest(capsys: pytest.CaptureFixture[str])
         (["train.py", "--set", "podTemplate={spec: {volumes: [{name: v, nfs: {server: s, path: /}}]}}"], False),
     ],
 )
-def test_a_warning_says_where_saved_files_are_lost_with_their_pod(
+def test_a_warning_is_printed_if_saved_files_are_lost_with_their_pod(
     words: list[str], said: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("train.py").write_text("")
@@ -100,7 +100,7 @@ def test_a_warning_says_where_saved_files_are_lost_with_their_pod(
         ("[torchrun, train.py]", False),
     ],
 )
-def test_a_warning_says_where_a_shell_keeps_sigterm_from_the_training(
+def test_a_warning_is_printed_if_a_shell_keeps_sigterm_from_the_training(
     command: str, said: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """dash, the sh of Debian and Ubuntu, runs even the last program as a child process. bash does

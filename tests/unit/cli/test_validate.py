@@ -240,7 +240,7 @@ def test_fields_that_a_class_may_set_are_not_missing(tmp_path: Path, capsys: pyt
     assert "missing for the sidecar logger" in checked(capsys, str(tmp_path / "job.yaml"))[2]
 
 
-def test_all_documents_of_all_sources(
+def test_all_documents_of_all_sources_are_validated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -25,7 +25,9 @@ from ddpjob.client.backends.backend import NoAnswer, Unreachable
 
 
 def served(answer: bytes) -> int:
-    """The port of a server that sends this response to one request, and closes the connection."""
+    """Return the port of a server that sends this response to one request, and closes the
+    connection.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -123,7 +125,7 @@ def test_a_json_list_is_not_an_empty_list_of_jobs(tmp_path: Path) -> None:
 
 
 def silent() -> int:
-    """The port of a server that begins each response and then falls silent."""
+    """Return the port of a server that begins each response and then falls silent."""
     listener, kept = socket.create_server(("127.0.0.1", 0)), list[socket.socket]()
 
     def serve() -> None:

@@ -12,7 +12,7 @@ from ddpjob.client.manifests.build_manifest import JobRequest, build
 
 
 def arrived(folder: Path) -> dict[str, bytes]:
-    """The files as the pods see them."""
+    """Return the files as the pods see them."""
     code, job = build(JobRequest(program=str(folder), image="a", name="j", entry="train.py"), local=False)
     [volume] = job["spec"]["podTemplate"]["spec"]["volumes"]
     contents = {key: text.encode() for key, text in code.get("data", {}).items()}

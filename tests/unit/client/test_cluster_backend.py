@@ -238,7 +238,7 @@ def test_a_follower_learns_which_jobs_are_gone_without_a_second_copy() -> None:
     changes = ClusterBackend(server).changes(None, known=known)  # type: ignore[arg-type]
     assert next(changes) == ({"metadata": {"name": "gone", "namespace": "ml"}}, True)
     assert [next(changes)[0]["metadata"]["name"] for _ in range(3)] == ["a", "b", "a"]
-    assert len(server.made) == 3 and server.held() == 1, "that of the last change"
+    assert len(server.made) == 3 and server.held() == 1, "the version of the last change"
 
 
 def test_a_printer_of_changes_keeps_only_the_last_version_of_a_job() -> None:
@@ -294,7 +294,7 @@ class Exec:
 
 
 def running(frames: Iterable[bytes], monkeypatch: pytest.MonkeyPatch) -> ClusterBackend:
-    """A backend whose pods send these frames."""
+    """Return a backend whose pods send these frames."""
     from kubernetes.client import ApiClient, Configuration
     from kubernetes.stream import ws_client
 
@@ -305,7 +305,7 @@ def running(frames: Iterable[bytes], monkeypatch: pytest.MonkeyPatch) -> Cluster
     return ClusterBackend(server)  # type: ignore[arg-type]
 
 
-def test_a_command_in_a_pod_returns_what_it_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_in_a_pod_returns_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "größe".encode()
     frames = [b"\x01", b"\x01a" + text[:3], b"\x01" + text[3:], b"\x02 error", b"\x03{}", b"\x01\xff"]
     assert running(frames, monkeypatch).run_in(POD, "print()") == "agröße error\N{REPLACEMENT CHARACTER}"
@@ -453,7 +453,7 @@ def test_a_pod_that_cannot_be_prepared_shows_the_kubelets_last_warning() -> None
 
 
 @pytest.mark.parametrize(("uid", "shown"), [("new", []), ("old", ["j-0-0"]), (None, ["j-0-0"])])
-def test_pods_of_a_deleted_job_do_not_belong_to_a_new_job_of_its_name(uid: str | None, shown: list[str]) -> None:
+def test_pods_of_a_deleted_job_do_not_belong_to_a_new_job_with_the_same_name(uid: str | None, shown: list[str]) -> None:
     class Ending:
         namespace, context = "ml", "test"
 
@@ -491,7 +491,7 @@ def test_a_pod_whose_sidecar_has_failed_is_running_and_reports_it() -> None:
     assert (line.state, line.message) == ("Running", "container side ended with exit code 3")
 
 
-def test_events_of_an_earlier_job_do_not_belong_to_a_new_job_of_its_name() -> None:
+def test_events_of_an_earlier_job_do_not_belong_to_a_new_job_with_the_same_name() -> None:
     class Kept:
         namespace, context = "ml", "test"
 

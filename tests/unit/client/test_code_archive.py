@@ -1,4 +1,4 @@
-"""Code archives: the files are those that git selects, the bytes are always the same, and limits
+"""Code archives: they contain the files that git selects, the bytes are always the same, and limits
 are checked before reading.
 """
 
@@ -32,7 +32,7 @@ def large(folder: Path) -> None:
 # --- which files
 
 
-def test_caches_outputs_and_what_gitignore_names_are_left_out(tmp_path: Path) -> None:
+def test_caches_outputs_and_gitignored_files_are_left_out(tmp_path: Path) -> None:
     write(tmp_path, dict.fromkeys(
         ("train.py", ".hidden", ".git/config", "__pycache__/a.pyc", "runs/1", "wandb/x", "data/big.bin", "lib/a.py",
          "lib/out/a", "lib/keep.log", "a.log", "sub/.git/HEAD", "sub/a.py"), ""))  # fmt: skip
@@ -40,7 +40,7 @@ def test_caches_outputs_and_what_gitignore_names_are_left_out(tmp_path: Path) ->
     assert list(find_files(tmp_path).files) == ["lib/a.py", "lib/keep.log", "sub/a.py", "train.py"]
 
 
-def test_ddpjobignore_replaces_gitignore_and_sends_what_it_names(tmp_path: Path) -> None:
+def test_ddpjobignore_replaces_gitignore_and_its_exceptions_are_sent(tmp_path: Path) -> None:
     write(tmp_path, dict.fromkeys(("train.py", "data/a", "notes/b", "certs/ca.pem", "certs/key.pem", ".config"), ""))
     write(tmp_path, {".gitignore": "data\n", ".ddpjobignore": "notes/\n!certs/ca.pem\n!.config\n!.git\n"})
     write(tmp_path, {".git/config": ""})
@@ -128,7 +128,7 @@ def test_the_same_files_make_the_same_archive(tmp_path: Path, monkeypatch: pytes
             ("a.py", 0, 0, 0, "", 0o644), ("lib/b.py", 0, 0, 0, "", 0o644)}  # fmt: skip
 
 
-def test_a_pod_unpacks_what_was_packed(tmp_path: Path) -> None:
+def test_a_pod_unpacks_the_archive(tmp_path: Path) -> None:
     from ddpjob_runtime.launcher.fetch_code import unpack
 
     names = {"a.py": "1", "lib/ü ß.py": "2", f"{'long/' * 40}x.py": "3", "empty": ""}

@@ -251,7 +251,7 @@ def test_a_shell_script_is_not_made_one_command(script: str) -> None:
     assert valid(convert(job).job)["command"] == ["sh", "-c", script]
 
 
-def test_settings_of_the_master_alone_are_reported() -> None:
+def test_settings_of_only_the_master_are_reported() -> None:
     job = yaml.safe_load(PYTORCH_JOB)
     replicas = job["spec"]["pytorchReplicaSpecs"]
     replicas["Master"] = deepcopy(replicas["Worker"]) | {"replicas": 1}
@@ -429,7 +429,7 @@ def test_a_generated_name_stays_generated() -> None:
     assert valid(made.job) and any("kubectl apply needs a name" in note for note in made.notes)
 
 
-def test_a_fraction_of_a_gpu_is_refused_by_its_name() -> None:
+def test_a_fraction_of_a_gpu_is_refused_with_its_name() -> None:
     job = _of_four_gpus(["torchrun", "a.py"])
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     worker["resources"] = {"limits": {"nvidia.com/gpu": "1.5"}}

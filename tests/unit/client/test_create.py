@@ -113,7 +113,7 @@ def test_a_job_that_cannot_be_removed_again_is_reported(job: list[Json]) -> None
         create(Store(refused), job)
 
 
-def test_the_code_of_an_earlier_job_of_this_name_is_replaced(job: list[Json]) -> None:
+def test_the_code_of_an_earlier_job_with_the_same_name_is_replaced(job: list[Json]) -> None:
     code = job[0]
     for owners in ([], [{"name": "j", "uid": "an earlier one"}]):
         store = Store()

@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 
 def job(name: str = "j", phase: str = "Running", **status: Any) -> Json:
-    """A job as it is stored."""
+    """Return a job as it is stored."""
     from ddpjob.api.reader import with_defaults
 
     meta = {"name": name, "uid": "1"}

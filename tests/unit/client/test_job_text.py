@@ -56,7 +56,7 @@ def restarted(**fields: Any) -> Json:
     return {"total": 1, "counted": 1, "repeatedSteps": fields.get("repeatedSteps", 0), "recent": recent}
 
 
-def test_repeated_work_and_what_is_at_risk_are_shown_wherever_a_job_is_described() -> None:
+def test_repeated_work_and_work_at_risk_are_shown_wherever_a_job_is_described() -> None:
     known = restarted(continuedFrom="memory", repeatedSteps=1, repeatedSeconds=0.4) | {"repeatedSeconds": 0.4}
     body = job(phase="Running", restarts=known, progress={"step": 9, "stepsAtRisk": 4})
     said = "\n".join(describe(body, [], [], NOW))
@@ -133,7 +133,7 @@ def test_a_missing_pod_of_a_job_that_seems_to_train_points_at_the_operator() -> 
     assert "does not exist" not in "\n".join(why(body, [], NOW)), "a user who may not list pods sees no pods"
 
 
-def test_gpu_hours_are_shown_where_a_job_has_any() -> None:
+def test_gpu_hours_are_shown_if_a_job_has_any() -> None:
     use = {"held": 16, "since": "2026-01-01T11:59:00Z"}
     body = job(phase="Running", gpuSeconds=44424, gpuUse=use)
     assert "GPU hours:  12.3 (44,424 GPU seconds), 16 GPUs held\n" in "\n".join(describe(body, [], [], NOW))
@@ -163,7 +163,7 @@ def test_a_job_that_no_operator_has_seen_is_reported() -> None:
     assert "no operator has reconciled it" in text(job()) and "ddpjob doctor" in text(job())
 
 
-def test_a_job_of_a_different_controller_is_marked() -> None:
+def test_a_job_managed_by_another_controller_is_marked() -> None:
     theirs = "kueue.x-k8s.io/multikueue"
     assert text(job(spec={"managedBy": theirs})) == (
         f"j is managed by {theirs} (spec.managedBy), so DDPJob's operator ignores it."
@@ -207,7 +207,7 @@ def test_a_spent_budget_is_explained_by_its_last_failure(reason: str, message: s
     assert "Next: correct the cause, and run `ddpjob rerun j`, which resumes from the last checkpoint." in said
 
 
-def test_no_slot_of_an_ended_job_is_shown_as_running() -> None:
+def test_no_slot_of_a_finished_job_is_shown_as_running() -> None:
     """The status keeps the state of each slot at the time of the failure."""
     slots = [{"attempt": 0, "state": "Running", "node": "a"}, {"attempt": 0, "state": "Running", "node": "b"}]
     failed, running = condition("Failed", True, "RestartBudgetSpent"), condition("Running", True, "GroupRuns")

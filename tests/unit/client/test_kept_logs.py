@@ -122,7 +122,7 @@ def test_the_log_of_a_pod_that_is_gone_is_printed(
     assert "no pod j-7-0 of job j; its pods: j-0-11" in capsys.readouterr().err
 
 
-def test_a_message_says_where_logs_are_that_no_running_pod_can_read(
+def test_a_message_locates_logs_that_no_running_pod_can_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended = OfCluster(folder, {"claimName": "c", "mountPath": "/c"}, pods=())
@@ -132,7 +132,7 @@ def test_a_message_says_where_logs_are_that_no_running_pod_can_read(
     assert called(ended, monkeypatch, "logs", "j", "--ended") == 2
 
 
-def test_ended_pods_are_listed_although_kept_logs_cannot_be_read(
+def test_terminated_pods_are_listed_although_kept_logs_cannot_be_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed = OfCluster(folder, {"claimName": "c", "mountPath": "/c"}, pods=(), ended=("j-0-11",))
@@ -162,7 +162,7 @@ def test_a_rank_cannot_choose_lines_of_a_kept_log(
     assert "--rank: pod j-1-0 is gone" in capsys.readouterr().err
 
 
-def test_each_host_is_asked_where_it_has_its_own_files(folder: Path) -> None:
+def test_each_host_is_asked_if_hosts_have_separate_files(folder: Path) -> None:
     backend = OfCluster(folder, {"hostPath": "/h", "mountPath": "/c"})
     assert [pod.name for pod in backend.kept_logs("j").pods()] == ["j-0-9", "j-0-10", "j-1-0"]
     assert backend.asked == ["j-0-11", "j-1-1"]

@@ -122,7 +122,7 @@ def test_a_folder_without_records_is_reported(tmp_path: Path, capsys: pytest.Cap
         read_left_behind(tmp_path / "nowhere")
 
 
-def test_a_job_that_has_made_no_step_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_has_completed_no_step_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join(LINES))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"event": "start", "step": 0, "world": 2, "time": 1}\n')
@@ -146,7 +146,7 @@ def test_the_last_progress_comes_from_the_last_coordinator_that_knew_it(tmp_path
     assert (progress["step"], progress["updatedAt"]) == (700, "2026-01-02T03:06:00Z")
 
 
-def test_a_script_may_keep_its_checkpoints_in_a_folder_of_that_name(tmp_path: Path) -> None:
+def test_a_script_may_keep_its_checkpoints_in_a_folder_with_that_name(tmp_path: Path) -> None:
     (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join(LINES))
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step-7.pt").touch()

@@ -238,7 +238,9 @@ def test_ranks_follow_the_order_that_the_status_shows() -> None:
     body: dict[str, Any] = {"spec": {"gpusPerNode": 2}, "status": {**status(3), "rankOrder": [0, 2, 1]}}
     assert ranks_of_pods(pods, body) == {"j-0-0": range(2), "j-2-0": range(2, 4), "j-1-0": range(4, 6)}
     restarting = {**body, "status": {**status(3, holds=False), "rankOrder": [0, 2, 1]}}
-    assert ranks_of_pods(pods, restarting)["j-2-0"] == range(2, 4), "that of the last group, until another has formed"
+    assert ranks_of_pods(pods, restarting)["j-2-0"] == range(2, 4), (
+        "the order of the last group, until another has formed"
+    )
     others = {**body, "status": {**status(3), "rankOrder": [0, 4, 1]}}
     assert ranks_of_pods(pods, others)["j-2-0"] == range(4, 6), "an order of other nodes does not apply to these"
 
@@ -246,7 +248,7 @@ def test_ranks_follow_the_order_that_the_status_shows() -> None:
 @pytest.mark.parametrize(
     ("state", "says"), [("Completed", "nothing was printed: j-0-0"), ("Pending", "no logs yet: j-0-0")]
 )
-def test_ended_pods_are_not_followed(
+def test_terminated_pods_are_not_followed(
     state: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = TwoNodes()

@@ -114,7 +114,7 @@ def test_everything_else_is_refused_before_the_job_exists(wrong: object) -> None
         script_of(fit, {}, [wrong])  # type: ignore[list-item]
 
 
-def test_packages_are_a_short_list_and_of_functions_only() -> None:
+def test_the_list_of_packages_is_bounded_and_only_for_functions() -> None:
     for wrong in ("einops", ["a"] * (MOST_PACKAGES + 1)):
         with pytest.raises(Mistake, match="must be a list of at most"):
             script_of(fit, {}, wrong)

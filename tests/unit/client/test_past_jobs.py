@@ -78,7 +78,7 @@ async def test_a_folder_of_folders_is_an_archive(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     fleet, second = await pages(tmp_path, "/jobs/ml/second")
     assert "<script>alert" not in fleet and "4 " in text(fleet)
-    assert fleet.count('href="/jobs/ml/first') == 2, "two folders of one name are two jobs"
+    assert fleet.count('href="/jobs/ml/first') == 2, "two folders with the same name are two jobs"
     assert "hostile" in fleet and "budget spent" in fleet
     assert "its end was not recorded" in text(second)
 
@@ -98,7 +98,7 @@ def test_later_changes_of_a_folder_are_shown(tmp_path: Path, monkeypatch: pytest
     assert next(changes)[0]["status"]["phase"] == "Complete"
 
 
-async def test_jobs_of_one_name_in_two_namespaces_have_their_own_pages(tmp_path: Path) -> None:
+async def test_jobs_with_the_same_name_in_two_namespaces_have_their_own_pages(tmp_path: Path) -> None:
     for namespace, world in (("ml", 2), ("vision", 5)):
         left(tmp_path / namespace, [line("round", 1, 1, world=world, namespace=namespace)])
     for page, world in zip(await pages(tmp_path, "/jobs/ml/first", "/jobs/vision/first"), (None, 2, 5), strict=True):

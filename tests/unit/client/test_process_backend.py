@@ -95,7 +95,7 @@ def test_a_killed_run_leaves_no_job_that_looks_running(tmp_path: Path, monkeypat
         (["", " --fresh"], True),
     ],
 )
-def test_checkpoints_are_deleted_with_a_job_whose_claim_would_be(
+def test_checkpoints_are_deleted_with_a_job_if_its_claim_would_be(
     runs: list[str], stay: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job's folder stands in for the claim of a claimTemplate. With a different template it is
@@ -185,7 +185,7 @@ def test_the_last_lines_of_a_log_count_a_progress_bar_as_one(tmp_path: Path, mon
     assert b"".join(backend.log(pod, LogOptions(tail=3))) == b"warning\n" + bar + b"\ndone\n"
 
 
-def test_a_job_of_a_different_machine_or_container_is_not_stopped_by_its_pid(
+def test_a_job_on_another_machine_or_container_is_not_stopped_by_its_pid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record may be in a folder that both machines see, so its process id may belong to any

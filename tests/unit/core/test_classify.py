@@ -127,7 +127,7 @@ def test_the_cause_is_read_from_the_pods_state(view: PodView, cause: Cause, coun
         (80, Cause.PREFLIGHT_FAILED),
     ],
 )
-def test_the_launchers_exit_codes_are_those_of_a_launcher_only(code: int, by_launcher: Cause) -> None:
+def test_only_a_launchers_exit_code_has_the_meaning_of_the_launchers_codes(code: int, by_launcher: Cause) -> None:
     assert explain_end(pod(ended(code))).cause is by_launcher
     assert explain_end(pod(ended(code)), launcher=False).cause is Cause.EXIT_CODE
 
@@ -227,7 +227,7 @@ def test_a_failed_init_container_is_reported_with_its_last_lines() -> None:
     assert end.message == "init container prep of pod job-0-0 ended with exit code 3: no such bucket"
 
 
-def test_a_sidecar_that_is_ended_after_a_failed_init_container_is_not_blamed_for_it() -> None:
+def test_a_sidecar_stopped_after_a_failed_init_container_is_not_blamed_for_it() -> None:
     containers = {"logger": ended(137), "prep": ended(3, message="no such bucket"), "later": ContainerView()}
     end = explain_end(pod(phase="Failed", init_containers=containers))
     assert end.message == "init container prep of pod job-0-0 ended with exit code 3: no such bucket"
@@ -255,7 +255,7 @@ def test_a_waiting_init_container_holds_the_pod_up_until_the_trainer_runs() -> N
     )
 
 
-def test_a_program_that_its_node_asked_to_end_has_not_succeeded() -> None:
+def test_a_program_that_its_node_asked_to_stop_has_not_succeeded() -> None:
     assert pod(ended(0), phase="Succeeded").succeeded
     assert not pod(ended(0), phase="Failed", status_reason="Evicted").succeeded
     assert not pod(ended(0), disruption="EvictionByEvictionAPI").succeeded

@@ -109,7 +109,7 @@ def test_a_pod_that_hangs_next_to_a_finished_one_is_reported_within_minutes() ->
     assert [e.reason for e in decision.events if e.warning] == []
     steps = forming(step=9, updatedAt=iso(later(150)))
     working, decision = seen(job, 191, there, steps)
-    assert [e.reason for e in decision.events if e.warning] == [], "it makes steps"
+    assert [e.reason for e in decision.events if e.warning] == [], "it takes steps"
     job, decision = seen(working, 191, there, forming())
     (event,) = (e for e in decision.events if e.warning)
     assert event.reason == "NodeFinishedEarly" and "pod job-0-0 ended with exit code 0" in event.message

@@ -61,8 +61,8 @@ def test_an_incident_may_name_any_index(index: int) -> None:
 
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> DDPJob:
-    """A job that this operator began before an upgrade to an invented next version that supports
-    both protocols.
+    """Return a job that this operator began before an upgrade to an invented next version that
+    supports both protocols.
     """
     job = a_job()
     monkeypatch.setattr("ddpjob_runtime.protocol.VERSION", NEXT)
@@ -450,7 +450,7 @@ def test_a_deleted_pod_that_does_not_end_is_stopped_by_the_coordinator(seconds: 
         assert told == ([("10.0.0.9", ["job-0-0"])] if sent else [])
 
 
-def test_a_job_that_has_ended_has_no_time_left() -> None:
+def test_a_finished_job_has_no_time_left() -> None:
     job = running(a_job(), a_pod(0), a_pod(1))
     reported = {"step": 7, "eta": 60.0, "metrics": {"stepsPerSecond": 3.0}}
     last = Report(0, CoordinatorState.RUNNING, 2, 2, (1.0, 60.0), progress=reported)
@@ -514,7 +514,7 @@ def test_a_pod_that_a_finalizer_keeps_beyond_its_grace_keeps_no_coordinator(*, s
     assert not is_kept(NOW - timedelta(seconds=30))
 
 
-def test_a_job_that_has_ended_does_not_hurry_to_notify_kueue() -> None:
+def test_a_finished_job_does_not_hurry_to_notify_kueue() -> None:
     """The request may be refused for a long time."""
     ended = with_condition(a_job().status, ConditionType.COMPLETE, True, "Finished", "", NOW)
     decision = after(a_job(ended), workloads=(WorkloadView(name="w", uid="u"),))
@@ -522,7 +522,7 @@ def test_a_job_that_has_ended_does_not_hurry_to_notify_kueue() -> None:
     assert decision.wake == BLOCKED_POLL
 
 
-def test_the_quota_of_an_ended_job_is_released_when_its_pods_have_ended() -> None:
+def test_the_quota_of_a_finished_job_is_released_when_its_pods_have_ended() -> None:
     failed = with_condition(a_job().status, ConditionType.FAILED, True, "DeadlineExceeded", "", NOW)
     job, request = a_job(failed), (WorkloadView(name="w", uid="u"),)
     ending = after(job, a_pod(0, deleted_at=NOW + timedelta(seconds=30)), workloads=request)
@@ -590,7 +590,7 @@ def test_a_rule_for_an_exit_code_also_holds_for_init_containers(code: int, phase
     assert decision.status.phase is phase
 
 
-def test_a_sidecar_that_outlives_the_program_is_ended_with_its_pod() -> None:
+def test_a_sidecar_that_outlives_the_program_is_stopped_with_its_pod() -> None:
     job = a_job()
     ended = a_pod(0, ContainerView(started=NOW, exit_code=1, reason="Error"), phase="Running")
     sidecar = replace(ended, containers={**ended.containers, "logger": ContainerView(started=NOW)})
@@ -598,7 +598,7 @@ def test_a_sidecar_that_outlives_the_program_is_ended_with_its_pod() -> None:
     assert DeletePod(ended.name, ended.uid) in decide(job, world, NOW + timedelta(seconds=5)).actions
 
 
-def test_a_sidecar_of_an_ended_program_does_not_outlive_a_suspension() -> None:
+def test_a_sidecar_of_a_finished_program_does_not_outlive_a_suspension() -> None:
     """The sidecar would hold the pod's GPUs in a job that reports no running pods."""
     job = running(a_job(command=["train"]), a_pod(0), a_pod(1))
     job = replace(job, spec=replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True)))
@@ -628,7 +628,7 @@ def new_job(label: str = "", **spec: Any) -> DDPJob:
 FAULTY = World(problems=("a fault",))
 
 
-def test_an_ended_job_with_faults_fails_only_once() -> None:
+def test_a_finished_job_with_faults_fails_only_once() -> None:
     job = new_job()
     first = decide(job, FAULTY, NOW)
     assert first.status.phase is Phase.FAILED

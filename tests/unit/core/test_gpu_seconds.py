@@ -38,7 +38,7 @@ def holder(index: int, **fields: Any) -> PodView:
     return pod(index, devices=GPUS, **fields)
 
 
-def test_the_example_of_the_module_is_right() -> None:
+def test_the_modules_example_is_correct() -> None:
     one, both = Cluster(), (holder(0), holder(1))
     assert one.look(0, *both) == 0
     assert one.look(1800, *both) == 28800
@@ -88,7 +88,7 @@ def test_a_silent_job_writes_its_sum_every_ten_minutes() -> None:
     assert one.writes == timedelta(hours=1) / REFRESH
 
 
-def test_a_clock_that_goes_back_takes_nothing_away() -> None:
+def test_a_clock_that_is_set_back_does_not_reduce_the_sum() -> None:
     one, pods = Cluster(), (holder(0), holder(1))
     one.look(0, *pods)
     assert one.look(600, *pods) == 9600

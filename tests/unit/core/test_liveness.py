@@ -19,7 +19,7 @@ POD = PodView(name="job-0-0", uid="u", role=Role.NODE, host="n1", containers={"t
 
 
 def host(*, ready: bool, out: bool = False, since: datetime | None = BEFORE) -> dict[str, HostView]:
-    """The nodes of the pod and of a healthy one."""
+    """Return the nodes of the pod and of a healthy one."""
     return {
         "n1": HostView(name="n1", ready=ready, since=since, out_of_service=out),
         "n2": HostView(name="n2", ready=True, since=None, out_of_service=False),
@@ -145,7 +145,7 @@ def test_a_node_that_fails_three_times_while_others_work_is_avoided() -> None:
     assert nodes(restarts(failed, failed, failed, age=3601)) == []
 
 
-def test_a_job_that_never_made_a_step_blames_no_node() -> None:
+def test_a_job_that_never_completed_a_step_blames_no_node() -> None:
     failed = ("ExitCode", "n1")
     assert nodes(restarts(failed, failed, failed), trained=False) == []
     assert nodes(restarts(("NodeLost", "n1"), ("NodeLost", "n1")), trained=False) == ["n1"], (

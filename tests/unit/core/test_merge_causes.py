@@ -41,7 +41,7 @@ def status(*recent: Restart, broken: bool = False, seen_round: int = 0, round: i
 
 
 def summary(found: Attributed) -> list[tuple[str, str, bool, int]]:
-    """(reason, pod, counted, round) of each record."""
+    """Return (reason, pod, counted, round) of each record."""
     return [(str(r.reason), r.pod, r.counted, r.round) for r in found.restarts]
 
 

@@ -150,7 +150,7 @@ def test_ranks_without_a_group_are_not_said_to_train_as_one_group() -> None:
         assert [e.reason for e in decision.events if e.warning] == (["NoGroup"] if at == 5 else [])
 
 
-def test_nodes_are_called_one_group_only_once_their_ranks_communicate() -> None:
+def test_nodes_count_as_one_group_only_after_their_ranks_communicate() -> None:
     """A script that forms a group may still train the ranks separately."""
     job, pods = running(2)
     for progress, said in (({"step": 1}, "2 nodes run together"), ({"exchanging": True}, "2 nodes train as one group")):
@@ -159,7 +159,7 @@ def test_nodes_are_called_one_group_only_once_their_ranks_communicate() -> None:
         assert message(job.status, ConditionType.RUNNING) == said
 
 
-def test_uncountable_steps_are_reported_to_a_job_that_wants_hangs_noticed() -> None:
+def test_uncountable_steps_are_reported_to_a_job_with_a_hang_limit() -> None:
     for recovery in ({"hangAfterSeconds": 60}, {}):
         job, pods = running(2, recovery=recovery)
         reported = report(CoordinatorState.RUNNING, *[MemberState.RUNNING] * 2, progress={"uncountable": True})
@@ -227,7 +227,7 @@ def test_a_job_that_has_finished_is_not_starting() -> None:
     stuck, _ = seen(after, 50, (pod(0, done, phase="Succeeded"), *pods[1:]), None)
     assert not stuck.status.terminal
     stuck, _ = seen(stuck, 64, (pod(0, done, phase="Succeeded"), *pods[1:]), None)
-    assert stuck.status.phase is Phase.COMPLETE, "exit code 0 of one means that all have finished"
+    assert stuck.status.phase is Phase.COMPLETE, "if one pod exits with 0, all have finished"
 
 
 def test_the_end_of_a_short_job_is_not_a_warning() -> None:

@@ -60,7 +60,7 @@ def test_the_operators_own_clock_dates_a_signal() -> None:
     assert first["n0"].unhealthy_since == again["n0"].unhealthy_since == later(10)
     healed = remembered(again, {"n0": well}, later(60))
     assert healed["n0"].unhealthy_since is None
-    assert remembered(healed, {"n0": ill}, later(70))["n0"].unhealthy_since == later(70), "it begins again"
+    assert remembered(healed, {"n0": ill}, later(70))["n0"].unhealthy_since == later(70), "it starts over"
 
 
 def test_a_signal_older_than_the_operator_is_not_trusted() -> None:
@@ -80,7 +80,7 @@ def test_a_deleted_node_is_not_unhealthy() -> None:
     deleted = remembered(before, {}, later(20))
     assert deleted["n0"].deleted and not deleted["n0"].unhealthy and deleted["n0"].unhealthy_since is None
     back = remembered(deleted, {"n0": ill}, later(30))["n0"]
-    assert back.unhealthy and back.unhealthy_since is None, "a new node of that name is seen for the first time"
+    assert back.unhealthy and back.unhealthy_since is None, "a new node with that name is seen for the first time"
 
 
 def hosts(*ill: int, known: int = 12, **fields: Any) -> dict[str, HostView]:
@@ -200,7 +200,7 @@ def test_a_node_takes_the_pod_only_if_its_taints_are_tolerated(toleration: dict[
     assert judged(job, pods, nodes) == [(1, "" if fits else "NoOtherNode")]
 
 
-def test_selectors_from_the_queues_flavor_count_like_those_of_the_template() -> None:
+def test_selectors_from_the_queues_flavor_count_like_the_templates_own() -> None:
     job, pods = running(2, gpusPerNode=8)
     taints = (("pool", "h100", "NoSchedule"),)
     nodes = {name: replace(host, labels={"pool": "h100"}, taints=taints) for name, host in hosts(1).items()}

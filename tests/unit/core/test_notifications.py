@@ -81,7 +81,7 @@ def test_a_notification_is_sent_until_its_outcome_is_known() -> None:
     assert not sent(later_on) and later_on.status == job.status
 
 
-def test_a_notification_that_is_given_up_is_an_event() -> None:
+def test_an_abandoned_notification_is_an_event() -> None:
     job, _ = completed()
     job, decision = decided(
         job, 20, ended_pods(0), outcomes={"uid.Complete.0": NotificationOutcome(delivered=False, message="m")}

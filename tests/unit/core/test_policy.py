@@ -43,7 +43,7 @@ def test_without_rules_the_default_policy_applies(cause: Cause, counted: bool) -
         assert evaluate_rules(spec(), cause, 1, trained=trained) == Ruling(counted)
 
 
-def test_a_program_that_cannot_start_fails_a_job_that_never_made_a_step() -> None:
+def test_a_program_that_cannot_start_fails_a_job_that_never_completed_a_step() -> None:
     assert evaluate_rules(spec(), Cause.INIT_FAILURE, 78, trained=False).fails == "InitFailure"
     assert evaluate_rules(spec(), Cause.INIT_FAILURE, 78, trained=True) == Ruling(True)
     restart = spec({"cause": "InitFailure", "action": "Restart"})
@@ -51,7 +51,7 @@ def test_a_program_that_cannot_start_fails_a_job_that_never_made_a_step() -> Non
 
 
 @pytest.mark.parametrize("cause", [Cause.WORKER_FAILED, Cause.EXIT_CODE])
-def test_a_configuration_error_fails_a_job_that_never_made_a_step(cause: Cause) -> None:
+def test_a_configuration_error_fails_a_job_that_never_completed_a_step(cause: Cause) -> None:
     for code in (2, 64, 70, 74, 76, 78):
         ruled = evaluate_rules(spec(), cause, code, trained=False)
         assert (ruled.fails, ruled.counted) == ("ConfigurationError", False)

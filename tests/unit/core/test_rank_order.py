@@ -63,7 +63,7 @@ def test_a_missing_label_makes_a_separate_place_from_that_level_on() -> None:
     assert place_of("n", None, labels) == ("/n", "/n", "/n")
 
 
-def test_racks_of_the_same_name_in_two_blocks_are_two_places() -> None:
+def test_racks_with_the_same_name_in_two_blocks_are_two_places() -> None:
     places: dict[int, Place] = {0: ("a", "1"), 1: ("b", "1"), 2: ("a", "2"), 3: ("b", "1"), 4: ("a", "1")}
     assert in_order(places) == [0, 4, 2, 1, 3]
 
@@ -151,7 +151,7 @@ def test_without_the_field_only_the_end_of_an_order_is_sent() -> None:
     assert told(looked_at(job, pods, RACKS, running_report("some"))) == [[]]
 
 
-def test_a_node_not_seen_yet_has_no_place_and_one_without_labels_has_one() -> None:
+def test_a_node_not_seen_yet_has_no_place_but_one_without_labels_does() -> None:
     job, pods = running(4, rankOrder=[RACK])
     unseen = {name: view for name, view in RACKS.items() if name != "n1"}
     assert told(looked_at(job, pods, unseen, running_report(""))) == [["job-0-0", "job-2-0", "job-3-0"]]

@@ -140,7 +140,7 @@ def test_states_that_do_not_fit_are_reported_once_and_withdrawn() -> None:
     assert held is not None and held.status and held.message == "a loss repeats at most 4 steps"
 
 
-def test_an_ended_job_has_no_steps_at_risk() -> None:
+def test_a_finished_job_has_no_steps_at_risk() -> None:
     one = Restarted()
     one.look(22, 2, {"snapshotBytes": 3 * 2**30, "step": 91})
     one.look(24, 2, {"stepsAtRisk": 4, "step": 93})

@@ -26,7 +26,7 @@ def messages(decision: Decision) -> list[tuple[str, str]]:
 
 
 def on_a_dead_host(mode: str) -> Decision:
-    """A coordinator whose host has been silent for a long time and has no node of the job."""
+    """Return a coordinator whose host has been silent for a long time and has no node of the job."""
     job, pods = running(2, recovery={"mode": mode})
     hosts = {name: HostView(name=name, ready=True, since=None, out_of_service=False) for name in ("n0", "n1", "n9")}
     hosts["n9"] = replace(hosts["n9"], ready=False, since=later(3))
@@ -36,7 +36,7 @@ def on_a_dead_host(mode: str) -> Decision:
     return decide(job, world, later(40))
 
 
-def test_in_fast_the_coordinator_exits_so_that_members_look_for_the_next_one() -> None:
+def test_in_fast_mode_the_coordinator_exits_so_that_members_find_the_next_one() -> None:
     decision = on_a_dead_host("Fast")
     assert decision.status.rendezvous.attempt == 1
     assert messages(decision) == [(ENDPOINT, "exit")]
@@ -54,7 +54,7 @@ def test_training_is_said_to_continue_only_if_no_pod_is_lost_with_the_coordinato
     assert said == [True, False, False]
 
 
-def test_in_standard_the_members_end_with_their_generation() -> None:
+def test_in_standard_mode_the_members_end_with_their_generation() -> None:
     decision = on_a_dead_host("Standard")
     assert decision.status.rendezvous.generation == 1
     assert messages(decision) == [(ENDPOINT, "stop")]

@@ -56,7 +56,7 @@ def test_the_speed_of_a_script_that_reports_no_samples_is_in_steps() -> None:
 
 
 @pytest.mark.parametrize("resumed", ["yes", "no", "unknown"])
-def test_counted_steps_are_those_since_the_restart(resumed: str) -> None:
+def test_steps_are_counted_from_the_restart(resumed: str) -> None:
     """Regression: a script that starts from scratch each time looked like one that resumes."""
     shown = show_progress({}, {"step": 359, "resumed": "no"}, NOW, at_once=False)
     assert shown["display"] == "step 359" and not began_again(shown), "its first start"
@@ -113,7 +113,7 @@ def test_an_impossible_duration_does_not_hold_up_the_progress(written: Any) -> N
 
 
 def lagging(stragglers: Any, *, shown: Any = (), state: CoordinatorState = CoordinatorState.RUNNING) -> View:
-    """A view of a job of two nodes with two ranks each."""
+    """Return a view of a job of two nodes with two ranks each."""
     body = {"image": "image", "script": "train.py", "nodes": 2, "procsPerNode": 2}
     job = DDPJob.read({"metadata": {"name": "job", "namespace": "space", "uid": "uid"}, "spec": body})
     pods = [PodView(name=f"job-{n}-0", uid=f"{n}", role=Role.NODE, index=n, host=("", "host")[n]) for n in (0, 1)]
@@ -224,7 +224,7 @@ def test_no_rank_lags_while_the_group_does_not_run() -> None:
 @pytest.mark.parametrize(
     "state", [None, *(state for state in CoordinatorState if state is not CoordinatorState.RUNNING)]
 )
-def test_no_lagging_rank_of_an_ended_or_hanging_job_is_shown(state: CoordinatorState | None) -> None:
+def test_no_lagging_rank_of_a_finished_or_hanging_job_is_shown(state: CoordinatorState | None) -> None:
     """The minute does not apply, and a missing report does not matter."""
     shown = show_stragglers(lagging([{"rank": 1, "slowdown": 2}]))
     view = lagging([{"rank": 1, "slowdown": 2}], shown=shown, state=state or CoordinatorState.RUNNING)

@@ -62,8 +62,8 @@ STATUS = {
 
 
 def begun(release: str, **fields: Any) -> DDPJob:
-    """A running job of two nodes whose pods a different release created, with this version of the
-    protocol.
+    """Return a running job of two nodes whose pods a different release created, with this version
+    of the protocol.
     """
     spec = {"image": "image", "nodes": 2, **({} if "command" in fields else {"script": "train.py"}), **fields}
     body: Json = {"metadata": {"name": "job", "namespace": "space", "uid": "uid", "generation": 1}, "spec": spec}
@@ -131,12 +131,12 @@ def test_a_lost_pod_of_another_release_begins_a_generation_with_our_runtime(rele
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_lost_coordinator_in_fast_begins_a_generation_with_our_runtime(release: str) -> None:
+def test_a_lost_coordinator_in_fast_mode_begins_a_generation_with_our_runtime(release: str) -> None:
     decision = after(begun(release, recovery={"mode": "Fast"}), *pods(0, 1)[:2])
     assert [(r.reason, r.round) for r in decision.status.restarts.recent] == [("CoordinatorLost", 1)]
     assert decision.status.rendezvous.generation == 1
     (event,) = [e for e in decision.events if e.reason == "CoordinatorLost"]
-    assert "training continues" not in event.message, "the group begins again"
+    assert "training continues" not in event.message, "the group starts over"
 
 
 @pytest.mark.parametrize("release", RELEASES)

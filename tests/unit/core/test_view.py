@@ -35,7 +35,7 @@ def view(world: World | None = None, progress: dict[str, Any] | None = None, **s
     return View(job, status, world or World(pods=PODS), NOW)
 
 
-def test_pods_are_those_of_the_slots_current_attempts() -> None:
+def test_pods_belong_to_the_slots_current_attempts() -> None:
     assert [pod.uid if pod else None for pod in view().pods] == ["b", "c", None]
     assert view().current_names == {"job-0-1", "job-1-0", "job-2-7", "job-coordinator-2-1"}
 

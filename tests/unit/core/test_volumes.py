@@ -80,7 +80,7 @@ def test_the_created_claim_is_checked_whenever_a_pod_is_missing() -> None:
     done = replace(job.status, slots=(running[0], Slot(state=SlotState.SUCCEEDED)))
     assert list_claims_to_read(replace(job, status=done), (first,)) == ()
     unseen = replace(job, status=replace(job.status, claim_made=False))
-    assert list_claims_to_read(unseen, (first, second)) == ("job-checkpoints",), "until it is noted"
+    assert list_claims_to_read(unseen, (first, second)) == ("job-checkpoints",), "until the status records it"
     named = job_with(storage={"checkpoints": {"claimName": "a"}})
     assert list_claims_to_read(named, ()) == ("a",), "before the first pod"
     three = replace(named, spec=replace(named.spec, nodes=3), status=job.status)
@@ -107,7 +107,7 @@ def naming(
     return replace(job, name=name, uid=f"uid-{name}", status=status, created=NOW + timedelta(seconds=created))
 
 
-def test_a_folder_belongs_to_the_job_that_began_with_it() -> None:
+def test_a_folder_belongs_to_the_job_that_first_used_it() -> None:
     """Regression: three jobs on one claim silently replaced each other's files."""
     first = naming("first", begun=True, created=9)
     assert find_folder_user(naming("second"), [first]) == "", "each job has its own folder"
@@ -152,7 +152,7 @@ def test_a_new_job_gets_advice_to_use_a_separate_folder() -> None:
 def test_the_jobs_own_claim_and_one_kept_for_it_can_be_used() -> None:
     assert problem(OURS) == ""
     assert problem(replace(OURS, owners=("uid",)), making({"whenDeleted": "Delete"})) == ""
-    assert problem(replace(OURS, made_by="earlier")) == "", "an earlier job of this name kept it"
+    assert problem(replace(OURS, made_by="earlier")) == "", "an earlier job with this name kept it"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_the_jobs_own_claim_and_one_kept_for_it_can_be_used() -> None:
         ({"deleting": True}, "is being removed"),
     ],
 )
-def test_a_claim_of_another_owner_is_never_used(change: dict[str, Any], says: str) -> None:
+def test_a_claim_owned_by_another_object_is_never_used(change: dict[str, Any], says: str) -> None:
     message = problem(replace(OURS, **change))
     assert message.startswith("ClaimTaken") and says in message and FIELD in message
 

@@ -239,7 +239,7 @@ async def test_a_page_shows_steps_at_risk_and_repeated_and_not_0_if_unknown(fold
     assert "Steps repeated unknown" in unknown and "Time with new steps at most" in unknown
 
 
-async def test_gpu_hours_are_shown_only_where_there_are_any(folder: Path) -> None:
+async def test_gpu_hours_are_shown_only_if_there_are_any(folder: Path) -> None:
     body = next(b for n in range(60) if (b := record(n, datetime.now(UTC)))["status"].get("phase") == "Running")
     name = body["metadata"]["name"]
     (folder / name).mkdir()
@@ -253,7 +253,7 @@ async def test_gpu_hours_are_shown_only_where_there_are_any(folder: Path) -> Non
         assert ["GPU hours" in page for page in pages] == [shown] * 2
 
 
-async def test_an_ended_job_shows_the_restart_limit_that_it_had(folder: Path) -> None:
+async def test_a_finished_job_shows_the_restart_limit_that_it_had(folder: Path) -> None:
     """Regression: kubectl's column showed 1/0, and the page showed the manifest's current limit."""
     body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Failed")
     body["status"]["restarts"] = {"counted": 1, "total": 1, "max": 0, "display": "1/0"}
@@ -401,7 +401,7 @@ async def test_a_log_is_streamed_until_its_reader_disconnects(names: list[str], 
         await soon(readers, lambda left: not left)
 
 
-async def test_the_log_of_an_ended_job_has_an_end(folder: Path) -> None:
+async def test_the_log_of_a_finished_job_has_an_end(folder: Path) -> None:
     body = record(0, datetime.now(UTC))
     body["status"]["conditions"] = [c | {"type": "Complete", "status": "True"} for c in body["status"]["conditions"]]
     body["status"]["phase"] = "Complete"
@@ -728,7 +728,7 @@ def test_only_placed_pods_hold_gpus_and_only_stepping_ones_train() -> None:
 
 
 @pytest.mark.parametrize(("phase", "shown"), [("Running", "3h05m"), ("Suspended", ""), ("Queued", ""), ("Failed", "")])
-def test_a_job_that_is_suspended_or_has_ended_has_no_time_left(phase: str, shown: str) -> None:
+def test_a_suspended_or_finished_job_has_no_time_left(phase: str, shown: str) -> None:
     status = {"phase": phase, "progress": {"step": 4, "eta": "3h05m"}}
     assert fleet_row({**record(0, NOW), "status": status}).eta == shown
 

@@ -210,7 +210,7 @@ async def test_a_compressed_response_is_not_decompressed(client: CoordinatorClie
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.05], ids=["flood", "drip"])
-async def test_an_endless_response_is_given_up(
+async def test_an_endless_response_is_aborted(
     client: CoordinatorClient, pause: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddpjob.engine.coordinator_client.SECONDS", 0.5)
@@ -330,12 +330,12 @@ def test_without_the_coordinators_clock_nothing_is_in_the_future() -> None:
 
 
 def in_four_bytes(length: int) -> str:
-    """A text that Python stores with four bytes per character."""
+    """Return a text that Python stores with four bytes per character."""
     return "x" * (length - 1) + "\N{GRINNING FACE}"
 
 
 def costly_report(length: int) -> bytes:
-    """The report of a job of one pod, with a text of this length in every text field."""
+    """Return the report of a job of one pod, with a text of this length in every text field."""
     text, time = in_four_bytes(length), protocol.iso(NOW)
     name = {"pod": text, "signal": text, "message": text, "traceback": text}
     figures = {f"{n}{in_four_bytes(90)}": in_four_bytes(100) for n in range(100)}

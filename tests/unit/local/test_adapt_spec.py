@@ -40,7 +40,7 @@ def torch_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with four GPUs, as its nvidia-smi reports it."""
+    """Return a machine with four GPUs, as its nvidia-smi reports it."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.write_text("#!/bin/sh\nprintf '0\\n1\\n2\\n3\\n'\n")

@@ -38,7 +38,7 @@ def condition(kind: str, reason: str = "Reason") -> dict[str, Any]:
 def running(
     reason: str = "GroupRuns", step: int = 1, restarts: int = 0, broke: bool = False, **progress: Any
 ) -> dict[str, Any]:
-    """The status of a job of two training nodes."""
+    """Return the status of a job of two training nodes."""
     one = {"time": "2026-01-01T00:10:00Z", "pod": "p", "message": "", "round": 1, "reason": "OOMKilled"}
     recent = [{**one, "counted": True, **({} if broke else {"seconds": 4.0})}] * min(restarts, 10)
     conditions = [condition("Scheduled"), condition("Running", reason)]
@@ -112,7 +112,7 @@ class Prometheus(PrometheusServer):
         return found
 
     def firing(self) -> set[tuple[str, str]]:
-        """Names of the firing alerts, each with its job's name."""
+        """Return the names of the firing alerts, each with its job's name."""
         alerts = self.ask("alerts")["alerts"]
         return {(a["labels"]["alertname"], a["labels"].get("job_name", "")) for a in alerts if a["state"] == "firing"}
 

@@ -31,7 +31,7 @@ def test_keys_of_the_code_are_referenced_under_names_that_no_tool_reads() -> Non
     assert "DDPJOB_CODE" not in str(build_coordinator(made, made.status, PLATFORM))
 
 
-def test_a_job_without_code_has_the_pods_that_it_had() -> None:
+def test_a_job_without_code_has_unchanged_pods() -> None:
     assert (
         "ddpjob-code" not in str(node()) and "DDPJOB_CODE" not in str(node()) and "workingDir" not in container(node())
     )

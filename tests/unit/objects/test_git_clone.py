@@ -44,7 +44,7 @@ def test_a_restricted_init_container_clones_into_the_folder_of_the_code() -> Non
     assert container(pod)["workingDir"] == "/ddpjob-code" and "DDPJOB_CODE_URL" not in environment(pod)
 
 
-def test_a_password_is_referred_to_by_the_init_container_alone() -> None:
+def test_only_the_init_container_refers_to_a_password() -> None:
     pod = node(code={"git": {**GIT, "secretName": "git-login"}}, env=[{"name": "HTTPS_PROXY", "value": "http://p:1"}])
     variables = {variable["name"]: variable for variable in clone_of(pod)["env"]}
     assert variables["DDPJOB_GIT_PASSWORD"]["valueFrom"]["secretKeyRef"]["name"] == "git-login"

@@ -19,7 +19,7 @@ VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persiste
 
 
 def violations(pod: Json) -> Iterator[str]:
-    """Violations of the profile `restricted` (v1.36) that fields of Linux pods can have."""
+    """Yield the violations of the profile `restricted` (v1.36) that fields of Linux pods can have."""
     spec = pod["spec"]
     context = spec.get("securityContext", {})
     for field in ("hostNetwork", "hostPID", "hostIPC"):

@@ -104,7 +104,7 @@ def test_a_valid_template_has_no_problems() -> None:
     assert problems(template) == ()
 
 
-def test_the_overlay_adds_to_the_node_and_the_coordinator_gets_what_the_image_needs() -> None:
+def test_the_overlay_goes_to_nodes_and_its_image_settings_to_the_coordinator() -> None:
     template = {
         "metadata": {"labels": {"team": "vision"}},
         "spec": {
@@ -386,7 +386,7 @@ def test_the_coordinator_has_no_runtime_class_for_devices(template: str, rendezv
     assert node(podTemplate={"spec": {"runtimeClassName": template}})["spec"]["runtimeClassName"] == template
 
 
-def test_the_coordinator_goes_where_rendezvous_says() -> None:
+def test_the_coordinator_is_placed_as_rendezvous_requests() -> None:
     taint = {"key": "pool", "operator": "Exists"}
     template = {"spec": {"nodeSelector": {"gpu": "a100"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]}}
     made = job(podTemplate=template, rendezvous={"nodeSelector": {"pool": "system"}, "tolerations": [taint]})
@@ -563,7 +563,7 @@ def test_the_coordinators_pod_has_no_annotation_for_a_container_that_it_lacks() 
     assert build_coordinator(made, made.status, PLATFORM)["metadata"]["annotations"] == {"note": "kept"}
 
 
-def test_the_launcher_writes_its_termination_reason_where_the_template_says() -> None:
+def test_the_launcher_writes_its_termination_reason_to_the_templates_path() -> None:
     template = {"spec": {"containers": [{"name": "trainer", "terminationMessagePath": "/tmp/end"}]}}
     assert environment(node(podTemplate=template))["DDPJOB_TERMINATION_LOG"] == "/tmp/end"
     assert "DDPJOB_TERMINATION_LOG" not in environment(node())
