@@ -248,8 +248,9 @@ def _spec(name: str, spec: Any) -> Json:
 def _limits(name: str, limits: Any) -> ClassLimits:
     if not isinstance(limits, Mapping):
         raise ValueError(f"{name}.limits: must be a mapping with the keys {', '.join(_LIMITS)}")
-    for key in limits.keys() - set(_LIMITS):
-        raise ValueError(f"{name}.limits.{key}: unknown; the keys are {', '.join(_LIMITS)}")
+    for key in limits:
+        if key not in _LIMITS:
+            raise ValueError(f"{name}.limits.{key}: unknown; the keys are {', '.join(_LIMITS)}")
     for key, least in (("maxNodes", 1), ("maxGpusPerNode", 0)):
         value = limits.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
