@@ -97,7 +97,8 @@ class PodWatch:
                 raise BenchmarkError(f"the watch on pods of {self._namespace} has ended") from self._ended
             if not ready(self._pods):
                 raise BenchmarkError(
-                    f"not within {TIMEOUT:.0f} s: {what}; pods of {self._namespace}: {', '.join(self._pods) or 'none'}"
+                    f"timed out after {TIMEOUT:.0f} s: {what}; pods of {self._namespace}:"
+                    f" {', '.join(self._pods) or 'none'}"
                 )
             return dict(self._pods)
 
@@ -238,7 +239,7 @@ def table(samples: list[Sample]) -> str:
     for (what, nodes, pods), seconds in groups.items():
         if what == "direct":
             ratio = statistics.median(groups["apply -> pods", nodes, pods]) / statistics.median(seconds)
-            lines.append(f"{nodes} nodes: {ratio:.1f} times the time of the same pods created directly")
+            lines.append(f"{nodes} nodes: {ratio:.1f} times as long as creating the same pods directly")
     return "\n".join(lines)
 
 
@@ -258,13 +259,13 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--runs", type=int, default=20, help="runs of apply -> pods and of direct (default 20)")
     made.add_argument(
-        "--step-runs", type=int, default=5, help="runs of apply -> step, with the fewest nodes (default 5)"
+        "--step-runs", type=int, default=5, help="runs of apply -> step, with the smallest of --nodes (default 5)"
     )
     made.add_argument(
         "--step-pattern",
         default=r"\bstep 1\b",
         metavar="REGEX",
-        help=r"the line of the first step (default \bstep 1\b)",
+        help=r"pattern of the log line of the first step (default \bstep 1\b)",
     )
     made.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement to this file")
     return made
@@ -283,7 +284,8 @@ def main() -> int:
     found = client.CoreV1Api().list_namespaced_pod(arguments.namespace).items
     if found:
         print(
-            f"--namespace {arguments.namespace}: has pods, such as {found[0].metadata.name}; choose an empty namespace",
+            f"--namespace {arguments.namespace}: contains pods, such as {found[0].metadata.name}; choose an empty"
+            " namespace",
             file=sys.stderr,
         )
         return 2

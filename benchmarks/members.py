@@ -1,6 +1,6 @@
 """Measures a coordinator with a very large number of members.
 
-It measures how long it takes until a round begins, and until the next round begins after a loss. It
+It measures how long it takes until a round starts, and until the next round starts after a loss. It
 also measures how long all members take to connect at once, at the job's start and after the loss of
 an earlier coordinator.
 
@@ -316,9 +316,15 @@ def table(count: int, share: float, runs: list[Figures], loads: list[float]) -> 
 def main() -> int:
     """Return 0, or 2 if too few files may be open."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--members", type=int, default=1024, help="of a round (default 1024)")
-    made.add_argument("--runs", type=int, default=3, help="(default 3)")
-    made.add_argument("--share", type=float, nargs="+", default=[1.0, 0.1], help="of a CPU (default 1 0.1)")
+    made.add_argument("--members", type=int, default=1024, help="number of members of a round (default 1024)")
+    made.add_argument("--runs", type=int, default=3, help="number of runs (default 3)")
+    made.add_argument(
+        "--share",
+        type=float,
+        nargs="+",
+        default=[1.0, 0.1],
+        help="shares of a CPU that the coordinator gets (default 1 0.1)",
+    )
     add_table_option(made, "members")
     options = made.parse_args()
     wanted = options.members + 2 * protocol.MAX_SPARES

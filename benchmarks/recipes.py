@@ -185,18 +185,20 @@ def measure(recipes: list[Recipe], seeds: list[int], path: Path) -> None:
 def main() -> None:
     """Measure the curves or read earlier ones, then print the table and draw the chart."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE.png", help="draw the curves")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE.png", help="draw the curves to this file")
     parser.add_argument(
         "--csv", type=Path, default=Path("recipes.csv"), metavar="FILE", help="write the accuracies to this file"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", default=[recipe.name for recipe in RECIPES], metavar="NAME")
-    parser.add_argument("--from", dest="sources", type=Path, nargs="+", metavar="FILE.csv", help="measure nothing")
+    parser.add_argument(
+        "--from", dest="sources", type=Path, nargs="+", metavar="FILE.csv", help="read these files instead of measuring"
+    )
     args = parser.parse_args()
     if not args.sources:
         by_name = {recipe.name: recipe for recipe in RECIPES}
         if unknown := set(args.only) - by_name.keys():
-            parser.error(f"--only: {sorted(unknown)} unknown; the recipes are {list(by_name)}")
+            parser.error(f"--only: unknown: {', '.join(sorted(unknown))}; choose from {', '.join(by_name)}")
         measure([by_name[name] for name in args.only], args.seeds, args.csv)
     curves = read(args.sources or [args.csv])
     print(table(curves))

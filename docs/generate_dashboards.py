@@ -97,7 +97,7 @@ _OPERATOR = Dashboard(
         ),
         Panel("Jobs", {"jobs": "sum(ddpjob_jobs)"}, kind="stat", width=4),
         Panel(
-            "Coordinators out of reach",
+            "Unreachable coordinators",
             {"coordinators": 'sum(ddpjob_operator_coordinators{state="unreachable"})'},
             kind="stat",
             width=4,
@@ -136,7 +136,7 @@ _OPERATOR = Dashboard(
             "s",
         ),
         Panel("Jobs that wait", {"{{pod}}": "ddpjob_operator_queue_depth"}, whole=True),
-        Panel("Wait of the first", {"{{pod}}": "ddpjob_operator_queue_age_seconds"}, "s"),
+        Panel("Longest wait", {"{{pod}}": "ddpjob_operator_queue_age_seconds"}, "s"),
         Panel("Longest turn of the loop", {"{{pod}}": "ddpjob_operator_longest_loop_turn_seconds"}, "s"),
         Panel(
             "Requests to the API server",
@@ -149,7 +149,7 @@ _OPERATOR = Dashboard(
             stacked=True,
         ),
         Panel(
-            "Watches that failed",
+            "Failed watches",
             {"{{resource}}": events("ddpjob_operator_watch_errors_total", "resource")},
             stacked=True,
             look="bars",
@@ -176,7 +176,7 @@ _FLEET_BOARD = Dashboard(
             "steps, stalls and spares.",
         ),
         Panel(
-            "Jobs begun and ended",
+            "Jobs started and finished",
             {
                 "begun": events("ddpjob_jobs_created_total"),
                 "complete": events("ddpjob_jobs_completed_total"),
@@ -194,7 +194,7 @@ _FLEET_BOARD = Dashboard(
         Panel("Start until all pods are placed", quantiles("ddpjob_time_to_pods_seconds"), "s", "stat", 6),
         Panel("Start until the group runs", quantiles("ddpjob_time_to_running_seconds"), "s", "stat", 6),
         Panel("Start until the first step", quantiles("ddpjob_time_to_first_step_seconds"), "s", "stat", 6),
-        Panel("Steps lost by a break", quantiles("ddpjob_lost_steps"), kind="stat", width=6),
+        Panel("Steps lost per break", quantiles("ddpjob_lost_steps"), kind="stat", width=6),
         Panel(
             "Recovery by cause, median",
             {
@@ -206,13 +206,13 @@ _FLEET_BOARD = Dashboard(
         ),
         Panel("Nodes that train", {"nodes": f"sum(ddpjob_job_nodes_training{{{_FLEET}}})"}, whole=True),
         Panel(
-            "Jobs that need somebody",
+            "Jobs that need attention",
             {
                 "stalled": f"ddpjob_job_stalled{{{_FLEET}}} > 0",
                 "failed": f"ddpjob_job_failed{{{_FLEET}}} > 0",
                 "waits": f'ddpjob_job_phase{{{_FLEET}, phase=~"Pending|Starting|Restarting"}} > 0'
                 f" or ddpjob_job_queue_not_served{{{_FLEET}}} > 0",
-                "coordinator out of reach": f"ddpjob_job_coordinator_unreachable{{{_FLEET}}} > 0",
+                "coordinator unreachable": f"ddpjob_job_coordinator_unreachable{{{_FLEET}}} > 0",
             },
             kind="table",
             width=_WIDTH,
@@ -309,10 +309,10 @@ _JOB_BOARD = Dashboard(
             whole=True,
         ),
         Panel(
-            "Stalled, or the coordinator out of reach",
+            "Stalled, or coordinator unreachable",
             {
                 "stalled": of_job("ddpjob_job_stalled"),
-                "coordinator out of reach": of_job("ddpjob_job_coordinator_unreachable"),
+                "coordinator unreachable": of_job("ddpjob_job_coordinator_unreachable"),
             },
             width=_WIDTH,
             look="steps",

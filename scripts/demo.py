@@ -54,7 +54,11 @@ def main() -> int:
         "--kill-node", type=int, default=0, metavar="INDEX", help="node whose pod is killed (default 0)"
     )
     parser.add_argument(
-        "--at", type=int, default=40, metavar="PERCENT", help="progress in percent at which it is killed (default 40)"
+        "--at",
+        type=int,
+        default=40,
+        metavar="PERCENT",
+        help="progress in percent at which the pod is killed (default 40)",
     )
     parser.add_argument("--accuracy", type=float, default=0.97, help="test accuracy to reach (default 0.97)")
     arguments = parser.parse_args()

@@ -58,7 +58,7 @@ def once(stage: Scene, fault: Fault, seconds: float | None = None) -> float:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--runs", type=int, default=3, help="of each fault (default 3)")
+    made.add_argument("--runs", type=int, default=3, help="runs of each fault (default 3)")
     made.add_argument("--only", default="", help="faults whose names contain one of these words, separated by commas")
     add_table_option(made, "faults")
     return made

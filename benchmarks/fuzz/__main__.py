@@ -28,12 +28,14 @@ def main() -> int:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     end = parser.add_mutually_exclusive_group()
-    end.add_argument("--minutes", type=float, help="stop after this time (default: 10)")
+    end.add_argument("--minutes", type=float, help="stop after this many minutes (default: 10)")
     end.add_argument("--inputs", type=int, help="stop after this many inputs for all parsers together")
-    parser.add_argument("--seed", type=int, default=1, help="of the mutations (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the mutations (default: 1)")
     parser.add_argument("--parser", action="append", choices=list(PARSERS), metavar="NAME", help=", ".join(PARSERS))
-    parser.add_argument("--replay", type=Path, metavar="FILE", help="run one input; its folder has the parser's name")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="processor time for an input (default: 5)")
+    parser.add_argument(
+        "--replay", type=Path, metavar="FILE", help="run only this input; its folder must be named after the parser"
+    )
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of processor time per input (default: 5)")
     add_table_option(parser, "fuzz")
     options = parser.parse_args()
     exit_on_sigterm()
@@ -78,7 +80,8 @@ def run(parsers: list[Parser], options: argparse.Namespace) -> int:
     processor = sum(now[:4]) - sum(used[:4])
     minutes, load = (time.monotonic() - began) / 60, os.getloadavg()[2]
     what = (
-        f"{datetime.now(UTC):%Y-%m-%d}, seed {options.seed}; {minutes:.0f} minutes, {processor / 60:.0f} of a processor"
+        f"{datetime.now(UTC):%Y-%m-%d}, seed {options.seed}; {minutes:.0f} minutes, {processor / 60:.0f} minutes of"
+        " processor time"
     )
     table = f"{table_of(results)}\n\n{what}; {os.cpu_count()} cores, load average of the last 15 minutes {load:.1f}."
     print(f"\n{table}\n")

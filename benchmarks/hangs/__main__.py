@@ -89,11 +89,15 @@ def plant(kind: str, patience: float) -> Outcome:
 def main() -> int:
     """Plant the kinds, print a row for each, and return 1 if one of them is not ok."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", help="default all")
-    parser.add_argument("--together", type=int, default=3, help="number of groups at a time")
-    parser.add_argument("--patience", type=float, default=240.0, help="seconds after which a hang counts as not found")
+    parser.add_argument("--kinds", help=f"some of {', '.join(KINDS)} (default: all)")
+    parser.add_argument("--together", type=int, default=3, help="number of groups that run at the same time")
+    parser.add_argument(
+        "--patience", type=float, default=240.0, help="seconds after which a hang is considered not found"
+    )
     parser.add_argument("--csv", type=Path)
-    parser.add_argument("--calm", type=float, metavar="MINUTES", help="look for false alarms instead, for as long")
+    parser.add_argument(
+        "--calm", type=float, metavar="MINUTES", help="look for false alarms for this many minutes instead"
+    )
     options = parser.parse_args()
     if options.calm is not None:
         kinds = options.kinds.split(",") if options.kinds else list(calm.PERIOD)

@@ -13,7 +13,7 @@ to compute. These programs therefore run production code, and only kubelets, lau
 arithmetic of a step are simulated (see `machines.py`, `training.py`).
 
 A job has 1 to 8 nodes with 1 to 8 GPUs each, and one of three priorities. Some jobs are elastic,
-and some have a spare. Jobs save a checkpoint every ten steps and when asked to stop. Pods and
+and some have a spare. Jobs save a checkpoint every ten steps, and when asked to stop. Pods and
 coordinators are killed, and nodes lose power or network and return.
 
 Every second, watches show which jobs would fit into the free GPUs, and for how long they have
@@ -114,12 +114,12 @@ def put_to_sleep(cluster: Cluster, seconds: float) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--seed", type=int, default=1, help="of jobs and faults (default 1)")
-    made.add_argument("--jobs", type=int, default=50, help="(default 50)")
-    made.add_argument("--minutes", type=float, default=6.0, help="in which they arrive (default 6)")
+    made.add_argument("--seed", type=int, default=1, help="seed of jobs and faults (default 1)")
+    made.add_argument("--jobs", type=int, default=50, help="number of jobs (default 50)")
+    made.add_argument("--minutes", type=float, default=6.0, help="minutes within which the jobs arrive (default 6)")
     made.add_argument("--defect", choices=DEFECTS, help="a deliberate defect, which the checks must find")
     made.add_argument("--chart", type=Path, metavar="FILE", help="draw the night to this file")
-    made.add_argument("--log", type=Path, metavar="FILE", help="the operator's log (default: none)")
+    made.add_argument("--log", type=Path, metavar="FILE", help="write the operator's log to this file (default: none)")
     add_table_option(made, "night")
     return made
 

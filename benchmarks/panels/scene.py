@@ -245,7 +245,7 @@ class Act:
 _KILLS = (60, 110, 160, 250, 325, 400, 470)
 ACTS = (
     Act(0, "a job whose nodes have no room", no_room, "DDPJobPendingLong", "no-room"),
-    Act(5, "a job whose script stops taking steps, and that does not end hangs",
+    Act(5, "a job with `hangs: Report` whose script stops taking steps",
         lambda s: reports(s, "hangs", "--hang-after=30", recovery={"hangs": "Report"}), "DDPJobStalled", "hangs"),
     Act(15, "a job whose newest checkpoint is three hours old", lambda s: reports(s, "unsaved", "--saved-ago=10800"),
         "DDPJobCheckpointOld", "unsaved"),
@@ -253,7 +253,7 @@ ACTS = (
         lambda s: reports(s, "large", "--saved-ago=1800", "--snapshot-bytes=9e9"), "DDPJobWorkAtRisk", "large"),
     Act(25, "a job whose steps take four times as long after two minutes",
         lambda s: reports(s, "slows", "--slow-after=120"), "DDPJobStraggler", "slows"),
-    Act(30, "a job of which one rank takes twice as long, without a spare",
+    Act(30, "a job without a spare, with a rank that takes twice as long",
         lambda s: reports(s, "lags", "--slow-rank", procsPerNode=2), "DDPJobSlowRank", "lags"),
     Act(100, "a script that fails at step 5 each time, up to four fifths of its budget", crash,
         "DDPJobBudgetNearlySpent", "crashes"),

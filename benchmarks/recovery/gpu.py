@@ -86,7 +86,7 @@ def measure(states: list[float], step: float, seconds: float, limit: float, *mor
         longest = max(longest, time.monotonic() - began)
     lines = ["| state | snapshots | pause s | repeated steps |", "| --- | --- | --- | --- |"]
     lines += [f"| {size(one.state)} | {one.every} | {one.pause:.2f} | {one.repeated} |" for one in restarts]
-    lines += ["", f"Not run within {limit:g} s: {', '.join(left_out)}."] if left_out else []
+    lines += ["", f"Left out, because {limit:g} s were over: {', '.join(left_out)}."] if left_out else []
     return "\n\n".join([table(costs, seconds), "\n".join(lines)])
 
 
@@ -101,10 +101,12 @@ def main(arguments: list[str]) -> int:
     """Measure and print the tables. Return 0, even without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--states", type=read_numbers, default=[100e6, 500e6], metavar="BYTES,...")
-    parser.add_argument("--step", type=float, default=0.05, help="seconds (default 0.05)")
-    parser.add_argument("--seconds", type=float, default=6.0, help="length of a turn (default 6)")
-    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="for the whole benchmark (default 300)")
-    parser.add_argument("--cpu", action="store_true", help="without a GPU")
+    parser.add_argument("--step", type=float, default=0.05, help="seconds of a step (default 0.05)")
+    parser.add_argument("--seconds", type=float, default=6.0, help="seconds of a turn (default 6)")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_SECONDS, help="seconds for the whole benchmark (default 300)"
+    )
+    parser.add_argument("--cpu", action="store_true", help="measure without a GPU")
     add_table_option(parser, "snapshots-gpu")
     options = parser.parse_args(arguments)
     if not options.cpu and (reason := why_not()):

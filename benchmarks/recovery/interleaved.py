@@ -15,13 +15,16 @@ from benchmarks.recovery.tables import CsvFile, Sample, markdown
 
 def add_options(parser: argparse.ArgumentParser, cases: Sequence[Case]) -> None:
     """Add the options common to all backends."""
-    parser.add_argument("--runs", type=int, default=20, help="rounds (default 20)")
+    parser.add_argument("--runs", type=int, default=20, help="number of rounds (default 20)")
     parser.add_argument(
         "--slow-every", type=int, default=4, metavar="N", help="slow cases run in two of each N rounds (default 4)"
     )
     parser.add_argument("--cases", default="", help=f"some of {', '.join(case.name for case in cases)} (default all)")
     parser.add_argument(
-        "--patience", type=float, default=60.0, help="seconds after which a group counts as not recovered (default 60)"
+        "--patience",
+        type=float,
+        default=60.0,
+        help="seconds after which a group is considered not recovered (default 60)",
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement to this file")
     add_table_option(parser, "MARK")

@@ -1,9 +1,9 @@
 """python -m benchmarks.recovery overhead [--windows 40] [--csv FILE] [--table FILE]
 python -m benchmarks.recovery overhead --snapshots [--rounds 5] [--states 80e3,100e6] [--steps 0.05,0.5] [--table FILE]
 
-Measures the cost of a step under the launchers, compared with stock torchrun. The same script runs
-without sleep, in groups that take turns. Between its turns, a group is frozen, including its agents
-and its coordinator, so that it takes no CPU time.
+Measures the overhead per step of each launcher, compared with stock torchrun. Every group runs the
+same script, without pauses between steps, and the groups take turns. While one group runs, the
+others are frozen, including their agents and coordinators, so that they use no CPU time.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def turn(group: Group) -> float:
     )
     if len(times) < 2:
         raise NotRecovered(
-            f"{type(group).__name__}: training did not continue after a freeze of some seconds (logs in {group.folder})"
+            f"{type(group).__name__}: training did not continue after the group was frozen (logs in {group.folder})"
         )
     return statistics.median(after - before for before, after in pairwise(times))
 
@@ -123,8 +123,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--windows", type=int, default=40, help="turns per group (default 40)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement to this file")
     parser.add_argument("--snapshots", action="store_true", help="measure copies into memory instead; see copies.py")
-    parser.add_argument("--rounds", type=int, default=5, help="of --snapshots (default 5)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="length of a turn of --snapshots (default 20)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of --snapshots (default 5)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of a turn of --snapshots (default 20)")
     parser.add_argument("--states", type=read_numbers, default=[80e3, 100e6, 500e6], metavar="BYTES,...")
     parser.add_argument("--steps", type=read_numbers, default=[0.05, 0.5], metavar="SECONDS,...")
     add_table_option(parser, "overhead", " (snapshots with --snapshots)")

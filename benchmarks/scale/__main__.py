@@ -121,17 +121,26 @@ def write_csv(path: Path, figures: list[Figure]) -> None:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("what", nargs="?", choices=["all", "hostile"], default="all")
-    made.add_argument("--large", type=int, default=100, help="hostile: jobs of 1.4 MB (default 100)")
-    made.add_argument("--reports", type=int, default=500, help="hostile: coordinators of largest reports (default 500)")
+    made.add_argument("--large", type=int, default=100, help="hostile: number of jobs of 1.4 MB (default 100)")
+    made.add_argument(
+        "--reports",
+        type=int,
+        default=500,
+        help="hostile: number of coordinators with the largest reports (default 500)",
+    )
     made.add_argument("--sizes", type=int, nargs="+", default=[100, 300], help="numbers of jobs (default 100 300)")
-    made.add_argument("--nodes", type=int, default=8, help="of each job (default 8)")
-    made.add_argument("--burst", type=int, default=50, help="jobs created at once (default 50)")
-    made.add_argument("--rounds", type=int, default=3, help="of bursts, in turn with the bare client's (default 3)")
-    made.add_argument("--rest", type=float, default=60.0, help="seconds for which jobs at rest are measured (default)")
-    made.add_argument("--settle", type=float, default=15.0, help="seconds before that (default)")
-    made.add_argument("--ended", type=int, default=300, help="ended jobs that are added (default 300)")
-    made.add_argument("--storm", type=int, default=1000, help="pods that die at once (default 1000)")
-    made.add_argument("--hostile", type=int, default=150, help="hostile coordinators (default 150)")
+    made.add_argument("--nodes", type=int, default=8, help="nodes of each job (default 8)")
+    made.add_argument("--burst", type=int, default=50, help="number of jobs created at once (default 50)")
+    made.add_argument(
+        "--rounds", type=int, default=3, help="rounds of bursts, alternating with the bare client (default 3)"
+    )
+    made.add_argument(
+        "--rest", type=float, default=60.0, help="seconds for which jobs at rest are measured (default 60)"
+    )
+    made.add_argument("--settle", type=float, default=15.0, help="seconds to wait before that (default 15)")
+    made.add_argument("--ended", type=int, default=300, help="number of finished jobs to add (default 300)")
+    made.add_argument("--storm", type=int, default=1000, help="number of pods that die at once (default 1000)")
+    made.add_argument("--hostile", type=int, default=150, help="number of hostile coordinators (default 150)")
     made.add_argument("--csv", type=Path, metavar="FILE", help="write the figures to this file")
     made.add_argument("--chart", type=Path, metavar="FILE", help="draw the figures to this file")
     add_table_option(made, "scale")

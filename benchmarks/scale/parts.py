@@ -157,7 +157,7 @@ class Parts:
             if not self.operator.process.running():
                 raise BenchmarkError(f"the operator has ended before {what}")
             if time.monotonic() - began > TIMEOUT:
-                raise BenchmarkError(f"not within {TIMEOUT:.0f} s: {what}")
+                raise BenchmarkError(f"timed out after {TIMEOUT:.0f} s: {what}")
             await asyncio.sleep(LOOK)
         return time.monotonic() - began
 

@@ -36,9 +36,11 @@ def main() -> int:
         "--ranks", type=int, default=accelerators() or 2, help="number of ranks (default: one per GPU, or 2)"
     )
     parser.add_argument("--strategies", default=",".join(names), help=f"some of {', '.join(names)} (default: all)")
-    parser.add_argument("--epochs", type=int, default=3, help="epochs of a run; the first does not count (default 3)")
     parser.add_argument(
-        "--timeout", type=float, default=1800.0, help="seconds after which a run has failed (default 1800)"
+        "--epochs", type=int, default=3, help="epochs of a run, of which the first is not measured (default 3)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=1800.0, help="seconds after which a run is considered failed (default 1800)"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement to this file")
     parser.add_argument("--chart", type=Path, metavar="FILE.png", help="write the chart to this file")
@@ -48,7 +50,7 @@ def main() -> int:
     if unknown := [name for name in wanted if name not in names]:
         parser.error(f"--strategies: unknown: {', '.join(unknown)}; choose from {', '.join(names)}")
     if given.epochs < 2 or given.rounds < 1 or given.ranks < 1:
-        parser.error("--epochs must be at least 2 (the first does not count), --rounds and --ranks at least 1")
+        parser.error("--epochs must be at least 2, and --rounds and --ranks must be at least 1")
     if wrong := [setting for setting in given.settings if "=" not in setting]:
         parser.error(f"{wrong[0]}: trainer settings must have the form KEY=VALUE")
 

@@ -58,7 +58,7 @@ def run(case: Case, ranks: int, settings: list[str], epochs: int, timeout: float
             try:
                 code = process.wait(timeout)
             except subprocess.TimeoutExpired:
-                raise NotMeasured(f"did not end in {timeout:.0f} s") from None
+                raise NotMeasured(f"did not finish within {timeout:.0f} s") from None
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)

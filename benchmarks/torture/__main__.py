@@ -14,7 +14,7 @@ Jobs of all kinds (modes Fast and Standard, fixed and elastic, with and without 
 by side. Each must become Complete without a counted restart. According to its ledger, every sample
 of every epoch must be consumed exactly once. Its weights must equal, bit for bit, those of an
 undisturbed training with the same number of ranks at each step (replay.py explains why). With
---snapshots, a kill may cost at most one complete step, in addition to the step that has begun. The
+--snapshots, a kill may cost at most one complete step, in addition to the step in progress. The
 exit code is 1 if a check fails.
 """
 
@@ -45,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--kills", type=int, default=40, help="number of kills, pauses and cuts (default 40)")
     made.add_argument("--seed", type=int, default=1, help="seed for the choice of victims and times (default 1)")
-    made.add_argument("--epochs", type=int, default=40, help="length of a job, 23 steps each (default 40)")
+    made.add_argument(
+        "--epochs", type=int, default=40, help="number of epochs of a job, with 23 steps each (default 40)"
+    )
     made.add_argument(
         "--interval", type=float, default=8.0, help="maximum number of seconds between two kills (default 8)"
     )

@@ -57,12 +57,12 @@ def judge(
         difference = distance(weights(folder), weights(replay(place, parts, arguments)))
         if difference > 0:
             problems.append(
-                f"a weight differs by {difference:.2e} from undisturbed training on as many ranks at each step"
+                f"a weight differs by {difference:.2e} from undisturbed training with the same ranks at each step"
             )
     lost = [max(0, before.last - after.start) for before, after in pairwise(incarnations)]
     repeated = sum(lost)
     if kind.snapshots and (most := max(lost, default=0)) > observed.at_risk + 1:
-        allowed = f"at most {observed.at_risk} complete and one started step may be"
+        allowed = f"at most {observed.at_risk} complete and one started step may be repeated"
         problems.append(f"{most} steps were repeated after one kill; {allowed}")
     return Verdict(
         kind, kills, len(incarnations), max(0, len(parts) - 1), repeated, samples, difference, tuple(problems)

@@ -45,10 +45,13 @@ def main() -> int:
         "--elasticity",
         type=Path,
         metavar="FILE",
-        help="write elasticity's tables between its marks in a document",
+        help="write the tables of elasticity between its marks in a document",
     )
     parser.add_argument(
-        "--bookkeeping", type=Path, metavar="FILE", help="write bookkeeping's table between its marks in a document"
+        "--bookkeeping",
+        type=Path,
+        metavar="FILE",
+        help="write the table of bookkeeping between its marks in a document",
     )
     given = parser.parse_args()
     what = given.what or ["cifar", "jpeg", "bare"]

@@ -328,7 +328,7 @@ class Bucket:
                     self.term = highest
                     return self._source(begun)
                 if tuple(others) > order:
-                    raise BucketError(f"{self.url}: a later start of this job continues there, so this process ends")
+                    raise BucketError(f"{self.url}: a newer attempt of this job writes there, so this process exits")
             whole = self.entries()
             source = [whole[0].term, whole[0].step] if whole else None
             text = json.dumps({"job": job, "order": order, "from": source}).encode()
@@ -376,9 +376,10 @@ class Bucket:
         return bool(self._try("created", key, create))
 
     def publish(self, path: Path, step: int, epoch: int | None = None) -> Stored:
-        """Upload a file or a folder, then the manifest that makes the checkpoint complete.
+        """Upload a checkpoint, which is a file or a folder. Upload its manifest last.
 
-        Raises Vanished, BucketError, OSError.
+        Readers ignore a checkpoint without a manifest, so they never see part of one. Raises
+        Vanished, BucketError, OSError.
         """
         data, local = self.data_of(step, secrets.token_hex(4)), [path]
         try:
@@ -469,8 +470,8 @@ class Bucket:
         text = manifest.written(step)
         if len(text) > _MANIFEST_BYTES or len(manifest.files) > MOST_FILES:
             raise BucketError(
-                f"{self.url}/{entry.key} would name {len(manifest.files)} files in {len(text)} bytes, but"
-                f" readers accept at most {MOST_FILES} in {_MANIFEST_BYTES}"
+                f"{self.url}/{entry.key} would list {len(manifest.files)} files in {len(text)} bytes, but"
+                f" readers accept at most {MOST_FILES} files in {_MANIFEST_BYTES} bytes"
             )
         self._try("written", entry.key, lambda: self._obs.put(self._store, entry.key, text))
         return entry
@@ -596,13 +597,15 @@ def files_of(path: Path) -> list[Path]:
     """
     found = [path] if path.is_file() else sorted(f for f in path.rglob("*") if not f.is_dir() or f.is_symlink())
     if not found or len(found) > MOST_FILES:
-        raise BucketError(f"{path}: {len(found)} files; a checkpoint is a file, or a folder of 1 to {MOST_FILES} files")
+        raise BucketError(
+            f"{path} contains {len(found)} files; a checkpoint must be a file, or a folder of 1 to {MOST_FILES} files"
+        )
     for file in found:
         names = file.relative_to(path.parent).parts
         if file.is_dir():  # The linked folder's files would be missing.
-            raise BucketError(f"{file}: links to folders cannot be copied; put the files themselves there")
+            raise BucketError(f"{file}: links to folders cannot be copied; replace the link with a copy of the folder")
         if not file.is_file() or not all(_NAME.fullmatch(name) for name in names):
-            raise BucketError(f"{file}: only files with names of letters, digits and -_.=+@, can be copied")
+            raise BucketError(f"{file}: cannot be copied; use regular files, with names of letters, digits and -_.=+@,")
     return found
 
 

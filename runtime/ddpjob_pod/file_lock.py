@@ -20,6 +20,6 @@ def alone(lock: Path, *, strict: bool = False) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if strict:
-                text = f"{error.strerror}: the folder must be on a file system that can lock files"
+                text = f"{error.strerror}: the folder must be on a file system that supports locks"
                 raise OSError(error.errno, text, str(lock)) from None
         yield

@@ -95,7 +95,7 @@ class JobEnvironment:
         if not self.fence:
             return None
         if not (match := re.fullmatch(r"(\d+)\.(\d+)", self.fence)):
-            what = "must be GENERATION.ROUND, two whole numbers; leave it to the launcher, or unset it"
+            what = "must be GENERATION.ROUND, two whole numbers; unset it, because only the launcher sets it"
             raise VariableError(f"DDPJOB_FENCE={self.fence!r}: {what}")
         return int(match[1]), int(match[2])
 
@@ -105,7 +105,7 @@ class JobEnvironment:
         try:
             return float(self.grace_seconds) if self.grace_seconds else None
         except ValueError:
-            what = "must be a number of seconds; leave it to the operator, or unset it"
+            what = "must be a number of seconds; unset it, because only the operator sets it"
             raise VariableError(f"DDPJOB_GRACE_SECONDS={self.grace_seconds!r}: {what}") from None
 
     @property

@@ -551,7 +551,7 @@ class RankSnapshots:
         Return each node's room and inventory, by the rank that speaks for the node.
         """
         if self._store.fault:
-            _warn(f"this pod keeps no states of the training: {self._store.fault}")
+            _warn(f"this pod does not keep training states in memory: {self._store.fault}")
         own, room = b"", 0
         if self._speaks:
             own, room = encode(self._store.held(), self._store.made), self._store.room(ALL)
@@ -568,7 +568,7 @@ class RankSnapshots:
         for held in self._store.held():
             if (held.part, held.moment) == (part, moment):
                 return held
-        raise RuntimeError(f"this node has lost the state after step {moment.step} from its memory")
+        raise RuntimeError(f"the state after step {moment.step} is no longer in this node's memory")
 
     def _transfer(self, transfer: Transfer, moment: Moment, *, alone: bool = False) -> memoryview | None:
         """Take part in a transfer.
@@ -957,7 +957,7 @@ def _read(
         if place.whole is None:
             return tensor if views else tensor.clone()
         if rebuild is None:
-            raise TypeError(f"the state has a sharded tensor at {path} that nothing rebuilds")
+            raise TypeError(f"the state has a sharded tensor at {path}, but the caller cannot rebuild sharded tensors")
         return rebuild(path, tensor.clone(), place.whole)
 
     return put_together(skeleton, ()), owns, recent

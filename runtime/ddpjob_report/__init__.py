@@ -245,7 +245,9 @@ def saved_and_leave() -> NoReturn:
         RuntimeError: it was called outside the main thread, where it would end only that thread.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("ddpjob_report.saved_and_leave: must be called in the main thread, which it ends")
+        raise RuntimeError(
+            "ddpjob_report.saved_and_leave: must be called in the main thread, because it ends the process"
+        )
     copies = sys.modules.get("ddpjob_report.copies")
     if copies is not None:
         copies.leave(stop.seconds_left())
@@ -289,8 +291,10 @@ def _plain(value: Any) -> int | float:
 
 def _check_names(metrics: dict[str, Any]) -> None:
     if len(metrics) > protocol.MAX_FIGURES:
-        raise ValueError(f"ddpjob_report.report: at most {protocol.MAX_FIGURES} metrics, not {len(metrics)}")
+        raise ValueError(
+            f"ddpjob_report.report: at most {protocol.MAX_FIGURES} metrics are allowed, not {len(metrics)}"
+        )
     for name in metrics:
         if len(name) > protocol.MAX_FIGURES:
-            most = f"at most {protocol.MAX_FIGURES} characters"
-            raise ValueError(f"ddpjob_report.report: the name of a metric has {most}, not {len(name)}: {name[:40]}...")
+            most = f"must have at most {protocol.MAX_FIGURES} characters, not {len(name)}"
+            raise ValueError(f"ddpjob_report.report: the name of a metric {most}: {name[:40]}...")

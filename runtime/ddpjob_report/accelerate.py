@@ -136,8 +136,8 @@ def take(accelerator: Any, step: int) -> None:
     """
     if not _kept:
         raise RuntimeError(
-            "ddpjob_report.accelerate: take() needs what resume() found; call resume(accelerator) once, "
-            "after accelerator.prepare"
+            "ddpjob_report.accelerate: take() was called before resume(); call resume(accelerator) once, "
+            "after accelerator.prepare()"
         )
     if _kept[0] is not None:
         _kept[0].take(step)
@@ -165,9 +165,9 @@ def _snapshots(accelerator: Any) -> Snapshots | None:
     kind = str(accelerator.distributed_type.value)
     sharding = kind if kind in _SHARDED else next(filter(None, map(sharding_of, objects.values())), "")
     if sharding or not objects:
-        what = f"a model under {sharding}" if sharding else "what accelerator.prepare was not given before resume()"
+        why = f"the model is under {sharding}" if sharding else "accelerator.prepare() was not called before resume()"
         if job.snapshot_folder:
-            say(f"{what} is not kept in memory; a restart continues from the newest checkpoint")
+            say(f"no state is kept in memory, because {why}; a restart continues from the newest checkpoint")
         return None
     if accelerator.scaler is not None:
         objects["scaler"] = accelerator.scaler
@@ -188,7 +188,7 @@ class _Batches:
 
 
 def _home(accelerator: Any, folder: str | Path | None) -> Path:
-    remedy = "without a GPU it needs Accelerator(cpu=True), or the variable ACCELERATE_USE_CPU=true"
+    remedy = "without a GPU, pass Accelerator(cpu=True) or set ACCELERATE_USE_CPU=true"
     check_group("Accelerate", accelerator.num_processes, remedy)
     if accelerator.project_configuration.automatic_checkpoint_naming:
         raise ValueError(

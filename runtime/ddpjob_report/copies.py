@@ -89,9 +89,7 @@ def _fetch(bucket: Bucket, entry: Stored, folder: Path) -> Path:
     try:
         return patiently(lambda: bucket.fetch(entry, folder), _say)
     except Damaged as error:
-        raise BucketError(
-            f"{error}; to continue from the copy before this one, delete {bucket.url}/{entry.key}"
-        ) from error
+        raise BucketError(f"{error}; to continue from the previous copy, delete {bucket.url}/{entry.key}") from error
 
 
 def _joined() -> Bucket:
@@ -211,8 +209,8 @@ def _check_parts(path: Path) -> None:
         if lacking:
             raise ValueError(
                 f"ddpjob_report.copy_checkpoint: path {path} lacks {lacking[0]} ({len(lacking)} of {len(found.names)}"
-                " parts), which other nodes have written to disks of their own, and rank 0's copy could not be loaded:"
-                " save the full state on rank 0 (get_model_state_dict with full_state_dict=True), or use a volume that"
+                " parts). Other nodes wrote these parts to their own disks, so rank 0's copy could not be loaded."
+                " Save the full state on rank 0 (get_model_state_dict with full_state_dict=True), or use a volume that"
                 " every node sees (storage.checkpoints.claimName)"
             )
 
@@ -268,7 +266,7 @@ def leave(seconds: float) -> None:
     """
     _CopyState.leaves = True
     if not finish(seconds):
-        _say("the last checkpoint is not in the bucket when the grace period ends")
+        _say("the last checkpoint did not reach the bucket before the grace period was over")
 
 
 def figures() -> dict[str, float]:
@@ -286,7 +284,7 @@ def _at_exit() -> None:
     if _CopyState.process != os.getpid() or _CopyState.leaves or finish(0) or _has_failed():
         return
     if not finish(LAST_SECONDS):
-        _say(f"error: the last checkpoint is not in {url()}: the job must not end without it")
+        _say(f"error: the last checkpoint did not reach {url()}, so the job is not complete")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -336,8 +334,8 @@ def recorded(folder: Path) -> Path | None:
         path = folder / json.loads(text)["name"]
     except (ValueError, KeyError, TypeError):
         raise ValueError(
-            f"{folder / RECORD}, which names the newest checkpoint, is damaged: to continue from one, write its name"
-            f' there as {{"name": "snapshot.pt"}}; to start from scratch, remove the file'
+            f"{folder / RECORD}, which names the newest checkpoint, is damaged. To continue from a checkpoint, write"
+            f' its name there, as in {{"name": "snapshot.pt"}}; to start from scratch, remove the file'
         ) from None
     return path if path.exists() else None
 

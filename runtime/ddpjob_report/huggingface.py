@@ -60,7 +60,7 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
             RuntimeError: each rank trains its own model, for example without a GPU and with
                 `use_cpu=True`.
         """
-        remedy = "without a GPU it needs TrainingArguments(use_cpu=True), or the variable ACCELERATE_USE_CPU=true"
+        remedy = "without a GPU, pass TrainingArguments(use_cpu=True) or set ACCELERATE_USE_CPU=true"
         check_group("the Trainer", args.world_size, remedy)
         self._taken = state.global_step
         if sharding := _sharding(args, given):
@@ -73,8 +73,9 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         begun_at = min(state.global_step * per_step, args.num_train_epochs)
         if abs(begun_at - left_at) > (left_at + 2) * per_step:  # an epoch may be one step longer or shorter
             sys.stderr.write(
-                f"ddpjob_report: warning: the checkpoint is of epoch {left_at:.2f}, and training continues at epoch "
-                f"{begun_at:.2f} of {args.num_train_epochs:g}: the number of steps per epoch has changed. If the "
+                f"ddpjob_report: warning: the checkpoint was saved at epoch {left_at:.2f}, but training continues at "
+                f"epoch {begun_at:.2f} of {args.num_train_epochs:g}, because the number of steps per epoch has "
+                "changed. If the "
                 "number of ranks changed, scale gradient_accumulation_steps to keep the global batch size\n"
             )
 

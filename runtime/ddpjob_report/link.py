@@ -64,7 +64,7 @@ class Link(Outbox):
         if status == 400 and not self._refused:
             self._refused = True
             with contextlib.suppress(OSError):  # The disk may be full; the next report may be accepted.
-                sys.stderr.write(f"ddpjob_report: the coordinator refuses a report: {answer:.200}\n")
+                sys.stderr.write(f"ddpjob_report: the coordinator rejected a report: {answer:.200}\n")
         return status in (200, 400)
 
     def _with_speed(self, figures: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | No
     if job.shares_checkpoints is False and job.has_several_nodes:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(
-                "ddpjob_report: uses no checkpoint: nodes do not share their checkpoint folders; "
+                "ddpjob_report: no checkpoint is used, because nodes do not share their checkpoint folders; "
                 "set spec.storage.checkpoints to a volume that every node sees\n"
             )
         return None
@@ -65,8 +65,8 @@ def check_group(framework: str, processes: int, remedy: str) -> None:
     """
     world = os.environ.get("WORLD_SIZE", "1")
     if processes == 1 and world != "1" and JobEnvironment.read().coordinator:
-        what = f"{framework} has formed no group, and each of the job's {world} ranks would train a separate model"
-        raise Refusal(f"ddpjob_report: {what}: {remedy}")
+        what = f"{framework} has not formed a group, so each of the job's {world} ranks would train a separate model"
+        raise Refusal(f"ddpjob_report: {what}; {remedy}")
 
 
 def figures(values: dict[str, Any]) -> dict[str, Any]:

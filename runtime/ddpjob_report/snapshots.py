@@ -84,15 +84,15 @@ class Snapshots:
         if not objects or not job.may_have_snapshots or not (job.snapshot_folder or stop.torch_distributed()):
             return
         if Snapshots._current is not None and Snapshots._current() is not None:
-            what = "one exists already, and both would write to the same memory"
-            raise RuntimeError(f"ddpjob_report.Snapshots: {what}; pass all objects to one")
+            what = "an instance already exists, and both would write to the same memory"
+            raise RuntimeError(f"ddpjob_report.Snapshots: {what}; pass all objects to one instance")
         if job.snapshot_folder:
             self._refuse_shards()
         self._exchange = current_exchange()
         given = {names.decode() for names in self._exchange.gather_bytes(", ".join(sorted(objects)).encode())}
         if len(given) > 1:
-            what = f"the ranks must give the same names, but they give {' or '.join(sorted(given))}"
-            raise ValueError(f"ddpjob_report.Snapshots: {what}; keep the others in your own checkpoint")
+            what = f"all ranks must pass the same names, but they pass {' or '.join(sorted(given))}"
+            raise ValueError(f"ddpjob_report.Snapshots: {what}; save the other objects in your own checkpoint")
         snapshots = open_memory(job, self._exchange)
         found = snapshots.restore(views=True)
         if snapshots.is_off:
@@ -163,11 +163,11 @@ class Snapshots:
             raise TypeError(f"ddpjob_report.Snapshots: take({step!r:.40}): {what}")
         if number < (self.step if self._last is None else self._last):
             if self._last is None:
-                what = f"the state restored from memory is of step {self.step}"
-                remedy = "begin the loop at snapshots.step, or set that to the step of the checkpoint that you loaded"
+                what = f"training continues from step {self.step}, which was restored from memory"
+                remedy = "start the loop at snapshots.step, or set snapshots.step to the step of your checkpoint"
             else:
-                what = f"steps must not go down, and the last one was {self._last}"
-                remedy = "count the steps made since the training began, in all epochs"
+                what = f"the step must not decrease, but the last one was {self._last}"
+                remedy = "count the steps since training started, over all epochs"
             raise ValueError(f"ddpjob_report.Snapshots: take({number}): {what}; {remedy}")
         return number
 
@@ -220,7 +220,7 @@ class Snapshots:
             inner = bare(thing)
             remedy = "give the same objects as before the restart, or set recovery.snapshots: none"
             if name not in states:
-                what = f"memory has the state of {', '.join(sorted(states))}, but not of {name}"
+                what = f"memory contains the state of {', '.join(sorted(states))}, but not of {name}"
                 raise ValueError(f"ddpjob_report.Snapshots: {what}; {remedy}")
             try:
                 inner.load_state_dict(_for_loading(inner, states[name]))
@@ -236,7 +236,7 @@ class Snapshots:
     def _refuse_shards(self) -> None:
         for name, thing in self._objects.items():
             if sharding := sharding_of(thing):
-                what = f"{name} is sharded over the ranks ({sharding}), and only whole states are kept"
+                what = f"{name} is sharded over the ranks ({sharding}), but only whole states can be kept"
                 raise TypeError(f"ddpjob_report.Snapshots: {what}; save it with torch.distributed.checkpoint instead")
 
 
@@ -304,11 +304,11 @@ def set_generators(states: dict[str, Any]) -> None:
 def _check(unnamed: tuple[Any, ...], objects: dict[str, Any]) -> None:
     """Reject objects without a name, and objects without a state dict. Raises TypeError."""
     if unnamed or not objects:
-        what = "pass what it keeps, as in Snapshots(model=model, optimizer=optimizer)"
+        what = "pass objects by name, as in Snapshots(model=model, optimizer=optimizer)"
         raise TypeError(f"ddpjob_report.Snapshots: {what}")
     for name, thing in objects.items():
         if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
-            what = f"{name} needs state_dict() and load_state_dict(), and a {type(thing).__name__} lacks them"
+            what = f"{name} must have state_dict() and load_state_dict(), but a {type(thing).__name__} does not"
             remedy = "skip the first batches yourself, or use torchdata's StatefulDataLoader"
             is_loader = hasattr(thing, "batch_sampler")
             raise TypeError(f"ddpjob_report.Snapshots: {what}; {remedy if is_loader else 'leave it out'}")
@@ -399,7 +399,7 @@ def current_exchange() -> TorchExchange:
     distributed = stop.torch_distributed()
     if distributed is None:
         raise RuntimeError(
-            "ddpjob_report.Snapshots: the job has several ranks and no process group yet; call "
-            "torch.distributed.init_process_group() before it"
+            "ddpjob_report.Snapshots: the job has several ranks, but no process group yet; call "
+            "torch.distributed.init_process_group() first"
         )
     return TorchExchange(local, locals_, distributed, stop.gloo_group(distributed))

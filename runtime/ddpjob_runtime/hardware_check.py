@@ -100,7 +100,7 @@ def folder_problem(folder: Path, pod: str) -> str:
             path.unlink(missing_ok=True)
     except OSError as error:
         return f"the checkpoint folder {folder} cannot store a file of 1 MiB: {error.strerror or error}"
-    return "" if same else f"the checkpoint folder {folder} returns different bytes from those that were written"
+    return "" if same else f"the checkpoint folder {folder} does not return the bytes that were written"
 
 
 def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
@@ -131,7 +131,7 @@ def device_problem(torch: Any, device: str) -> str:
     try:
         filled = torch.full((count,), 3, dtype=torch.int32, device=device)
         if int(filled.sum()) != 3 * count:
-            return f"{device}: memory returns different numbers from those that were written"
+            return f"{device}: memory does not return the numbers that were written"
         numbers = torch.arange(_SIDE, device=device)
         a = ((numbers[:, None] * 7 + numbers * 3) % 7 - 3).float()
         b = ((numbers[:, None] * 5 + numbers * 11) % 5 - 2).float()
@@ -167,13 +167,13 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
     patience = timedelta(seconds=settings["seconds"])
     _say(step=f"connection to the store at {host}:{port}")
     store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
-    _say(step=f"forming a group of {world} by {backend}")
+    _say(step=f"forming a group of {world} with {backend}")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
     pattern = torch.arange(SUM_BYTES // 4, dtype=torch.int32, device=device) % 1000
     expected = pattern * sum(other % 8 + 1 for other in range(world))
     shortest, problem = float("inf"), ""
     for count in (1000, SUM_BYTES // 4, SUM_BYTES // 4):  # The first exchange opens the connections.
-        _say(step=f"all-reduce of {4 * count} bytes by {backend}")
+        _say(step=f"all-reduce of {4 * count} bytes with {backend}")
         numbers = pattern[:count] * (rank % 8 + 1)
         began = time.monotonic()
         dist.all_reduce(numbers)
@@ -181,7 +181,7 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
         if count > 1000:
             shortest = min(shortest, time.monotonic() - began)
         if wrong and not problem:  # Ending here would break the connections of ranks that may be healthy.
-            problem = f"{wrong} of {count} sums of an all-reduce by {backend} are wrong"
+            problem = f"{wrong} of {count} sums of an all-reduce with {backend} are wrong"
     rate = 2 * (world - 1) / world * SUM_BYTES / shortest / 1e6 if world > 1 else None
     if log is not None:
         transport = nccl_transport(log.read_text(errors="replace"))

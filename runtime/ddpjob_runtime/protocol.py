@@ -140,7 +140,7 @@ RANK_ENDED = "(this rank has ended)"
 RANK_FAILED = "(this rank has failed, and its process has not ended) "
 """Precedes a rank's error in the first line of its stacks. The rank's process is waiting for one of
 its threads or a device."""
-DATA_WAITS = "waits for another pod of this node, which fetches the data"
+DATA_WAITS = "waiting for another pod of this node, which is fetching the data"
 """Text of a waiting pod's DATA note. The fetching pod's note has the details."""
 
 
@@ -503,7 +503,7 @@ class Record:
             if key in body:
                 values[name] = read(body[key], f"{where}.{key}")
             elif required:
-                raise ValueError(f"{where}.{key}: is missing")
+                raise ValueError(f"{where}.{key}: missing")
         return cls(**values)
 
     def write(self) -> dict[str, Any]:

@@ -290,7 +290,7 @@ def mend_baton(module: Any) -> None:
     acquire = getattr(getattr(module, "FileBaton", None), "try_acquire", None)
     if acquire is None:
         sys.stderr.write(
-            "ddpjob: this torch has no FileBaton.try_acquire: remove a killed builder's lock file by hand\n"
+            "ddpjob: this torch has no FileBaton.try_acquire; if a build was killed, remove its lock file by hand\n"
         )
         return
 
@@ -597,7 +597,7 @@ class Reason:
                 os.ftruncate(file, 0)
                 os.pwrite(file, self.text(), 0)
         except OSError as problem:
-            sys.stderr.write(f"ddpjob: cannot write the reason of this container's end: {problem}\n")
+            sys.stderr.write(f"ddpjob: cannot write why this container terminated: {problem}\n")
         finally:
             os.close(file)
 
@@ -879,8 +879,8 @@ class StepCounter:
         if alone and not self.said:
             self.said = True
             sys.stderr.write(
-                f"ddpjob: rank 0 has made {steps} steps and formed no group (torch.distributed is not initialized), so "
-                f"each of the {self.world} ranks trains a separate model\n"
+                f"ddpjob: rank 0 has made {steps} steps without a process group (torch.distributed is not "
+                f"initialized), so each of the {self.world} ranks trains a separate model\n"
             )
         return alone
 

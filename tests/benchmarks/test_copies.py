@@ -90,7 +90,7 @@ def test_cases_that_do_not_fit_into_the_limit_are_reported(monkeypatch: pytest.M
     monkeypatch.setattr(gpu, "compare", fake_compare)
     text = gpu.measure([1e8, 5e8], 0.05, 6.0, 300.0, "--cuda")
     assert "| 100 MB | 1 | 0.80 | 1 |" in text and "| 100 MB | none | 0.80 | 50 |" in text
-    assert text.endswith("Not run within 300 s: 500 MB: restart with none, 500 MB: copies.")
+    assert text.endswith("Left out, because 300 s were over: 500 MB: restart with none, 500 MB: copies.")
     assert clock[0] <= 300
 
 

@@ -76,10 +76,10 @@ def test_a_script_that_does_not_exist_is_reported(jobs: Jobs) -> None:
             {"spec": {"nodeSelecter": {"a": "b"}}},
             "spec.podTemplate.spec.nodeSelecter: no such field; did you mean nodeSelector?",
         ),
-        ({"spec": {"restartPolicy": "Always"}}, "spec.podTemplate.spec.restartPolicy: belongs to the operator"),
+        ({"spec": {"restartPolicy": "Always"}}, "spec.podTemplate.spec.restartPolicy: the operator sets this field"),
         (
             {"spec": {"containers": [{"name": "trainer", "image": "x"}]}},
-            "containers[0].image: belongs to the operator; remove it (use",
+            "containers[0].image: the operator sets this field; use",
         ),
     ],
 )

@@ -84,7 +84,7 @@ def test_jobs_that_break_a_rule_of_their_class_fail_before_any_pod_is_created(
     wide["spec"]["nodes"] = 3
     own, _ = classed("own", podTemplate={"metadata": {"labels": {"a": "b"}}})
     platform_team_sets(team={**team, "fixed": ["podTemplate"]})
-    for made, says in ((wide, "spec.nodes: 3"), (own, "spec.podTemplate: is set by class team")):
+    for made, says in ((wide, "spec.nodes: 3"), (own, "spec.podTemplate: class team")):
         name = made["metadata"]["name"]
         jobs.apply(made)
         jobs.wait_phase(name, "Failed")

@@ -134,7 +134,7 @@ def test_validation_by_the_server_covers_the_job_and_its_pods(cluster: Cluster, 
     Path("job.yaml").write_text((JOB % "asked").replace("nodes: 2", f"nodes: 2, podTemplate: {{spec: {pod}}}"))
     assert cli("validate", "job.yaml")[0] == 0
     code, _, err = cli("validate", "--server", "job.yaml")
-    assert code == 2 and "its pod asked-0-0: " in err and "sysctls[0].name" in err
+    assert code == 2 and "the job's pod asked-0-0: " in err and "sysctls[0].name" in err
     # a claim that the job would create
     template = "{spec: {accessModes: [ReadWriteMany], resources: {requests: {storage: 1Gi}}}}"
     storage = f"nodes: 2, storage: {{checkpoints: {{claimTemplate: {template}}}}}"
@@ -143,7 +143,7 @@ def test_validation_by_the_server_covers_the_job_and_its_pods(cluster: Cluster, 
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "disk"}}
     cluster.apply({**quota, "spec": {"hard": {"persistentvolumeclaims": "0"}}}, namespace=namespace)
     code, _, err = cli("validate", "--server", "job.yaml")
-    assert code == 2 and "its claim asked-checkpoints (spec.storage.checkpoints.claimTemplate): " in err, err
+    assert code == 2 and "the job's claim asked-checkpoints (spec.storage.checkpoints.claimTemplate): " in err, err
     cluster.kubectl("delete", "quota", "disk", "--namespace", namespace)
     # fields of an existing job that must not change while it runs
     Path("job.yaml").write_text(JOB % "asked")

@@ -28,7 +28,7 @@ def test_the_commands_work_from_another_terminal(machine: Machine) -> None:
     assert machine.command("logs", "job-0-0", "--tail", "1").stdout == "at work\n"
     wrong = machine.command("logs", "job-7-0")
     assert (
-        wrong.returncode == 2 and "no pod job-7-0 of job job; its pods: " in wrong.stderr and "job-0-0" in wrong.stderr
+        wrong.returncode == 2 and "job job has no pod job-7-0; its pods: " in wrong.stderr and "job-0-0" in wrong.stderr
     )
 
     assert "job trains on 2 nodes" in machine.command("why", "job").stdout
@@ -128,6 +128,6 @@ def test_a_finished_job_is_rerun_with_one_command(machine: Machine) -> None:
     assert fresh.returncode == 0 and "replacing the Complete job; it starts from scratch" in fresh.stdout
     assert machine.command("submit", "--cluster", "--fresh", file).returncode == 2
     assert (
-        "the next run of this name resumes from job/checkpoints, which is kept"
+        "the next run with this name resumes from job/checkpoints, which is kept"
         in machine.command("delete", "job").stdout
     )

@@ -164,7 +164,7 @@ def test_an_object_with_a_wrong_checksum_is_never_used(server: Server, machine: 
     ("place", "says"),
     [
         ({"url": "s3://no-such-bucket/a"}, "NoSuchBucket"),
-        ({"url": f"s3://{BUCKET}/nothing/here"}, "has no objects: check storage.data.url"),
+        ({"url": f"s3://{BUCKET}/nothing/here"}, "contains no objects; check storage.data.url"),
     ],
 )
 def test_a_wrong_bucket_fails_the_job_at_once(server: Server, machine: Machine, place: Json, says: str) -> None:

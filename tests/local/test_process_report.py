@@ -70,7 +70,7 @@ def lose_by_sigterm(run: Run, step: int) -> None:
     run.until(lambda r: made(r, 1)[-1:] == [step])
     name = pod(run, 1)
     ask_to_end(run, name)
-    run.until(lambda r: "SIGTERM: rank 1 is asked to end" in r.log(name))
+    run.until(lambda r: "SIGTERM: rank 1 was asked to stop" in r.log(name))
     go(run, step)
 
 

@@ -274,7 +274,7 @@ def test_a_run_whose_folder_was_removed_is_not_run_twice(machine: Machine) -> No
     first.until(lambda r: r.status.get("phase") == "Running")
     shutil.rmtree(machine.runs)
     second = machine.command("run", str(machine.folder / "job.yaml"))
-    assert second.returncode == 2 and f"`kill {first.process.pid}` stops it" in second.stderr, second
+    assert second.returncode == 2 and f"run `kill {first.process.pid}` to stop it" in second.stderr, second
     first.signal(signal.SIGTERM)
     first.wait(30)
     again = machine.run(manifest(command=["true"], nodes=1), seconds=30)

@@ -266,7 +266,11 @@ def test_bad_requests_get_the_reason(job: Job) -> None:
         ("/v1/order", {"pods": "job-1-0"}, "pods: must be a list"),
         ("/v1/order", {"pods": ["job-1-0", None]}, "pods: must be a list of strings"),
         ("/v1/order", {"pods": ["job-1-0", "job-1-0"]}, "pods: 'job-1-0' is listed twice"),
-        ("/v1/order", {"pods": [f"job-{index}-0" for index in range(2000)]}, "pods: must be at most 1124, not 2000"),
+        (
+            "/v1/order",
+            {"pods": [f"job-{index}-0" for index in range(2000)]},
+            "pods: must have at most 1124 entries, not 2000",
+        ),
         ("/v1/order", {"pods": [], "ranks": {}}, "ranks: unknown field"),
     ):
         status, answer = job.post(path, body)
@@ -644,7 +648,7 @@ def test_sigterm_ends_the_coordinator_at_once_and_so_does_a_dead_store(tmp_path:
         (2, ("--backoff", "9:1"), "INITIAL must be above 0 and not above MAXIMUM"),
         (2, ("--backoff", "soon"), "must be INITIAL:MAXIMUM in seconds"),
         (2, ("--hang-after", "0"), "must be above 0"),
-        (2, ("--store-port", "1"), "mode Fast has no store of its own"),
+        (2, ("--store-port", "1"), "--store-port has no effect with --mode Fast"),
     ],
 )
 def test_a_fault_at_the_start_is_reported(tmp_path: Path, nodes: int, arguments: tuple[str, ...], why: str) -> None:

@@ -420,7 +420,7 @@ def test_a_worker_that_torchrun_starts_with_a_different_program_is_reported(tmp_
     reasons: list[str] = []
     handler = forkserver.handler_class(Base, None, "worker.py", reasons.append)()
     assert handler._popen(["numactl", "--physcpubind=0", sys.executable, "-u", "worker.py"], {}) == "cold"
-    assert reasons == ["torchrun starts them by numactl; remove --numa-binding or PYTHON_EXEC"]
+    assert reasons == ["torchrun starts workers through numactl; remove --numa-binding or PYTHON_EXEC"]
 
 
 @pytest.mark.parametrize("seam", ["get_subprocess_handler", "SubprocessHandler._popen"])
@@ -450,9 +450,11 @@ def test_a_torch_that_lacks_a_part_that_a_launcher_needs_is_refused(
 ) -> None:
     assert torch_parts.missing() == []
     monkeypatch.delattr(f"torch.distributed.elastic.{module}.{name}")
-    with pytest.raises(InitFailure, match="this torch is not supported: ") as refused:
+    with pytest.raises(InitFailure, match=r"torch .* is not supported, because it lacks ") as refused:
         launcher.require_torchrun()
-    assert f"{torch.__version__} has no torch.distributed.elastic.{module}.{lacks};" in str(refused.value)
+    assert f"{torch.__version__} is not supported, because it lacks torch.distributed.elastic.{module}.{lacks};" in str(
+        refused.value
+    )
 
 
 REPLACED: list[tuple[str, Callable[[], object]]] = [

@@ -134,7 +134,7 @@ def test_planted_hangs_are_reported_with_their_rank_and_ended(
     [incident] = group.world.report()["incidents"]
     assert incident["kind"] == "Hang" and incident["pod"] == (None if named is None else f"job-{named}-0")
     assert named is None or group.message.partition(": ")[2].startswith(f"rank {named} ")
-    assert ("the other ranks wait for it" in group.message) is (named is not None or len(plays) == 4)
+    assert ("the other ranks are waiting for it" in group.message) is (named is not None or len(plays) == 4)
 
 
 def between(start: float, end: float, inside: dict[str, Any], outside: dict[str, Any]) -> Played:

@@ -90,7 +90,7 @@ def test_a_refused_option_is_reported_without_the_other_arguments() -> None:
     parser.add_argument("program", nargs="*")
     with pytest.raises(InitFailure) as refused:
         launcher.parse(SimpleNamespace(get_args_parser=lambda: parser), ["--rdzv-conf=a=1", "--bad", "--", "train.py"])
-    message = "torchrun refuses its arguments: unrecognized arguments: --bad; correct spec.torchrunArgs"
+    message = "torchrun rejects its arguments: unrecognized arguments: --bad; correct spec.torchrunArgs"
     assert str(refused.value) == message
 
 
@@ -630,7 +630,7 @@ def test_a_check_skips_a_worker_that_has_become_a_different_program(
 
 def test_an_invalid_bucket_is_an_error_in_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPJOB_DATA_URL", "ftp://bucket/folder")
-    with pytest.raises(InitFailure, match=r"^storage.data: 'ftp://bucket/folder'.*write s3://BUCKET/FOLDER"):
+    with pytest.raises(InitFailure, match=r"^storage.data: 'ftp://bucket/folder'.*must be s3://BUCKET/FOLDER"):
         launcher.data_to_fetch()
 
 

@@ -52,7 +52,9 @@ def test_planted_hangs_are_resolved_automatically(tmp_path: Path) -> None:
         job.join()
     for kind, named in PLANTED.items():
         assert found[kind].startswith("Hang: no step for ") and f": {named}" in found[kind], found[kind]
-        assert "the other ranks wait for it" in found[kind] and "rank 0 in all_reduce" in found[kind], found[kind]
+        assert "the other ranks are waiting for it" in found[kind] and "rank 0 in all_reduce" in found[kind], found[
+            kind
+        ]
 
 
 def worker(act: str) -> int:

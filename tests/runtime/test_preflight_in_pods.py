@@ -106,7 +106,9 @@ def test_a_node_that_fails_alone_explains_its_links() -> None:
     }
     verdict = judge(4, 2, results, least=0)
     assert verdict is not None
-    assert verdict.culprits == {1: "the ranks of pod job-1-0 on Kubernetes node host-1 fail on their own: no NVLink"}
+    assert verdict.culprits == {
+        1: "the ranks of pod job-1-0 on Kubernetes node host-1 fail without other nodes: no NVLink"
+    }
 
 
 def test_a_slow_link_fails_only_below_the_required_bandwidth() -> None:
@@ -119,7 +121,7 @@ def test_a_slow_link_fails_only_below_the_required_bandwidth() -> None:
 
     passed, failed = slow(0), slow(100)
     assert passed is not None and failed is not None
-    assert passed.passed == "4 x 1 ranks add up right, 50 MB/s, by gloo over TCP on eth0"
+    assert passed.passed == "4 x 1 ranks add up correctly, 50 MB/s, by gloo over TCP on eth0"
     assert list(failed.culprits) == [2]
     assert "50 MB/s, less than 100" in failed.failed
 
@@ -192,7 +194,7 @@ def test_a_folder_that_is_not_writable_is_reported(tmp_path: Path) -> None:
 
 # --- with real launchers
 
-WELL = "3 x 1 ranks add up right, "
+WELL = "3 x 1 ranks add up correctly, "
 
 
 @pytest.fixture

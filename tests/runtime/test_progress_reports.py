@@ -235,7 +235,7 @@ def test_a_scripts_figures_arrive_with_the_speed_and_the_time_left(
     assert progress["metrics"].keys() <= {"accuracy", "stepsPerSecond"}
     link._link._send({"what": 1})  # type: ignore[attr-defined]
     link._link._send({"what": 1})  # type: ignore[attr-defined]
-    assert capsys.readouterr().err.count("the coordinator refuses a report: ") == 1
+    assert capsys.readouterr().err.count("the coordinator rejected a report: ") == 1
 
 
 def test_the_speed_of_counted_steps_covers_only_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:

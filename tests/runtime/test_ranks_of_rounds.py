@@ -152,7 +152,7 @@ def test_the_report_shows_the_current_order() -> None:
     ("names", "why"),
     [
         ([*pods(0, 1), "job-0-0"], "'job-0-0' is listed twice"),
-        (pods(*range(MAX_PODS + 1)), f"pods: must be at most {MAX_PODS}, not {MAX_PODS + 1}"),
+        (pods(*range(MAX_PODS + 1)), f"pods: must have at most {MAX_PODS} entries, not {MAX_PODS + 1}"),
     ],
 )
 def test_an_impossible_order_changes_nothing(names: list[str], why: str) -> None:

@@ -377,4 +377,4 @@ def test_a_fork_server_killed_for_memory_ends_its_node_with_the_reason(job: Job,
         (incident,) = job.wait_until(lambda r: r["incidents"])["incidents"]
         assert (incident["kind"], incident["pod"]) == ("OOMKilled", "job-0-0") and why in incident["message"]
     else:
-        assert job.end("job-0-0")["message"] == "asked to end by SIGTERM"
+        assert job.end("job-0-0")["message"] == "asked to stop by SIGTERM"

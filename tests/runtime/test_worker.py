@@ -212,7 +212,7 @@ def test_a_refusal_by_ddpjob_report_counts_as_a_configuration_error(tmp_path: Pa
     env |= {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "DDPJOB_LAUNCHER_PID": str(os.getpid())}
     command = [sys.executable, "-u", str(WORKER), "--script", "refuse.py"]
     ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert ended.returncode == 78 and "would train a separate model: write use_cpu=True" in ended.stderr
+    assert ended.returncode == 78 and "would train a separate model; write use_cpu=True" in ended.stderr
     assert json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["ddpjob_exit"] == 78
 
 

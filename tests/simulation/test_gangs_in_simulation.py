@@ -282,9 +282,9 @@ async def test_yields_are_not_limited_by_the_length_of_the_history() -> None:
     assert s.status["restarts"]["uncounted"] == 16 and s.status["restarts"]["counted"] == 0
     said = s.status["restarts"]["recent"][-1]["message"]
     assert said.startswith(
-        "1 pod has held a Kubernetes node for 30 s without training, and there is no room for pod job-"
+        "1 pod has held a Kubernetes node for 30 s without training, because there is no room for pod job-"
     )
-    assert said.endswith(", so the job releases its pods and waits for 2 nodes at once")
+    assert said.endswith(". The job releases its pods and waits for 2 nodes at once")
     s.machines.capacity = 2
     await s.until_phase("Running")
 

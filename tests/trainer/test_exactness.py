@@ -69,7 +69,7 @@ def test_ranks_without_samples_take_part(tmp_path: Path) -> None:
     ("world", "keys", "remedy"),
     [
         (3, ["data.batch=2"], "set data.batch to 3 or more"),
-        (2, ["data.micro_batches=1", "ddp.ordered=true"], "set it to 2 or a multiple of it"),
+        (2, ["data.micro_batches=1", "ddp.ordered=true"], "set it to 2 or a multiple of 2"),
     ],
 )
 def test_more_ranks_than_the_batch_can_hold(world: int, keys: list[str], remedy: str, tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ def test_more_ranks_than_the_batch_can_hold(world: int, keys: list[str], remedy:
     [
         (
             ["train.accumulate=6"],
-            "train.accumulate=6: makes 12 micro-batches, more than data.batch=8 .*; set it to 4, or",
+            "train.accumulate=6 makes 12 micro-batches, but data.batch=8 has fewer samples; set it to 4, or",
         ),
-        (["strategy=pipeline", "pipeline.micro_batches=9"], "pipeline.micro_batches=9: makes 9 .*; set it to 8, or"),
+        (["strategy=pipeline", "pipeline.micro_batches=9"], "pipeline.micro_batches=9 makes 9 .*; set it to 8, or"),
     ],
 )
 def test_more_parts_than_samples_name_the_key_that_sets_them(keys: list[str], message: str, tmp_path: Path) -> None:

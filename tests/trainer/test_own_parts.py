@@ -234,7 +234,7 @@ def test_an_older_checkpoint_only_knows_that_training_has_ended() -> None:
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("optim.schedule=wrong_parts:of_rank", r"of_rank: returns different factors on ranks 0 and 1; compute them"),
+        ("optim.schedule=wrong_parts:of_rank", r"of_rank returns different factors on ranks 0 and 1; compute them"),
         ("train.callbacks=wrong_parts:OfRank", r"OfRank: on_test_batch returned 1 and 2 sums for different parts"),
     ],
 )
@@ -258,7 +258,7 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
         (["optim.name=:sgd"], r"optim.name=:sgd: must be package.module:name"),
         (["optim.name=torch.optim:Muonn"], r"torch.optim has no function 'Muonn'; did you mean torch.optim:Muon"),
         (["optim.name=wrong_parts:nothing"], r"a call as name\(groups, lr=.*\) returned int; return a torch.optim.Opt"),
-        (["optim.name=wrong_parts:some"], r"its param_groups must hold each given parameter once"),
+        (["optim.name=wrong_parts:some"], r"its param_groups must contain each given parameter once"),
         (["optim.name=wrong_parts:Counting"], r"step 8 differs after a checkpoint of step 7 is loaded"),
         (["optim.name=wrong_parts:Noisy"], r"step 8 differs .*do not draw random numbers"),
         (
@@ -307,7 +307,7 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
             r"Impatient: its on_epoch_end is never called with train.eval_every=0; set train.eval_every=1",
         ),
         (["train.callbacks=Broken"], r"train.callbacks: 'Broken': must be package.module:name"),
-        (["data.flip=true"], r"data.flip: has no effect on data.name=digits"),
+        (["data.flip=true"], r"data.flip has no effect on data.name=digits"),
         (["model.pretrained=default"], r"only models of torchvision and timm have weights by name"),
         (["model.pretrained=a", "checkpoint.load=b"], r"checkpoint.load=b replaces all weights; leave out one"),
     ],

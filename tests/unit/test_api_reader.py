@@ -73,7 +73,7 @@ def test_a_generated_name_is_completed() -> None:
 def test_the_job_is_found_among_other_kinds() -> None:
     claim = "apiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {name: data}\n"
     assert _checked(f"---\n{claim}---\n{JOB}---\n")["metadata"]["name"] == "digits"
-    assert "contains no DDPJob, but PersistentVolumeClaim (line 1). A DDPJob has apiVersion" in _message(claim)
+    assert "no DDPJob found, only PersistentVolumeClaim (line 1); a DDPJob has apiVersion" in _message(claim)
 
 
 def test_lines_are_counted_from_the_beginning_of_the_file() -> None:
@@ -83,10 +83,10 @@ def test_lines_are_counted_from_the_beginning_of_the_file() -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("", "is empty; it must contain a DDPJob"),
-        ("---\n---\n", "is empty"),
-        ("- a\n", "line 1: a manifest is a mapping that begins with apiVersion and kind"),
-        ("hello\n", "a manifest is a mapping"),
+        ("", "empty; expected a DDPJob"),
+        ("---\n---\n", "empty; expected"),
+        ("- a\n", "line 1: a manifest must be a mapping with apiVersion and kind"),
+        ("hello\n", "a manifest must be a mapping"),
         ("a: [b\nc: d\n", "line 2: not YAML"),
         ("a: \x00", "line 1: not YAML: the character 0x00"),
         ("a: &x [*x]", "an alias refers to a value that contains it"),
@@ -169,15 +169,15 @@ def test_deep_nesting_is_refused() -> None:
 
 
 def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
-    assert f"{tmp_path}: is a folder; specify a file" in _message(tmp_path)
-    assert _message(tmp_path / "missing.yaml").endswith("missing.yaml: does not exist")
+    assert f"{tmp_path}: this is a folder; specify a file" in _message(tmp_path)
+    assert _message(tmp_path / "missing.yaml").endswith("missing.yaml: no such file")
     (tmp_path / "job.yaml").touch()
-    assert "jb.yaml: does not exist; did you mean job.yaml?" in _message(tmp_path / "jb.yaml")
+    assert "jb.yaml: no such file; did you mean job.yaml?" in _message(tmp_path / "jb.yaml")
     assert str(Path.cwd()) in _message(Path("missing.yaml"))
     (tmp_path / "image.yaml").write_bytes(b"\x89PNG\r\n\x1a\n")
-    assert "is not UTF-8 text (byte 0)" in _message(tmp_path / "image.yaml")
+    assert "not UTF-8 text (invalid byte at offset 0)" in _message(tmp_path / "image.yaml")
     (tmp_path / "large.yaml").write_bytes(b"#" * (MAX_BYTES + 1))
-    assert "is larger than 3 MiB" in _message(tmp_path / "large.yaml")
+    assert "larger than 3 MiB" in _message(tmp_path / "large.yaml")
     (tmp_path / "file").write_text("")
     assert "Not a directory" in _message(tmp_path / "file" / "job.yaml")
 
@@ -296,7 +296,7 @@ def test_a_spec_above_the_size_limits_is_refused_by_name() -> None:
     assert later_refusals(body) == []
     spec = {**body["spec"], "podTemplate": {"spec": {"containers": [{} for _ in range(5000)]}}}
     [problem] = later_refusals({**body, "spec": spec})
-    assert problem.path == "spec.podTemplate" and problem.message.startswith("has more than 256 KiB of text or 5000")
+    assert problem.path == "spec.podTemplate" and problem.message.startswith("more than 256 KiB of text or 5000")
 
 
 @pytest.mark.parametrize(

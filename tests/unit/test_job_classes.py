@@ -64,7 +64,10 @@ def test_fields_that_a_class_may_set_have_no_default_that_looks_like_a_jobs_valu
             {"spec": {"podTemplate": {"spec": {"tolerationz": []}}}},
             r"c\.spec\.podTemplate\.spec\.tolerationz: no such field",
         ),
-        ({"spec": {"podTemplate": {"spec": {"hostname": "x"}}}}, r"c\.spec\.podTemplate\.spec\.hostname: belongs to"),
+        (
+            {"spec": {"podTemplate": {"spec": {"hostname": "x"}}}},
+            r"c\.spec\.podTemplate\.spec\.hostname: the operator sets",
+        ),
         ({"spec": []}, r"c\.spec: must be a mapping"),
         ({"fixed": ["nodes"]}, r"c\.fixed: nodes is not a field of a class"),
         ({"fixed": "image"}, r"c\.fixed: must be a list of strings"),
@@ -226,7 +229,11 @@ def test_equal_classes_have_equal_marks_and_different_ones_different_marks() -> 
 @pytest.mark.parametrize(
     ("spec", "given", "says"),
     [
-        ({"image": "b"}, {"spec": {"image": "a"}, "fixed": ["image"]}, "spec.image: is set by class c, and a job may"),
+        (
+            {"image": "b"},
+            {"spec": {"image": "a"}, "fixed": ["image"]},
+            "spec.image: class c sets it, so jobs may not set it",
+        ),
         (
             {"podTemplate": {"spec": {"hostNetwork": True}}},
             {"fixed": ["podTemplate"]},
@@ -358,7 +365,7 @@ def test_submitted_code_does_not_count_as_the_users_template() -> None:
 )
 def test_other_content_next_to_submitted_code_is_refused(pod: Json) -> None:
     given = {"spec": {"image": "i", "podTemplate": {"spec": {"nodeSelector": {"gpu": "a"}}}}, "fixed": ["podTemplate"]}
-    assert "spec.podTemplate: is set by class c" in problems_of(submitted(**pod), given)[0]
+    assert "spec.podTemplate: class c sets it" in problems_of(submitted(**pod), given)[0]
     whole = taken(submitted(**pod), given).spec.pod_template["spec"]
     assert "hostPath" not in json.dumps(whole) and "hostNetwork" not in whole
     own = {"podTemplate": {"spec": {"volumes": [{"name": "code", "emptyDir": {}}]}}}

@@ -582,7 +582,7 @@ def test_training_continues_without_a_usable_volume(
         return kept.needed > 0, len(kept._store.held())
 
     assert Group(2).run(train) == [(True, 0), (True, 2)]
-    assert ("this pod keeps no states of the training" in capfd.readouterr().err) == (fault != "none")
+    assert ("this pod does not keep training states in memory" in capfd.readouterr().err) == (fault != "none")
 
 
 def test_a_malformed_inventory_counts_as_an_empty_one_on_all_ranks(

@@ -96,9 +96,9 @@ def test_values_that_are_not_numbers_are_refused_by_name(name: str, value: Any, 
 
 
 def test_metrics_are_bounded(posted: list[dict[str, Any]]) -> None:
-    with pytest.raises(ValueError, match="at most 100 metrics, not 101"):
+    with pytest.raises(ValueError, match="at most 100 metrics are allowed, not 101"):
         ddpjob_report.report(**{f"m{i}": i for i in range(101)})
-    with pytest.raises(ValueError, match="the name of a metric has at most 100 characters, not 101: nnn"):
+    with pytest.raises(ValueError, match="the name of a metric must have at most 100 characters, not 101: nnn"):
         ddpjob_report.report(**{"n" * 101: 1})
     ddpjob_report.report(**{"n" * 100: 1})
     assert len(posted) == 1
@@ -153,7 +153,7 @@ ddpjob_report.saved_and_leave()
     done = program(text, tmp_path)
     assert done.stdout == "checkpoints True False\n1 []\nTrue\n"
     assert done.returncode == protocol.EXIT_STEPPED_ASIDE
-    what = "is asked to end; saves at its next should_stop(), if it comes in time"
+    what = "was asked to stop; it saves at its next call of should_stop(), if that is in time"
     assert done.stderr == f"ddpjob_report: SIGTERM: rank 0 {what}\n"
 
 
@@ -497,7 +497,7 @@ def test_a_trainer_that_continues_in_a_different_epoch_reports_it(
     state = SimpleNamespace(global_step=1250, max_steps=max_steps, epoch=epoch, is_world_process_zero=True)
     callback.on_train_begin(args, state, None)
     said = capsys.readouterr().err
-    assert f"of epoch 5.00, and training continues at epoch {warned} of 10" in said if warned else not said
+    assert f"at epoch 5.00, but training continues at epoch {warned} of 10" in said if warned else not said
     callback.on_train_begin(SimpleNamespace(num_train_epochs=10, max_steps=3000, world_size=2), state, None)
     state.global_step, state.epoch = 0, 0
     callback.on_train_begin(args, state, None)
@@ -574,7 +574,7 @@ def test_ranks_that_would_each_train_a_separate_model_are_refused(
     monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for remedy, call in calls:
-        with pytest.raises(RuntimeError, match=rf"job's 2 ranks would train a separate model: .*{remedy}"):
+        with pytest.raises(RuntimeError, match=rf"job's 2 ranks would train a separate model; .*{remedy}"):
             call()
     assert not any(tmp_path.iterdir())
     monkeypatch.setenv("WORLD_SIZE", "1")

@@ -276,7 +276,11 @@ def line() -> nn.Module:
 @pytest.mark.parametrize(
     ("steps", "kind", "said"),
     [
-        ([1, 2, 1], ValueError, r"take\(1\): steps must not go down, and the last one was 2; count the steps made"),
+        (
+            [1, 2, 1],
+            ValueError,
+            r"take\(1\): the step must not decrease, but the last one was 2; count the steps since",
+        ),
         ([1.5], TypeError, r"take\(1.5\): must be the number of steps made so far, from 0"),
         ([True], TypeError, r"take\(True\)"),
         ([-1], TypeError, r"take\(-1\)"),
@@ -302,7 +306,9 @@ def test_a_loop_that_ignores_the_restored_step_is_refused(job: Callable[[], None
     del kept
     job()
     kept = Snapshots(model=line())
-    with pytest.raises(ValueError, match=r"take\(1\): the state restored from memory is of step 7; begin the loop at"):
+    with pytest.raises(
+        ValueError, match=r"take\(1\): training continues from step 7, which was restored from memory; start the loop"
+    ):
         kept.take(1)
 
 
@@ -365,13 +371,17 @@ class FullyShardedDataParallel(nn.Linear):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("use", "kind", "said"),
     [
-        (lambda: Snapshots(), TypeError, r"pass what it keeps, as in Snapshots\(model=model, optimizer=optimizer\)"),
-        (lambda: Snapshots(line()), TypeError, "pass what it keeps"),
-        (lambda: Snapshots(model=line(), steps=3), TypeError, "steps needs state_dict.*a int lacks them; leave it out"),
+        (lambda: Snapshots(), TypeError, r"pass objects by name, as in Snapshots\(model=model, optimizer=optimizer\)"),
+        (lambda: Snapshots(line()), TypeError, "pass objects by name"),
+        (
+            lambda: Snapshots(model=line(), steps=3),
+            TypeError,
+            "steps must have state_dict.*a int does not; leave it out",
+        ),
         (
             lambda: Snapshots(model=line(), data=torch.utils.data.DataLoader([1])),
             TypeError,
-            "data needs .* a DataLoader lacks them; skip the first batches yourself, or use torchdata's",
+            "data must have .* a DataLoader does not; skip the first batches yourself, or use torchdata's",
         ),
         (
             lambda: Snapshots(model=line(), odd=Unsaved()).take(1),
@@ -391,12 +401,12 @@ class FullyShardedDataParallel(nn.Linear):  # type: ignore[misc]
         (
             lambda: (Snapshots(model=line()), Snapshots(model=line())),
             RuntimeError,
-            "one exists already, and both would write to the same memory; pass all objects to one",
+            "an instance already exists, and both would write to the same memory; pass all objects to one instance",
         ),
     ],
 )
 def test_a_wrong_use_is_reported_with_the_remedy(use: Callable[[], Any], kind: type[Exception], said: str) -> None:
-    first = Snapshots(model=line()) if "one exists already" in said else None
+    first = Snapshots(model=line()) if "an instance already exists" in said else None
     with pytest.raises(kind, match=said):
         use()
     del first
@@ -413,7 +423,10 @@ def test_a_model_that_was_sharded_afterwards_is_refused_at_the_first_step(job: C
 @pytest.mark.parametrize(
     ("objects", "said"),
     [
-        ({"net": line()}, "memory has the state of model, but not of net; give the same objects as before the restart"),
+        (
+            {"net": line()},
+            "memory contains the state of model, but not of net; give the same objects as before the restart",
+        ),
         ({"model": nn.Linear(2, 2)}, "does not fit model: .*size mismatch.*or set recovery.snapshots: none"),
     ],
 )
@@ -439,7 +452,7 @@ def test_ranks_that_give_different_objects_are_refused(memory: Path) -> None:
             Snapshots(model=line(), **({"average": line()} if rank == 0 else {}))
         return str(caught.value)
 
-    told = "ddpjob_report.Snapshots: the ranks must give the same names, but they give average, model or model"
+    told = "ddpjob_report.Snapshots: all ranks must pass the same names, but they pass average, model or model"
     assert [said.split(";")[0] for said in ranks(2, 2, memory, 0, work)] == [told] * 2
 
 

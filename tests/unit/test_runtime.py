@@ -57,7 +57,7 @@ def test_the_mounted_files_are_a_program_that_runs(mount: Path, program: str) ->
     done = python("-I", command[1].replace("/opt/ddpjob", str(mount)), *command[2:])
     expected = {
         "coordinator": "the following arguments are required: --port, --nodes",
-        "launcher": "environment variables missing: DDPJOB_COORDINATOR",
+        "launcher": "environment variables are missing: DDPJOB_COORDINATOR",
     }
     assert expected[program] in done.stderr and "Traceback" not in done.stderr
 

@@ -7,6 +7,7 @@ change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from ddpjob_trainer.optim.own_schedule import check_own
 from ddpjob_trainer.optim.parameter_groups import check_rules
 from ddpjob_trainer.strategies.strategy import Strategy
 
+_STRETCH = 1.25
 _WORTH_A_NOTE = 1.1
 """The log mentions the busiest rank's load if it is more than this many times an even share."""
 
@@ -82,21 +84,21 @@ def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
     _refuse(
         (
             keys.cutmix and len(data.shape) != 3,
-            f"data.cutmix={keys.cutmix}: needs images (channels, height, width), but the inputs {inputs} have"
+            f"data.cutmix={keys.cutmix} needs images (channels, height, width), but the inputs {inputs} have"
             f" the shape {data.shape}; leave it out, or set data.mixup",
         ),
         (
             keys.batch_transform and mixup.is_wanted(keys),
-            f"data.batch_transform={keys.batch_transform}: cannot be combined with data.mixup and data.cutmix; mix in"
+            f"data.batch_transform={keys.batch_transform} cannot be combined with data.mixup and data.cutmix; mix in"
             " the function",
         ),
         (
             data.whole_numbers and keys.mixup,
-            f"data.mixup={keys.mixup}: blends inputs, but the inputs {inputs} are integers; leave it out",
+            f"data.mixup={keys.mixup} blends inputs, but the inputs {inputs} are integers; leave it out",
         ),
         (
             data.whole_numbers and config.strategy in INTEGERS.reasons,
-            f"strategy={config.strategy.value}: {INTEGERS.reasons.get(config.strategy)}, but the inputs {inputs} are"
+            f"strategy={config.strategy.value} {INTEGERS.reasons.get(config.strategy)}, but the inputs {inputs} are"
             " integers; set strategy=ddp or fsdp",
         ),
     )
@@ -198,7 +200,8 @@ class Division:
     @property
     def dealing(self) -> Dealing:
         """How the sampler distributes samples to this rank."""
-        strategy, stretch = self.strategy, self.config.data.stretch
+        strategy, keys = self.strategy, self.config.data
+        stretch = keys.stretch or (_STRETCH if keys.exact else math.inf)
         return Dealing(
             strategy.data_share.part,
             self.parts,
@@ -232,15 +235,15 @@ class Division:
             ),
             (
                 micro_batches > batch and portions > 1 and not keys.micro_batches,
-                f"{'pipeline.micro_batches' if pipeline else 'train.accumulate'}={portions}: makes"
-                f" {micro_batches} micro-batches, more than data.batch={batch} has samples; set it to"
+                f"{'pipeline.micro_batches' if pipeline else 'train.accumulate'}={portions} makes"
+                f" {micro_batches} micro-batches, but data.batch={batch} has fewer samples; set it to"
                 f" {fitting}, or data.batch to"
                 f" {micro_batches} or more",
             ),
             (
                 micro_batches > batch or (0 < micro_batches < parts and not self.dealing.passes(batch)),
                 f"data.micro_batches={micro_batches} does not fit {parts} ranks and data.batch={batch}:"
-                f" set it to {parts} or a multiple of it, and to {batch} at most",
+                f" set it to {parts} or a multiple of {parts}, up to {batch}",
             ),
         )
 
@@ -262,11 +265,11 @@ class Division:
         if not needs_two_samples(config.model, self.data.shape, self.data.classes):
             return
         fitting = next((other for other in range(batch, 1, -1) if not single(other)), None)
-        remedy = f"data.batch={fitting}" if fitting else "fewer data.micro_batches"
+        remedy = f"data.batch={fitting}" if fitting else "a smaller data.micro_batches"
         pixels = f" (images of {' x '.join(map(str, self.data.shape[1:]))})" if len(self.data.shape) == 3 else ""
         raise ConfigError(
-            f"data.batch={batch}: an epoch of {size} samples has a step of {min(short)}, with a single sample"
-            f" in one of its {parts} micro-batches, but {config.model.name} needs more than one value per"
+            f"data.batch={batch}: {size} samples leave {min(short)} for a step, so one of its {parts}"
+            f" micro-batches has a single sample, but {config.model.name} needs more than one value per"
             f" channel{pixels}; set {remedy}, or use a model that normalizes each sample separately"
         )
 
@@ -307,7 +310,7 @@ def note_choices(
     given = config.amp.level is AmpLevel.AUTO and config.amp.dtype is not AmpDtype.AUTO
     if given and strategy.precision.dtype is torch.float32 and not float32_for:
         notes.append(
-            f"amp.dtype={config.amp.dtype.value}: has no effect on this device with amp.level=auto; set amp.level=O1"
+            f"amp.dtype={config.amp.dtype.value} has no effect on this device with amp.level=auto; set amp.level=O1"
             " to compute in it"
         )
     if strategy.depths is not None:
@@ -321,8 +324,7 @@ def note_choices(
     if any(peaks) and not all(peaks):
         notes.append(
             f"no MFU, because the peak of rank {list(peaks).index(0)}'s device is unknown; set"
-            " report.peak_flops if all ranks"
-            " have the same"
+            " report.peak_flops if all ranks have the same device"
         )
     elif any(peaks) and not flops:
         notes.append(

@@ -27,20 +27,27 @@ from benchmarks.recovery.trace.systems import SYSTEMS
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3, help="rounds (default 3)")
+    parser.add_argument("--runs", type=int, default=3, help="number of rounds (default 3)")
     parser.add_argument("--systems", type=_names(SYSTEMS), default=list(SYSTEMS), help=f"some of {', '.join(SYSTEMS)}")
     parser.add_argument("--kinds", type=_names(Kind), default=list(Kind), help=f"some of {', '.join(Kind)}")
     parser.add_argument("--states", type=report.read_numbers, default=[80e3, 100e6, 500e6], metavar="BYTES,...")
     parser.add_argument("--steps", type=report.read_numbers, default=[0.05], metavar="SECONDS,...")
-    parser.add_argument("--count", type=int, default=8, help="failures in a run (default 8)")
+    parser.add_argument("--count", type=int, default=8, help="number of failures in a run (default 8)")
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two failures (default 60)")
-    parser.add_argument("--save-seconds", type=float, default=60.0, help="between two checkpoints (default 60)")
-    parser.add_argument("--patience", type=float, default=60.0, help="without a step until everything is restarted")
+    parser.add_argument("--save-seconds", type=float, default=60.0, help="seconds between two checkpoints (default 60)")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        help="seconds without a step after which everything is restarted (default 60)",
+    )
     parser.add_argument("--seed", type=int, default=1, help="round N uses the trace for seed + N - 1 (default 1)")
-    parser.add_argument("--node-days", type=float, default=effective_time.NODE_DAYS, help="per failure of one node")
+    parser.add_argument(
+        "--node-days", type=float, default=effective_time.NODE_DAYS, help="days between two failures of one node"
+    )
     parser.add_argument("--record", type=Path, metavar="FILE", help="add each run to this file")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="read this file instead of measuring")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE.png", help="draw a picture")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE.png", help="draw the figures to this file")
     add_table_option(parser, "trace", " (and effective-time)")
     return parser.parse_args(arguments)
 

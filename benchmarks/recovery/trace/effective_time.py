@@ -39,7 +39,7 @@ number of repeated steps `r`, the time of a step `s` and the share `c` of a step
 E = (1 - c) * exp(-L * (p + r * s)),    L = nodes / time between failures of one node
 ```
 
-A failure during a pause begins it again. The time to form a group of more than two nodes is not
+A failure during a pause restarts it. The time to form a group of more than two nodes is not
 included."""
 
 

@@ -60,7 +60,7 @@ class JobClasses:
         Raises ValueError with the faulty field and the remedy.
         """
         if len(found) > MOST_CLASSES:
-            raise ValueError(f"there are {len(found)} classes; at most {MOST_CLASSES} are allowed")
+            raise ValueError(f"{len(found)} classes; at most {MOST_CLASSES} are allowed, so remove some")
         found = {str(name): without_nulls(one) for name, one in found.items()}
         classes = {name: _read(name, one) for name, one in found.items()}
         return cls(classes, {name: tuple(one.get("namespaces", ["*"])) for name, one in found.items()})
@@ -112,8 +112,8 @@ def _fixed(job: DDPJob, given: JobClass) -> Iterator[str]:
                     yield f"spec.env: class {given.name} sets {variable['name']}, which a job may not set; {remedy}"
         elif path != QUEUE and not is_empty(path, mine) and mine != at(given.spec, path):
             sets = at(given.spec, path) is not None
-            what = f"is set by class {given.name}, and a job may not" if sets else f"jobs of class {given.name} may not"
-            yield f"spec.{path}: {what} set it; {remedy}"
+            what = f"class {given.name} sets it, so jobs" if sets else f"jobs of class {given.name}"
+            yield f"spec.{path}: {what} may not set it; {remedy}"
 
 
 def _exceeded(job: DDPJob, given: JobClass) -> Iterator[str]:

@@ -531,4 +531,4 @@ def without_large_fields(spec: Mapping[str, Any]) -> Json:
 def size_fault(path: str) -> str:
     """Return the error message for an oversized part of a spec."""
     most = f"{LARGEST_TEXT // 1024} KiB of text or {MOST_VALUES} values"
-    return f"{path}: has more than {most}, the operator's limit; move data into a ConfigMap"
+    return f"{path}: more than {most}, the operator's limit; move data into a ConfigMap"

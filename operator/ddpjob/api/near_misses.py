@@ -36,9 +36,9 @@ _OTHERS_WORDS = {
     "spec.scheduling.schedulerName": "scheduler",
     "spec.scheduling": "schedulingpolicy",
     "spec.podTemplate": "template podspec pod",
-    "spec.nodes, image and script; `ddpjob convert FILE` translates PyTorchJobs and TrainJobs": "pytorchreplicaspecs "
+    "spec.nodes, image and script (run `ddpjob convert FILE` to translate the manifest)": "pytorchreplicaspecs "
     "trainer runtimeref",
-    "spec.nodes and script; `ddpjob convert -- torchrun ...` translates a line": "mpireplicaspecs tasks replicatedjobs",
+    "spec.nodes and script (run `ddpjob convert -- torchrun ...` for a line)": "mpireplicaspecs tasks replicatedjobs",
     "spec.resources, and spec.gpusPerNode for GPUs": "resourcespernode resourcesperworker",
     "spec.rendezvous": "rdzvbackend rdzvendpoint rdzvhost rdzvport rdzvid rdzvconf",
     "metadata, or spec.podTemplate.metadata for the pods": "labels annotations",
@@ -57,9 +57,9 @@ def belongs(name: str) -> str:
     word = re.sub("[-_]", "", name.lower())
     place = _PLACES.get(word, "")
     if place == _POD:
-        return f"belongs under {_POD}: write {_POD}.{_PODS_OWN[word]}"
+        return f"write it as {_POD}.{_PODS_OWN[word]}"
     if place == _TRAINER:
-        return f"belongs to {_TRAINER}"
+        return f"set it in {_TRAINER}"
     return f"did you mean {place}?" if place else ""
 
 

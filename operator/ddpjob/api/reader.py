@@ -133,17 +133,19 @@ def read_manifests(source: Path | str, label: str = "the manifest") -> list[Mani
 def _read_file(path: Path) -> str:
     try:
         if path.is_dir():
-            raise _error(path, "is a folder; specify a file")
+            raise _error(path, "this is a folder; specify a file")
         if path.is_file() and path.stat().st_size > MAX_BYTES:
-            raise _error(path, f"is larger than {MAX_BYTES // 1024**2} MiB, the API server's limit")
+            raise _error(path, f"larger than {MAX_BYTES // 1024**2} MiB, the API server's limit")
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         others = [found.name for found in path.parent.glob("*.y*ml")]
         near = difflib.get_close_matches(path.name, others, n=1)
         where = "" if path.is_absolute() else f" (looked in {Path.cwd()})"
-        raise _error(path, f"does not exist{where}" + (f"; did you mean {near[0]}?" if near else "")) from error
+        raise _error(path, f"no such file{where}" + (f"; did you mean {near[0]}?" if near else "")) from error
     except UnicodeDecodeError as error:
-        raise _error(path, f"is not UTF-8 text (byte {error.start}); a manifest is a YAML file") from error
+        raise _error(
+            path, f"not UTF-8 text (invalid byte at offset {error.start}); expected a YAML manifest"
+        ) from error
     except OSError as error:
         raise _error(path, f"cannot be read: {error.strerror}") from error
 
@@ -158,7 +160,7 @@ def _documents(label: str, text: str) -> list[Document]:
     except YamlError as error:
         raise _error(f"{label}, line {error.line}", error.message) from error
     if not documents:
-        raise _error(label, f"is empty; it must contain a {KIND}")
+        raise _error(label, f"empty; expected a {KIND}")
     return documents
 
 
@@ -166,18 +168,18 @@ def _jobs(label: str, documents: list[Document]) -> list[Manifest]:
     documents = [item for document in documents for item in document.items()]
     for document in documents:
         if not isinstance(document.value, dict):
-            found = f"a manifest is a mapping that begins with apiVersion and kind, not {str(document.value)[:40]!r}"
+            found = f"a manifest must be a mapping with apiVersion and kind, not {str(document.value)[:40]!r}"
             raise _error(f"{label}, line {document.line}", found)
     others = tuple(f"{d.value.get('kind', '')} {_name(d.value)}" for d in documents if _is_other_kind(d.value))
     jobs = [Manifest(label, d, others) for d in documents if not _is_other_kind(d.value)]
     if jobs:
         return jobs
     if not documents:
-        raise _error(label, f"is a List without items; it must contain a {KIND}")
+        raise _error(label, f"the List has no items; expected a {KIND}")
     kinds = ", ".join(f"{d.value.get('kind', 'an object without kind')} (line {d.line})" for d in documents)
     convert = any(d.value.get("kind") in CONVERTIBLE for d in documents)
-    remedy = f"; `ddpjob convert {label}` translates it" if convert else f" and kind: {KIND}"
-    raise _error(label, f"contains no {KIND}, but {kinds}. A {KIND} has apiVersion: {API_VERSION}{remedy}")
+    remedy = f"; run `ddpjob convert {label}` to translate it" if convert else f" and kind: {KIND}"
+    raise _error(label, f"no {KIND} found, only {kinds}; a {KIND} has apiVersion: {API_VERSION}{remedy}")
 
 
 def _is_other_kind(manifest: Mapping[str, Any]) -> bool:

@@ -239,10 +239,10 @@ def _message(path: str, error: Any) -> str:
         "minimum": lambda: f"{shown} is less than {limit}, the smallest allowed",
         "maximum": lambda: f"{shown} is more than {limit}, the largest allowed",
         "minLength": lambda: "must not be empty" if limit == 1 else f"{shown} is shorter than {limit} characters",
-        "maxLength": lambda: f"is longer than {limit} characters ({len(value)})",
-        "minItems": lambda: "must not be empty" if limit == 1 else f"needs at least {limit} items",
-        "maxItems": lambda: f"has more than {limit} items ({len(value)})",
-        "maxProperties": lambda: f"has more than {limit} entries ({len(value)})",
+        "maxLength": lambda: f"longer than {limit} characters ({len(value)}); shorten it",
+        "minItems": lambda: "must not be empty" if limit == 1 else f"must have at least {limit} items",
+        "maxItems": lambda: f"more than {limit} items ({len(value)}); remove some",
+        "maxProperties": lambda: f"more than {limit} entries ({len(value)}); remove some",
         "pattern": lambda: f"{shown} {near_misses.refused_by(limit, value)}",
     }
     return messages[error.validator]() if error.validator in messages else error.message
@@ -315,7 +315,7 @@ def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
         return f"; did you mean {' or '.join(elsewhere[:3])}?"
     if 0 < len(known) <= 8:
         return f"; the fields are {', '.join(sorted(known))}"
-    return f"; `kubectl explain ddp.{path}` lists the fields" if path else ""
+    return f"; run `kubectl explain ddp.{path}` to list the fields" if path else ""
 
 
 @cache

@@ -53,7 +53,7 @@ def _is_acted_on(backend: Backend, job: str) -> bool:
             return True
         if time.monotonic() > end:
             print_note(
-                f"no operator has acted on {job} within {ACT_SECONDS:.0f} s; `ddpjob doctor` checks the operator"
+                f"no operator has acted on {job} within {ACT_SECONDS:.0f} s; run `ddpjob doctor` to check the operator"
             )
             return False
         time.sleep(0.1)
@@ -68,14 +68,14 @@ def _suspend(backend: Backend, job: str, wanted: bool) -> None:
 @command_of_job
 @with_backend
 def suspend(backend: Backend, job: str) -> None:
-    """Suspend a job; its pods save a checkpoint and end.
+    """Suspend a job. Its pods save a checkpoint and stop.
 
     \b
     Example: ddpjob suspend first
     """
     _suspend(backend, job, True)
     done = "suspended" if _is_acted_on(backend, job) else "not yet suspended"
-    say(f"ddpjob {job} {done}; `ddpjob resume {job}` continues it", backend)
+    say(f"ddpjob {job} {done}; run `ddpjob resume {job}` to continue it", backend)
 
 
 @command_of_job
@@ -93,14 +93,14 @@ def resume(backend: Backend, job: str) -> None:
 
 @command_of_job
 @click.option(
-    "--timeout", type=click.IntRange(1), default=600, show_default=True, help="Seconds to wait for the pods to end."
+    "--timeout", type=click.IntRange(1), default=600, show_default=True, help="Seconds to wait for the pods to stop."
 )
 @with_backend
 def restart(backend: Backend, job: str, timeout: int) -> None:
     """Replace all pods of a job.
 
-    This suspends the job, waits until its pods have ended, and resumes it. It uses none of the
-    job's restart budget.
+    This suspends the job, waits until its pods have stopped, and resumes it. The restart does not
+    count against the job's budget.
 
     \b
     Example: ddpjob restart first
@@ -115,7 +115,7 @@ def restart(backend: Backend, job: str, timeout: int) -> None:
 @click.option("--fresh", is_flag=True, help="Start from scratch; the old checkpoints are kept.")
 @with_backend
 def rerun(backend: Backend, job: str, fresh: bool) -> None:
-    """Start an ended job again, with the same manifest.
+    """Start a finished job again, with the same manifest.
 
     It resumes from its last checkpoint. On this machine it runs in the background, as with
     `ddpjob submit`. On a cluster the job is deleted and created again; its checkpoints are kept,
@@ -136,8 +136,8 @@ def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
     """Delete jobs and their pods.
 
     If one of the jobs does not exist, nothing is deleted. Checkpoints on volumes are kept. On this
-    machine, RUNS/JOB/checkpoints and checkpoints that --fresh has moved are kept too. With
-    storage.checkpoints.claimTemplate.whenDeleted: Delete, checkpoints are deleted.
+    machine, RUNS/JOB/checkpoints and checkpoints that --fresh has moved are kept too. If
+    storage.checkpoints.claimTemplate.whenDeleted is Delete, the checkpoints are deleted as well.
 
     \b
     Example: ddpjob delete first second
@@ -153,7 +153,7 @@ def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
             where = f"{job}/checkpoints" if backend.resumes(job) else ""
         else:
             where = checkpoints_that_stay(bodies.get(job, {}))
-        kept = f"; the next run of this name resumes from {where}, which is kept" if where else ""
+        kept = f"; the next run with this name resumes from {where}, which is kept" if where else ""
         say(f"ddpjob {job} deleted{kept}", backend)
 
 

@@ -31,7 +31,7 @@ def serve_dashboard(backend: Backend, host: str, port: int) -> int:
         click.echo(f"jobs of {backend.where}: http://{name}:{bound}/?token={token}")
         if not is_loopback(host):
             click.echo(f"{host}: the connection is not encrypted; others on the network can read the token", err=True)
-        click.echo("Ctrl-C ends it")
+        click.echo("press Ctrl-C to stop")
 
     with Fleet(backend) as fleet:
         try:

@@ -39,7 +39,7 @@ _WAITING = ("Queued", "Pending", "Suspended")
 _NAME, _GAP = 16, 2
 _FIXED = 4
 """Number of lines that do not show a job: the counts, the titles, the folded jobs and the keys."""
-_HELP = "up/down move   Enter open   / find   e ended jobs   q quit"
+_HELP = "up/down move   Enter open   / find   e finished jobs   q quit"
 _FILTER_CHARACTERS = 40
 
 
@@ -103,7 +103,7 @@ class JobList:
             lines.append(_painted(line, selected=name == self.selected))
         hidden = len(shown) - len(visible)
         below = [f"{hidden} more above or below"] if hidden else []
-        below += [f"{_counts(folded)}: e shows them"] if folded else []
+        below += [f"{_counts(folded)} (press e to show)"] if folded else []
         lines.append(Text("   ".join(below) or ("no jobs" if not shown else ""), style="dim"))
         keys = f"find: {self.filter}_   Enter keep   Esc all" if self.finding else _HELP
         lines.append(Text(keys + (f"   [{self.filter}]" if self.filter and not self.finding else ""), style="dim"))

@@ -107,10 +107,10 @@ def _watch(backend: Backend, job: str | None, output: str | PathTemplate, *, eve
 def top(backend: Backend, job: str | None, once: bool, interval: float) -> None:
     """Watch all jobs, or one, on a live screen.
 
-    With JOB, the screen shows its progress, loss, samples/s, ranks and restarts with their causes,
-    until it ends. Without JOB, it lists all jobs, the running ones first. Its keys move, find and
-    open jobs, and show ended jobs. Curves begin when the screen is opened; `ddpjob plot` also draws
-    earlier steps.
+    With JOB, the screen shows the job's progress, loss, samples/s, ranks, and restarts with their
+    causes, until the job ends. Without JOB, it lists all jobs, with running jobs first, and keys
+    move the cursor, find or open a job, and show finished jobs. Curves start when the screen is
+    opened; `ddpjob plot` also draws earlier steps.
 
     \b
     Example: ddpjob top first
@@ -169,8 +169,8 @@ def plot(backend: Backend, jobs: tuple[str, ...], output: Path | None, by: str |
 
     The numbers come from run/metrics.jsonl in the checkpoint folder, which the built-in trainer and
     ddpjob_report.report with a `step` write. On this machine they can be drawn at any time, and on
-    a cluster while a pod runs. If the file is larger than 8 MiB, only its end is drawn, and a note
-    says so. Pictures need the extra `trainer` on this machine.
+    a cluster while a pod runs. If the file is larger than 8 MiB, only its end is drawn, with a
+    note. Writing a picture requires the `trainer` extra on this machine.
 
     \b
     Example: ddpjob plot first
@@ -209,8 +209,8 @@ def show(folder: Path) -> None:
     """Show the records that a deleted job left in its checkpoint folder.
 
     Job pods write the job's rounds, its restarts with causes and tracebacks, its last progress and
-    its end to .ddpjob-rounds.jsonl. The curves come from run/metrics.jsonl. FOLDER is the folder of
-    storage.checkpoints, or a job's folder of `ddpjob run`.
+    its end to .ddpjob-rounds.jsonl. The curves come from run/metrics.jsonl. FOLDER is the job's
+    folder in storage.checkpoints, or the folder that `ddpjob run` made for the job.
 
     \b
     Example: ddpjob show /mnt/checkpoints/first
@@ -292,7 +292,7 @@ def why(backend: Backend, job: str) -> int:
     help="Only the pod that has this global rank now, and with -f the pods that take it over. If a pod has several "
     'ranks, lines marked as another rank\'s are omitted (spec.torchrunArgs: ["--tee=3"] marks every line).',
 )
-@click.option("--ended", is_flag=True, help="List the ended pods whose logs can be printed.")
+@click.option("--ended", is_flag=True, help="List the terminated pods whose logs can be printed.")
 @click.option("--coordinator", is_flag=True, help="Include the coordinator's pods.")
 @click.option("--previous", is_flag=True, help="Print the log of the previous container.")
 @click.option("--since", metavar="5m", help="Only lines newer than this, such as 30s, 5m or 2h.")
@@ -304,7 +304,7 @@ def why(backend: Backend, job: str) -> int:
 @click.option(
     "--prefix/--no-prefix",
     default=None,
-    help="Begin each line with INDEX-ATTEMPT and the ranks. This is the default for a whole job.",
+    help="Start each line with INDEX-ATTEMPT and the ranks. This is the default for a whole job.",
 )
 @in_place
 def logs(
@@ -313,7 +313,7 @@ def logs(
 ) -> int:  # fmt: skip
     """Print the logs of a job's pods, or of one pod.
 
-    For a whole job, each line begins with its pod and the pod's current ranks, such as [1-0 rank 1]
+    For a whole job, each line starts with its pod and the pod's current ranks, such as [1-0 rank 1]
     or [1-0 ranks 8-15]. If a POD is gone, the end of its log may be in storage.checkpoints
     (runPolicy.logsKept).
 
@@ -329,7 +329,7 @@ def logs(
     if since is not None and not length:
         raise click.UsageError(f"--since {since}: write a duration, such as 30s, 5m or 2h")
     if follow and previous:
-        raise click.UsageError("--previous: a container that has ended writes nothing more; remove --follow")
+        raise click.UsageError("--previous: the log of a terminated container does not grow; remove --follow")
     backend, options = place.backend(), LogOptions(follow=follow, tail=tail, since=length, previous=previous)
     body, pod, kept = _job_or_pod(backend, job)
     name = body["metadata"]["name"]
@@ -372,7 +372,7 @@ def _list_ended(backend: Backend, job: str) -> int:
         print_note(fault)
     if not left:
         needs = "a writable spec.storage.checkpoints, spec.runPolicy.logsKept above 0, and no spec.command"
-        print_note(f"{job}: no log of an ended pod is kept; to keep logs, the job needs {needs}")
+        print_note(f"{job}: no logs of terminated pods are kept; to keep them, the job needs {needs}")
     return 0 if left else EXIT_NEGATIVE
 
 
@@ -394,7 +394,7 @@ def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str, EndedLogs | Non
             pods = [pod.name for pod in backend.pods(job)]
             if name in pods:
                 return body, name, None
-            why = NoSuchJob(f"no pod {name} of job {job}; its pods: {', '.join(pods[:10]) or 'none yet'}")
+            why = NoSuchJob(f"job {job} has no pod {name}; its pods: {', '.join(pods[:10]) or 'none yet'}")
             try:
                 kept = backend.kept_logs(job)
                 if any(pod.name == name for pod in kept.pods()):
@@ -464,7 +464,7 @@ def events(backend: Backend, job: str) -> None:
 def wait(place: Place, job: str, goal: str, timeout: str | None) -> int:
     """Wait until a job has ended or has reached a state.
 
-    Unlike `kubectl wait`, it also ends when the job fails.
+    Unlike `kubectl wait`, it also returns when the job fails.
 
     \b
     Exit code: 0 the job is Complete (or in the state of --for), 1 it ended

@@ -20,7 +20,7 @@ from ddpjob.client.backends.process_backend import ProcessBackend
 from ddpjob.client.texts.job_text import phase
 
 _RUN = """\
-Run the job of a manifest on this machine.
+Run the job in a manifest on this machine.
 
 The job runs as on a cluster, with the same checks, restarts, budget and status. A pod is a process
 group with its own log file, and all traffic stays on 127.0.0.1.
@@ -33,8 +33,8 @@ Differences from a cluster:
       shared; all pods use the same working folder, /tmp and
       checkpoints
   gpusPerNode
-      assigned by CUDA_VISIBLE_DEVICES; with too few GPUs, the job trains
-      on the CPU, and a note says so
+      assigned through CUDA_VISIBLE_DEVICES; if there are too few GPUs,
+      the job trains on the CPU and a note is printed
   rendezvous.port
       replaced by free ports, so that several jobs can run side by side
   script, module
@@ -44,9 +44,9 @@ Differences from a cluster:
   storage.data
       --data, or the hostPath if it exists, else RUNS/JOB/data
   storage.checkpoints
-      always RUNS/JOB/checkpoints, from which the next run resumes (unless
-      --fresh); copies go to the folder local.HOST.RUNS/JOB of the url, with
-      this shell's AWS_* variables
+      always RUNS/JOB/checkpoints, where the next run resumes (unless
+      --fresh); copies go to local.HOST.RUNS/JOB below the url, using the
+      AWS_* variables of this shell
   env valueFrom, envFrom
       Secrets and ConfigMaps cannot be read; variables of this shell are
       used
@@ -57,7 +57,7 @@ Differences from a cluster:
       only env of the trainer is used; sidecars, init containers and volumes
       are not
   ttlSecondsAfterFinished, cleanPodPolicy, failedPodsKept, logsKept
-      not used: logs are files, and are kept
+      not used; the log files are kept
 
 Runs are kept in $DDPJOB_RUNS or ./runs. After Ctrl-C, the nodes save a checkpoint and exit; a second
 Ctrl-C kills them. SIGTERM, a closed terminal (without `nohup`) and a closed output pipe have the
@@ -257,12 +257,12 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
     A manifest describes its jobs completely, so options that describe a job are not allowed with
     it. Objects of other kinds are listed, but not created.
 
-    A script or folder on this machine is sent with the job in a ConfigMap. A folder of more than 1
-    MiB is uploaded to the checkpoints' bucket (or --code), once for each content. Hidden files,
-    caches, outputs (runs, wandb, mlruns), files that look like secrets, and files that
-    .ddpjobignore or .gitignore lists are not sent. An absolute path that does not exist here is a
-    file in the image, and any other name is a module. With --local, the job runs on this machine,
-    in the background.
+    A script or folder on this machine is sent with the job in a ConfigMap. A folder larger than
+    1 MiB is uploaded to the checkpoints' bucket (or to --code), unless the same content is already
+    there. Hidden files, caches, outputs (runs, wandb, mlruns), files that look like secrets, and
+    files that .ddpjobignore or .gitignore lists are not sent. An absolute path that does not exist
+    here is a file in the image, and any other name is a module. With --local, the job runs on this
+    machine, in the background.
 
     \b
     Example: ddpjob submit job.yaml --wait
@@ -273,7 +273,9 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
 
     local = place.is_local()
     if options["fresh"] and not local:
-        raise click.UsageError("--fresh: only with --local; a cluster's checkpoints are on its volume or in its bucket")
+        raise click.UsageError(
+            "--fresh: allowed only with --local; on a cluster, use `ddpjob rerun JOB --fresh`, or change metadata.name"
+        )
     output = options["output"] or ("yaml" if options["dry_run"] else None)
     shown, created = list[Any](), list[tuple[Backend, str]]()
     try:
@@ -339,7 +341,7 @@ def _keeps_files(spec: dict[str, Any]) -> bool:
 
 
 _NO_SIGTERM = (
-    "spec.command: sh does not pass SIGTERM on to its children, so a pod that is asked to end saves nothing and uses "
+    "spec.command: sh does not pass SIGTERM on to its children, so a pod that is asked to stop saves nothing and uses "
     "its whole grace period (30 s by default); write `exec` before the last program, or use bash"
 )
 
@@ -381,7 +383,8 @@ def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, loc
             bodies.append([{key: value for key, value in manifest.document.value.items() if key != "status"}])
         if others:
             print_note(
-                f"{program}: creates only DDPJobs, not {', '.join(others)}; `kubectl apply -f {program}` creates all"
+                f"{program}: only DDPJobs are created, not {', '.join(others)}; "
+                f"to create everything, run `kubectl apply -f {program}`"
             )
         return bodies
     pairs = [variable.partition("=") for variable in options["env"]]
@@ -407,7 +410,7 @@ def convert(words: tuple[str, ...], image: str, name: str, script: str, runtime:
 
     This reads PyTorchJobs, TrainJobs with their runtimes, and command lines of torchrun,
     accelerate, deepspeed and srun, and prints the DDPJob. Standard error lists the parts that could
-    not be converted and the faults of the result. A runtime is read from the same file, from
+    not be converted and the problems in the result. A runtime is read from the same file, from
     --runtime FILE, or with --runtime cluster from the kubeconfig's cluster.
 
     \b
@@ -467,7 +470,7 @@ def _runtimes(where: str, jobs: list[Any]) -> list[Any]:
     if where != "cluster":
         found = [item for item in _items(where) if isinstance(item, dict) and item.get("kind") in KINDS]
         if not found:
-            raise Mistake(f"--runtime {where}: contains no {' or '.join(KINDS)}")
+            raise Mistake(f"--runtime {where}: no {' or '.join(KINDS)} found; specify a file with the runtime")
         return found
     backend = Place(None, None, None, local=False).cluster()
     paths = dict.fromkeys(path for job in jobs for path in runtime_paths(job, backend.namespace))
@@ -489,7 +492,7 @@ def _convertible(source: str) -> tuple[list[Any], list[Any]]:
     if not found:
         there = f", only {', '.join((*kinds, *(KINDS[:1] if runtimes else ())))}" if kinds or runtimes else ""
         raise Mistake(
-            f"{source}: contains no {' or '.join(CONVERTIBLE)}{there}; for other kinds, convert the line that "
+            f"{source}: no {' or '.join(CONVERTIBLE)} found{there}; for other kinds, convert the line that "
             f"starts torchrun: `ddpjob convert --image IMAGE -- torchrun ...`"
         )
     if kinds:
@@ -514,4 +517,6 @@ def _items(source: str) -> list[Any]:
             raise Mistake(f"{source}, line {error.line}: {error}") from error
         return []
     except UnicodeDecodeError as error:
-        raise Mistake(f"{source}: is not UTF-8 text (byte {error.start}); a manifest is a YAML file") from error
+        raise Mistake(
+            f"{source}: not UTF-8 text (invalid byte at offset {error.start}); expected a YAML manifest"
+        ) from error

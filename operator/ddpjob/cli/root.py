@@ -19,7 +19,7 @@ _ROOT = """\
 PyTorch DDP jobs on Kubernetes and on this machine, from one manifest.
 
 \b
-Begin here:
+Start here:
   ddpjob init train.py         write a manifest and see what the script needs
   ddpjob run job.yaml          train on this machine
   ddpjob submit job.yaml       train on the cluster of your kubeconfig
@@ -27,7 +27,7 @@ Begin here:
   ddpjob why JOB               explain why a job waits or failed
 """
 PLACES = """\
-A command acts on jobs of this machine with --local, and of a cluster with --cluster,
+A command acts on jobs on this machine with --local, and on a cluster with --cluster,
 -n, --context, --kubeconfig or as `kubectl ddp`. Otherwise DDPJOB_PLACE=local or
 cluster decides. By default it uses this machine if `ddpjob run` was used here
 ($DDPJOB_RUNS, else ./runs, contains a job), and the cluster if not.
@@ -108,8 +108,8 @@ class _Commands(click.Group):
         except click.NoSuchOption as error:
             known = {name for each in self.commands["submit"].params for name in (*each.opts, *each.secondary_opts)}
             if error.ctx and error.ctx.info_name == "run" and error.option_name in known:
-                remedy = "change the manifest, or use `ddpjob submit`"
-                text = f"no option {error.option_name}: `run` trains on this machine as the manifest says; {remedy}"
+                remedy = "so change the manifest, or use `ddpjob submit`"
+                text = f"no option {error.option_name}; `ddpjob run` takes the job from the manifest, {remedy}"
                 raise click.UsageError(text, error.ctx) from error
             names = {parameter.name for parameter in error.ctx.command.params} if error.ctx else set()
             what = "job.yaml" if names & {"file", "program", "words"} else "JOB" if names & {"job", "jobs"} else ""

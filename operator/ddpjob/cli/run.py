@@ -154,7 +154,7 @@ def _print_result(job: Ready, run: RunFolder, outcome: Outcome) -> None:
     if job.folder.is_resumable():
         lines.append(("Checkpoints", shortest(job.folder.checkpoints)))
         if not status.terminal:
-            lines.append(("Next", "the same command resumes from there"))
+            lines.append(("Next", "run the same command again to resume from these checkpoints"))
     for label, text in lines:
         print(f"{label + ':' if label else '':<13}" + printable(text).replace("\n", "\n    "))
     if outcome.left:

@@ -255,7 +255,7 @@ class Client:
         from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made
 
         if not callable(program) and str(program).endswith(SUFFIXES):
-            raise Mistake(f"{program}: is a manifest; pass it to submit()")
+            raise Mistake(f"{program}: a manifest, not a script; pass it to submit()")
         source, words = "", args
         if callable(program):
             from ddpjob.client.manifests.function_source import script_of
@@ -389,7 +389,9 @@ class Client:
 
         name = _name(job)
         if output is not None and Path(output).suffix != ".svg":
-            raise Mistake(f"output={str(output)!r}: must end in .svg; `ddpjob plot {name} -o FILE` draws .png and .pdf")
+            raise Mistake(
+                f"output={str(output)!r}: must end in .svg; for .png and .pdf, run `ddpjob plot {name} -o FILE`"
+            )
         series = read_metrics(self._backend.metrics(self.get(name).name))
         rows = rows_of(series)
         curve = MetricCurve(metric, [(row["step"], row[metric]) for row in rows if metric in row], series.starts[1:])
@@ -501,7 +503,7 @@ def _read_manifest(manifest: str | Path | Mapping[str, Any]) -> Json:
     from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made, read_job
 
     if not isinstance(manifest, Mapping) and not str(manifest).endswith(SUFFIXES):
-        raise Mistake(f"{manifest}: the name of a manifest must end in {', '.join(SUFFIXES)}; pass a script to train()")
+        raise Mistake(f"{manifest}: a manifest's name must end in {', '.join(SUFFIXES)}; pass a script to train()")
     read = manifest if isinstance(manifest, Mapping) else read_job(manifest)
     body = {key: value for key, value in read.items() if key != "status"}
     if isinstance(manifest, Mapping):

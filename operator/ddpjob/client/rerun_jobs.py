@@ -46,7 +46,7 @@ def rerun(backend: Backend, name: str, *, fresh: bool) -> str:
     body = backend.job(name)
     state = phase(body)
     if state not in ENDED:
-        raise Mistake(f"{name} is {state} and has not ended; `ddpjob restart {name}` replaces its pods")
+        raise Mistake(f"{name} is {state} and has not ended; run `ddpjob restart {name}` to replace its pods")
     manifest = _manifest(body)
     if isinstance(backend, ProcessBackend):
         resumes = backend.resumes(name) and not fresh
@@ -80,7 +80,7 @@ def _in_a_new_folder(manifest: Json, uid: str) -> tuple[Json, str]:
             )
         return manifest, "it starts from scratch, because its checkpoints were lost with its pods"
     if checkpoints.get("readOnly"):
-        raise Mistake("--fresh: storage.checkpoints.readOnly is set, so the job writes no checkpoints; leave it out")
+        raise Mistake("--fresh: storage.checkpoints.readOnly is set, so the job writes no checkpoints; remove --fresh")
     if url := checkpoints.get("url"):
         field, value = "url", f"{_FRESH.sub('', url.rstrip('/')).rstrip('/')}/{after}"
     else:

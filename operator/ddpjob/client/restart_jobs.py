@@ -23,7 +23,7 @@ def change(backend: Backend, name: str, spec: Json) -> None:
     """
     state = phase(backend.job(name))
     if state in FINISHED:
-        raise Mistake(f"{name} is {state} and cannot be changed; `ddpjob rerun {name}` starts it again")
+        raise Mistake(f"{name} is {state} and cannot be changed; run `ddpjob rerun {name}` to start it again")
     backend.patch(name, spec)
 
 
@@ -52,7 +52,7 @@ def restart(backend: Backend, job: str, timeout: float) -> None:
 
 
 def _left(job: str) -> str:
-    return f"{job} is suspended; `ddpjob resume {job}` continues it"
+    return f"{job} is suspended; run `ddpjob resume {job}` to continue it"
 
 
 def _wait_until_suspended(backend: Backend, job: str, timeout: float) -> None:
@@ -69,5 +69,5 @@ def _wait_until_suspended(backend: Backend, job: str, timeout: float) -> None:
         except Mistake as mistake:
             patience.tolerate(mistake)
         if time.monotonic() > end:
-            raise Mistake(f"{job}: its pods did not end within {timeout} s")
+            raise Mistake(f"{job}: its pods did not stop within {timeout} s; run `ddpjob describe {job}` to see why")
         time.sleep(0.3)

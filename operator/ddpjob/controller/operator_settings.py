@@ -179,7 +179,7 @@ def _signals(conditions: tuple[str, ...], taints: tuple[str, ...]) -> HealthSign
     for text in conditions:
         kind, _, status = text.partition("=")
         if not kind.strip("*") or "*" in kind[:-1] or status not in _STATUSES or kind == "Ready":
-            remedy = "write TYPE=True, TYPE=False or TYPE=Unknown, * only at the end of TYPE; Ready is always watched"
+            remedy = "write TYPE=True, TYPE=False or TYPE=Unknown, with * only at the end; Ready is always watched"
             raise SettingsError(f"{PREFIX}NODE_CONDITIONS has {text!r}; {remedy}")
         for known, good in _OF_A_HEALTHY_NODE.items():
             if status == good and HealthSignals(((kind, status),)).against([{"type": known, "status": good}], ()):

@@ -115,7 +115,7 @@ def _without_quota(view: View) -> Decision:
             why = f"the quota that queue {queue} has granted no longer fits the job's spec"
             events.append(Event(False, Cause.SPEC_CHANGED, f"{why}; the job requests it again; checkpoints are kept"))
         else:
-            why = lost.message if lost is not None else "its Workload is gone"
+            why = lost.message if lost is not None else "the job's Workload is gone"
             evicted = f"queue {queue} has withdrawn the quota: {why}; checkpoints are kept"
             events.append(Event(True, "Evicted", evicted))
     elif not view.status.holds(ConditionType.SUSPENDED):

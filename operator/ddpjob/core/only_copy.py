@@ -88,6 +88,6 @@ def explain_kept(view: View) -> str:
     if not holders or not holders <= going:
         return ""
     return (
-        f"pod {min(holders)} is kept until another pod trains, because only it holds {STATE}; spec.nodes or "
-        "spec.spares is lower now"
+        f"pod {min(holders)} is kept until another pod trains, because only it holds {STATE}, although "
+        "spec.nodes or spec.spares was lowered"
     )

@@ -138,9 +138,9 @@ def _taken(job: DDPJob, user: str) -> str:
     kind, volume, folder = _folder(job)
     where = f"folder {folder} of {kind} {volume}" if folder else f"the root of {kind} {volume}"
     return (
-        f"{where} is in use by job {user}; this job begins when that job has ended. To use a separate folder, create "
-        f"this job without storage.checkpoints.subPath. To share the folder, set storage.checkpoints.exclusive: false "
-        f"in both jobs"
+        f"{where} is in use by job {user}; this job starts when that job has finished. To use a separate folder, "
+        f"create this job without storage.checkpoints.subPath. To share the folder, set "
+        f"storage.checkpoints.exclusive: false in both jobs"
     )
 
 

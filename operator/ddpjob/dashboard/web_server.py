@@ -290,7 +290,7 @@ class Dashboard:
         except Mistake as mistake:
             return [], plain(str(mistake))
         gone = [pod.name for pod in kept.pods(known)]
-        return gone, "" if gone else "No log of a pod that is gone is kept."
+        return gone, "" if gone else "No logs of deleted pods are kept."
 
     async def manifest_page(self, request: web.Request) -> web.Response:
         key = _key(request)

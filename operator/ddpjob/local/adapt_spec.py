@@ -238,7 +238,7 @@ def _working_dir(spec: JobSpec, code: Path | None) -> Path:
 
 def _code_note(spec: JobSpec, options: Options) -> Iterator[str]:
     if spec.code is not None and options.working_dir is not None:
-        yield f"spec.code: is not fetched; the code in --workdir {options.working_dir} is used"
+        yield f"spec.code: not fetched, because the code in --workdir {options.working_dir} is used"
 
 
 def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Options, *, fetched: bool) -> Iterator[str]:

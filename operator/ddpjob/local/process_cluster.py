@@ -257,7 +257,7 @@ class ProcessCluster:
 
     async def record(self, job: DDPJob, event: Event) -> None:
         if event.reason == "Suspended" and self.stopped_by:
-            event = Event(False, event.reason, f"stopped by {self.stopped_by}; pods end, and checkpoints are kept")
+            event = Event(False, event.reason, f"stopped by {self.stopped_by}; pods stop, and checkpoints are kept")
         if event.once and any(earlier.event == event for earlier in self.events):
             return
         happened = TimedEvent(self.clock(), event)

@@ -37,14 +37,14 @@ def held(folder: JobFolder) -> Iterator[None]:
         if not _locked(descriptor):
             pid = folder.lock.read_text().strip()
             raise AlreadyRunning(
-                f"job {folder.name} is already running (process {pid}); `ddpjob stop {folder.name}` stops it"
+                f"job {folder.name} is already running (process {pid}); run `ddpjob stop {folder.name}` to stop it"
             )
         os.ftruncate(descriptor, 0)
         # Write at once, because a process that finds the lock held reports who holds it.
         os.write(descriptor, str(os.getpid()).encode())
         try:
             if parent := _unlocked_runner(folder):
-                removed = f"{folder.path} was removed in the meantime; `kill {parent}` stops it"
+                removed = f"{folder.path} was removed in the meantime; run `kill {parent}` to stop it"
                 raise AlreadyRunning(f"job {folder.name} is already running (process {parent}), and {removed}")
             yield
         finally:

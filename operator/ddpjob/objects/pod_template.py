@@ -16,25 +16,25 @@ from ddpjob.api.merging import mounted_at
 from ddpjob.api.schema import without_nulls
 from ddpjob.core.world import COORDINATOR_CONTAINER, TRAINER_CONTAINER
 
-_NOT_RESTARTED = "ended pods are replaced and counted by the operator, not restarted by the kubelet"
+_NOT_RESTARTED = "remove it, because the operator replaces terminated pods and counts their failures"
 _OWNED_SPEC = {
     "restartPolicy": _NOT_RESTARTED,
-    "hostname": "pod names contain the attempt",
-    "subdomain": "it is the job's service",
-    "nodeName": "use nodeSelector or affinity, because a pod bound by name could not leave a lost Kubernetes node",
-    "activeDeadlineSeconds": "use spec.runPolicy.activeDeadlineSeconds",
-    "schedulerName": "use spec.scheduling.schedulerName",
-    "priorityClassName": "use spec.scheduling.priorityClassName",
-    "imagePullSecrets": "use spec.imagePullSecrets",
+    "hostname": "remove it, because it differs in each attempt",
+    "subdomain": "remove it, because it must be the job's service",
+    "nodeName": "use nodeSelector or affinity instead, so that pods can leave a lost Kubernetes node",
+    "activeDeadlineSeconds": "use spec.runPolicy.activeDeadlineSeconds instead",
+    "schedulerName": "use spec.scheduling.schedulerName instead",
+    "priorityClassName": "use spec.scheduling.priorityClassName instead",
+    "imagePullSecrets": "use spec.imagePullSecrets instead",
 }
 _OWNED_CONTAINER = {
-    "image": "use spec.image",
-    "imagePullPolicy": "use spec.imagePullPolicy",
-    "command": "use spec.command, spec.script or spec.module",
-    "args": "use spec.args",
-    "envFrom": "use spec.envFrom",
-    "workingDir": "use spec.workingDir",
-    "resources": "use spec.resources, spec.gpusPerNode and spec.gpuResource; only claims are allowed here",
+    "image": "use spec.image instead",
+    "imagePullPolicy": "use spec.imagePullPolicy instead",
+    "command": "use spec.command, spec.script or spec.module instead",
+    "args": "use spec.args instead",
+    "envFrom": "use spec.envFrom instead",
+    "workingDir": "use spec.workingDir instead",
+    "resources": "use spec.resources, spec.gpusPerNode and spec.gpuResource instead; only claims are allowed here",
     "restartPolicy": _NOT_RESTARTED,
     "restartPolicyRules": _NOT_RESTARTED,
 }
@@ -51,7 +51,7 @@ _OWNED_MOUNTS = {
 MOST_FAULTS = 20
 """Maximum number of faults to find in one template. Each unknown field costs a comparison with all
 known fields."""
-MORE_FAULTS = f"spec.podTemplate: has more than {MOST_FAULTS} faults; correct these, then check it again"
+MORE_FAULTS = f"spec.podTemplate: more than {MOST_FAULTS} faults; correct these, then check it again"
 _SHOWN = 100
 """Maximum number of characters shown of a name or a value."""
 
@@ -81,14 +81,14 @@ def _overrides(template: Mapping[str, Any], *, whole: bool) -> Iterator[str]:
     metadata, spec = template.get("metadata") or {}, template.get("spec") or {}
     for field in _OWNED_METADATA:
         if field in metadata:
-            yield f"spec.podTemplate.metadata.{field}: belongs to the operator; remove it"
+            yield f"spec.podTemplate.metadata.{field}: the operator sets this field; remove it"
     for kind in ("labels", "annotations"):
         for key in metadata.get(kind) or {}:
             if key.split("/")[0] == "ddpjob.io" or key == "app.kubernetes.io/managed-by":
-                yield f"spec.podTemplate.metadata.{kind}.{_cut(key)}: belongs to the operator; remove it"
+                yield f"spec.podTemplate.metadata.{kind}.{_cut(key)}: the operator sets it; remove it"
     for field, remedy in _OWNED_SPEC.items():
         if field in spec:
-            yield f"spec.podTemplate.spec.{field}: belongs to the operator; remove it ({remedy})"
+            yield f"spec.podTemplate.spec.{field}: the operator sets this field; {remedy}"
     yield from _volume_overrides(spec)
     for kind in ("containers", "initContainers"):
         for position, container in enumerate(spec.get(kind) or ()):
@@ -99,7 +99,7 @@ def _volume_overrides(spec: Mapping[str, Any]) -> Iterator[str]:
     for position, volume in enumerate(spec.get("volumes") or ()):
         if str(volume.get("name", "")).startswith("ddpjob-"):
             path = f"spec.podTemplate.spec.volumes[{position}].name"
-            yield f"{path}: names that begin with ddpjob- belong to the operator; choose a different name"
+            yield f"{path}: names with the prefix ddpjob- are reserved; choose a different name"
 
 
 def _container_overrides(container: Mapping[str, Any], path: str, kind: str, *, whole: bool) -> Iterator[str]:
@@ -109,7 +109,7 @@ def _container_overrides(container: Mapping[str, Any], path: str, kind: str, *, 
         yield f"{path}.name: missing; {remedy}"
         return
     if name == COORDINATOR_CONTAINER or (name == TRAINER_CONTAINER and kind == "initContainers"):
-        yield f"{path}.name: {name} belongs to the operator; choose a different name"
+        yield f"{path}.name: {name} is reserved for the operator's own container; choose a different name"
     if name != TRAINER_CONTAINER:
         if whole and not container.get("image"):
             trainer = f"the training container's name is {TRAINER_CONTAINER}"
@@ -119,15 +119,15 @@ def _container_overrides(container: Mapping[str, Any], path: str, kind: str, *, 
         if field == "resources" and set(container.get(field) or ()) == {"claims"}:
             continue  # This is dynamic resource allocation, for which spec.resources has no field.
         if field in container:
-            yield f"{path}.{field}: belongs to the operator; remove it ({remedy})"
+            yield f"{path}.{field}: the operator sets this field; {remedy}"
     for position, variable in enumerate(container.get("env") or ()):
         if OWNED_VARIABLES.fullmatch(str(variable.get("name"))):
-            yield f"{path}.env[{position}].name: {_cut(variable['name'])} is set by the operator; remove it"
+            yield f"{path}.env[{position}].name: the operator sets {_cut(variable['name'])}; remove it"
     for position, mount in enumerate(container.get("volumeMounts") or ()):
         owner = _OWNED_MOUNTS.get(mounted_at(mount))
         if owner:
             place = _cut(mount["mountPath"])
-            yield f"{path}.volumeMounts[{position}].mountPath: {place} holds {owner}; choose a different path"
+            yield f"{path}.volumeMounts[{position}].mountPath: {place} is used for {owner}; choose a different path"
 
 
 def _unknown_fields(value: Any, type_name: str, path: str) -> Iterator[str]:

@@ -189,7 +189,8 @@ def _is_of_a_training_machine(volume: Mapping[str, Any]) -> bool:
 def _coordinator_containers(spec: Mapping[str, Any]) -> list[Json]:
     """Return a list of one container, with the trainer's settings that the coordinator needs too.
 
-    Both containers run the same image. The list is empty if there are no such settings.
+    The coordinator's container runs the trainer's image. The list is empty if there are no such
+    settings.
     """
     # Keep a volume without a name: the API server refuses it, and the job's condition shows the
     # path from the refusal.

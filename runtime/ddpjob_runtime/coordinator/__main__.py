@@ -56,7 +56,7 @@ async def _host_store(server: Server, host: str, port: int) -> int:
         log(why)
         write_termination_log(IncidentKind.INIT_FAILURE, why)
         return code
-    log(f"the store ended with exit code {code}, so this coordinator ends")
+    log(f"the store's process ended with exit code {code}, so this coordinator exits")
     return 1
 
 
@@ -96,7 +96,7 @@ async def run(arguments: argparse.Namespace, settings: CoordinatorSettings, toke
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0 if rounds.state == CoordinatorState.SUCCEEDED else 143))
     await server.listen(arguments.host or None, arguments.port)
     what = f"{settings.mode}, generation {settings.generation}, attempt {settings.attempt}"
-    log(f"{what}: listens on port {arguments.port} for {settings.min_nodes} to {settings.nodes} nodes")
+    log(f"{what}: listening on port {arguments.port} for {settings.min_nodes} to {settings.nodes} nodes")
     server.watch_for_stalls()
     ends = [asyncio.ensure_future(_until_asked(server))]
     if arguments.store_port is not None:
@@ -132,16 +132,16 @@ def seconds(text: str) -> float:
 def main() -> None:
     """Read arguments and environment, then serve."""
     parser = argparse.ArgumentParser(description="The coordinator of one DDPJob.", allow_abbrev=False)
-    parser.add_argument("--port", type=int, required=True, help="members' lines and HTTP")
-    parser.add_argument("--nodes", type=int, required=True, help="nodes of a whole group")
-    parser.add_argument("--min-nodes", type=int, help="nodes with which the group continues (default: --nodes)")
+    parser.add_argument("--port", type=int, required=True, help="port for members and HTTP")
+    parser.add_argument("--nodes", type=int, required=True, help="number of nodes in a complete group")
+    parser.add_argument("--min-nodes", type=int, help="minimum number of nodes to continue (default: --nodes)")
     parser.add_argument("--mode", type=Mode, choices=list(Mode), default=Mode.STANDARD, help="spec.recovery.mode")
     parser.add_argument("--attempt", type=int, default=0, help="number of earlier coordinators of this generation")
-    parser.add_argument("--store-port", type=int, help="also host a c10d store here (mode Standard)")
+    parser.add_argument("--store-port", type=int, help="also host a c10d store on this port (--mode Standard)")
     parser.add_argument(
         "--hang-after",
         type=seconds,
-        help="seconds without a step after which the group counts as hanging (default: never)",
+        help="seconds without a step after which the group is considered hung (default: never)",
     )
     parser.add_argument("--hangs", type=Hangs, choices=list(Hangs), default=Hangs.END, help="spec.recovery.hangs")
     parser.add_argument(
@@ -177,7 +177,7 @@ def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace
         parser.error("--attempt: must not be negative")
     mode: Mode = arguments.mode
     if mode == Mode.FAST and arguments.store_port is not None:
-        parser.error("--store-port: mode Fast has no store of its own; leave it out")
+        parser.error("--store-port has no effect with --mode Fast; leave it out")
     job = JobEnvironment.read()
     generation = job.generation or "0"
     if not generation.isdigit():

@@ -306,7 +306,7 @@ class Coordinator:
             ValueError: the message names the field and states the rule.
         """
         if len(pods) > MAX_PODS:
-            raise ValueError(f"pods: must be at most {MAX_PODS}, not {len(pods)}")
+            raise ValueError(f"pods: must have at most {MAX_PODS} entries, not {len(pods)}")
         places = {pod: place for place, pod in enumerate(pods)}
         if len(places) < len(pods):
             twice = next(pod for place, pod in enumerate(pods) if places[pod] != place)

@@ -64,7 +64,7 @@ def _note(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> 
 
 
 def _leaving(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
-    coordinator.leaving(member, protocol.clip(message.get("why") or "it was asked to end"))
+    coordinator.leaving(member, protocol.clip(message.get("why") or "it was asked to stop"))
 
 
 def _init_failure(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:

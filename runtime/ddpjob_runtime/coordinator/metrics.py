@@ -18,14 +18,14 @@ from ddpjob_runtime.protocol import (
 )
 
 FAMILIES = {
-    "ddpjob_nodes": ("gauge", "Nodes wanted"),
-    "ddpjob_world_nodes": ("gauge", "Nodes that train as one group; 0 while none does"),
-    "ddpjob_members": ("gauge", "Connected nodes by state"),
+    "ddpjob_nodes": ("gauge", "Number of nodes that the job should have"),
+    "ddpjob_world_nodes": ("gauge", "Number of nodes that train as one group; 0 while no group trains"),
+    "ddpjob_members": ("gauge", "Number of connected nodes by state"),
     "ddpjob_generation": ("gauge", "Generation of the rendezvous"),
     "ddpjob_rendezvous_round": ("gauge", "Round of the group"),
-    "ddpjob_incidents_total": ("counter", "Breaks of the group by first cause, since this coordinator began"),
-    "ddpjob_training_interrupted": ("gauge", "1 while the group has not made a step since its last break, else 0"),
-    "ddpjob_training_overdue": ("gauge", "1 while the group's next step is overdue, else 0"),
+    "ddpjob_incidents_total": ("counter", "Breaks of the group by first cause, since this coordinator started"),
+    "ddpjob_training_interrupted": ("gauge", "1 until the group has made a step after its last break, otherwise 0"),
+    "ddpjob_training_overdue": ("gauge", "1 while the group's next step is overdue, otherwise 0"),
     "ddpjob_last_recovery_seconds": (
         "gauge",
         "Time from the last break to the next step, or to the next round if no step has ever been reported",
@@ -33,9 +33,9 @@ FAMILIES = {
     "ddpjob_train_epoch": ("gauge", "Epoch that the script has reported"),
     "ddpjob_train_step": (
         "gauge",
-        "Step that the script has reported; falls back to the checkpoint's after a break",
+        "Step that the script has reported; after a break, it falls back to the step of the checkpoint",
     ),
-    "ddpjob_train_planned_steps": ("gauge", "Steps that the whole training takes, as reported"),
+    "ddpjob_train_planned_steps": ("gauge", "Total number of steps of the training, as reported"),
     "ddpjob_train_loss": ("gauge", "Training loss that the script has reported"),
     "ddpjob_train_samples_per_second": (
         "gauge",
@@ -52,7 +52,7 @@ FAMILIES = {
     ),
     "ddpjob_train_copy_behind_seconds": (
         "gauge",
-        "Time for which a checkpoint has existed only on its machine while none reached the bucket, as reported",
+        "Time during which checkpoints have existed only on their machine, because no copy reached the bucket",
     ),
     "ddpjob_progress_metric": ("gauge", "Other figures that the script reports, by name"),
 }  # fmt: skip

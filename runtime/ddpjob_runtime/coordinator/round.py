@@ -287,7 +287,7 @@ class Round:
 
         `planned` means that an earlier coordinator asked it to leave and lets workers save.
         """
-        why = f"node {member.pod} left the round by itself"
+        why = f"node {member.pod} left the round on its own"
         self._evidence.came_apart(self._loop.now(), {"pod": member.pod, "index": member.index, "message": why})
         self._break_up()
         self._end_workers(why, planned)

@@ -344,7 +344,7 @@ class Rounds:
             return
         if current is None or number != current.number or current.broken or not current.holds(member):
             if member.has_workers and member.drain_by is None:
-                self.drain(member, f"a node of round {number} was lost before it had finished")
+                self.drain(member, f"round {number} lost a node before all of its nodes had finished")
             return
         current.finish(member)
         if current.state is RoundState.SUCCEEDED:
@@ -390,7 +390,7 @@ class Rounds:
 
     def _fence_late(self, late: list[Member]) -> None:
         if not self.over:
-            self.fence(late, "it did not end its workers in time")
+            self.fence(late, "it did not stop its workers in time")
 
     def fence(self, late: list[Member], why: str) -> None:
         """Continue without these late members, whatever they are doing."""
@@ -479,7 +479,7 @@ class Rounds:
         self.last_number = max(self.last_number, number)
         for other in self._members:
             if other.has_workers and other.round is not None and other.round < number:
-                self.drain(other, f"round {number} began without this node")
+                self.drain(other, f"round {number} started without this node")
 
     def resize(self, size: Size) -> bool:
         """Set the desired and minimum number of nodes, and return whether they changed."""

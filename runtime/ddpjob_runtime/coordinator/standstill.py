@@ -169,7 +169,7 @@ def _describe_wait(look: RankLook) -> str:
     if look.wait is WaitKind.STOPPED:
         return "one of its processes is stopped (SIGSTOP)"
     if look.wait is WaitKind.STORAGE:
-        return f"it waits for storage in {look.call or 'the kernel'}"
+        return f"it is waiting for storage in {look.call or 'the kernel'}"
     return ""
 
 
@@ -231,7 +231,7 @@ class Stacks:
         return f"{'; '.join(named)}{more}", protocol.clip("\n".join(texts), protocol.MAX_TRACEBACK)
 
     def _describe_rank(self, rank: int) -> str:
-        said = [self._waits.get(rank, ""), "the other ranks wait for it" if rank in self._apart else ""]
+        said = [self._waits.get(rank, ""), "the other ranks are waiting for it" if rank in self._apart else ""]
         notes = ", ".join(filter(None, said))
         return f"rank {rank} {_describe_place(self.texts[rank])}{f' ({notes})' if notes else ''}"
 

@@ -141,7 +141,7 @@ def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
     missing = [name for name in REQUIRED if not getattr(job, name)]
     if missing:
         raise InitFailure(
-            "environment variables missing: {}; the launcher is started by the operator".format(
+            "environment variables are missing: {}; submit a DDPJob, whose pods have them".format(
                 ", ".join(f"DDPJOB_{name.upper()}" for name in missing)
             )
         )
@@ -177,7 +177,7 @@ def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
 
 def on_signal(number: signal.Signals, client: MemberClient, shutdown: Shutdown) -> None:
     """Announce at once that this node is leaving, then give the workers the pod's grace period."""
-    why = f"asked to end by {number.name}"
+    why = f"asked to stop by {number.name}"
     shutdown.exit(
         128 + number,
         "Signal",
@@ -375,7 +375,7 @@ def warm_workers(fork_server: Any, report_cold: Callable[[str], None]) -> str:
         return ""
     import torch
 
-    return f"torch {torch.__version__} starts its workers in an unknown way; use a different version, 2.6 or later"
+    return f"torch {torch.__version__} starts workers in an unsupported way; use a different version, 2.6 or later"
 
 
 def require_torchrun() -> Any:
@@ -395,7 +395,7 @@ def require_torchrun() -> Any:
     if lacks:
         import torch
 
-        why = f"this torch is not supported: {torch.__version__} has no {', '.join(lacks)}"
+        why = f"torch {torch.__version__} is not supported, because it lacks {', '.join(lacks)}"
         raise InitFailure(f"{why}; use an earlier version (2.6 or later), or a later release of DDPJob")
     return run
 
@@ -409,14 +409,16 @@ def parse(run: Any, arguments: list[str]) -> Any:
 
     def refuse(message: str) -> NoReturn:
         log("arguments of torchrun: {}".format(" ".join(arguments)))  # Too long for the job's status.
-        raise InitFailure(f"torchrun refuses its arguments: {message}; correct spec.torchrunArgs")
+        raise InitFailure(f"torchrun rejects its arguments: {message}; correct spec.torchrunArgs")
 
     parser.error = refuse
     try:
         return parser.parse_args(arguments)
     except SystemExit:
         raise InitFailure(
-            "torchrun arguments that only print something cannot run a job: {}".format(" ".join(arguments))
+            "torchrun prints a text and exits with these arguments: {}; correct spec.torchrunArgs".format(
+                " ".join(arguments)
+            )
         ) from None
 
 
@@ -445,7 +447,7 @@ def patch_torch(client: MemberClient, shutdown: Shutdown, mode: Mode, preflight:
                 remedy = "; give the container a writable /tmp" if "temporary directory" in str(error) else ""
                 raise InitFailure(f"torchrun cannot start: {error}{remedy}") from error
             except (ValueError, AssertionError, RuntimeError) as error:
-                raise InitFailure(f"torchrun refuses its arguments: {error}") from error
+                raise InitFailure(f"torchrun rejects its arguments: {error}") from error
             configs.append(made[0])
             return made
 

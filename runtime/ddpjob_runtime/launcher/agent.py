@@ -52,13 +52,13 @@ from ddpjob_runtime.protocol import NUMBERS_PER_ATTEMPT, FromMember, Mode
 
 POLL_SECONDS = 0.005
 ABORTED = (
-    ": a library gave up, and the pod's log ends with its reason. With GPUs it is usually NCCL's watchdog, because a "
-    "device failed or a collective timed out"
+    ": a library aborted the process; its reason is at the end of the pod's log. With GPUs, it is usually NCCL's "
+    "watchdog, because a device failed or a collective timed out"
 )
 """Added to the message of a worker that SIGABRT ended without an exception, because only its output
 shows the reason.
 """
-STAYED = " (its process was still there 10 s after that, and was killed)"
+STAYED = " (its process was still running 10 s later, and was killed)"
 """Added to the message if a worker's program failed and the worker's own alarm then ended it
 (worker.py).
 """
@@ -197,8 +197,8 @@ class CoordinatedAgent(LocalElasticAgent):
             if self._node_shutdown.begun and passed >= LAST_SECONDS:
                 return False
             if passed >= GONE_SECONDS:
-                what = f"workers, or their children, still run {GONE_SECONDS:.0f} s after SIGKILL ({sorted(left)})"
-                self._node_shutdown.exit(1, "Error", f"{what}: a driver or a file system of this node hangs")
+                what = f"processes {sorted(left)} of workers are still running {GONE_SECONDS:.0f} s after SIGKILL"
+                self._node_shutdown.exit(1, "Error", f"{what}, because a driver or a file system of this node hangs")
             time.sleep(min(0.1, max(POLL_SECONDS, passed / 10)))
         return True
 
@@ -239,7 +239,7 @@ class CoordinatedAgent(LocalElasticAgent):
         return result
 
     def _restart_for_peer(self, worker_group: Any) -> Any:
-        log(f"restarts its workers: {self._client.why}")
+        log(f"restarting workers: {self._client.why}")
         context: Any
         context, number, ranks = self._pcontext, self._round, _ranks(worker_group)
         self._stop_workers(worker_group)
@@ -462,7 +462,7 @@ def send_failure(
     out_of_memory = kernel_killed and (code == -signal.SIGKILL or of_loader)
     if out_of_memory:
         message = "killed by the kernel: the container's memory limit ({}) is used up".format(oom.limit() or "unknown")
-        message = f"a process of its DataLoader was {message}" if of_loader else message
+        message = f"a DataLoader process was {message}" if of_loader else message
     elif not message:
         message = f"killed by signal {name.removeprefix('signal ')}" if name else f"ended with exit code {code}"
         if code == -signal.SIGABRT:

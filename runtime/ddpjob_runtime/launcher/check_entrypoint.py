@@ -41,7 +41,7 @@ def check_command(command: str) -> None:
     """Check that the command is a program on PATH or the path of a program (--no-python)."""
     if shutil.which(command) is None:
         raise InitFailure(
-            "command {!r} is not an executable file and not on PATH ({})".format(command, os.environ.get("PATH", ""))
+            "command {!r} is neither an executable file nor on PATH ({})".format(command, os.environ.get("PATH", ""))
         )
 
 

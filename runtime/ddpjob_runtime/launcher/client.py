@@ -317,7 +317,7 @@ class MemberClient:
 
     def _connect(self) -> socket.socket:
         """Connect to the first coordinator of this job found at its addresses. Raises OSError."""
-        problem = OSError(f"no address of {self._address[0]}")
+        problem = OSError(f"no address was found for {self._address[0]}")
         for host in self._resolve():
             try:
                 return self._connect_to(host)

@@ -113,7 +113,7 @@ class HardwareCheck:
         return self._result()
 
     def _result(self) -> dict[str, Any]:
-        step = "its start"
+        step = "start"
         for line in self._output.splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):  # The image's own code may print other lines.
                 said = json.loads(line)
@@ -121,8 +121,8 @@ class HardwareCheck:
                     return dict(said)
                 step = str(said["step"])
         if not self._ended:
-            return {"problem": f"no answer in time from: {step}"}
-        return {"problem": f"the check ended with exit code {self._process.returncode} in: {step}"}
+            return {"problem": f"timed out in this step: {step}"}
+        return {"problem": f"the check ended with exit code {self._process.returncode} in this step: {step}"}
 
     def kill(self) -> None:
         """Kill the process, whatever it is doing."""
@@ -340,7 +340,7 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]
     first = min(faults)
     alone = results.get("alone", group if world == 1 else {})
     culprits = {
-        rank: f"the ranks of {result.name} fail on their own: {fault}"
+        rank: f"the ranks of {result.name} fail without other nodes: {fault}"
         for rank, result in alone.items()
         if (fault := result.fault(least))
     }
@@ -396,4 +396,4 @@ def _summary(world: int, procs: int, group: Mapping[int, NodeResult]) -> str:
     rates = [result.rate for result in group.values() if result.rate]
     speed = f", {min(rates):.0f} MB/s" if rates else ""
     transports = sorted({result.transport for result in group.values()})
-    return f"{world} x {procs} ranks add up right{speed}, by {protocol.clip('; '.join(transports), 500)}"
+    return f"{world} x {procs} ranks add up correctly{speed}, by {protocol.clip('; '.join(transports), 500)}"

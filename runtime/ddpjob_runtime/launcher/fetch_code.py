@@ -108,7 +108,7 @@ class CodeSettings:
         url, _, name = job.code_url.rpartition("/")
         digest = re.fullmatch(r"sha256:([0-9a-f]{64})", job.code_digest)
         if digest is None or not name:
-            raise BucketRefusal(f"{job.code_url} {job.code_digest}: write s3://BUCKET/FILE and sha256:DIGITS")
+            raise BucketRefusal(f"{job.code_url} {job.code_digest}: must be s3://BUCKET/FILE and sha256:DIGITS")
         endpoint = job.code_endpoint or os.environ.get("AWS_ENDPOINT_URL", "")
         place = BucketPlace.read(url, endpoint, region_of(job.code_region), "code")
         credentials = Credentials(keys or dict(os.environ), place.region, "code")
@@ -145,7 +145,7 @@ class CodeFetch:
             if error.errno in _FULL:
                 raise Unfit(f"the disk of {self._folder} is full: {error.strerror}") from None
             if error.errno in _UNWRITABLE:
-                text = f"{where}: {error.strerror}, so the container's user cannot write there"
+                text = f"the container's user cannot write to {where}: {error.strerror}"
                 raise BucketRefusal(f"{text}; leave workingDir out, or set podTemplate's fsGroup") from None
             raise
         finally:
@@ -200,15 +200,17 @@ class CodeFetch:
             if digest == self._settings.sha256:
                 return size
             wrong += 1
-            log(f"code: {self._url}: its SHA-256 is {digest}, download {wrong} of {WRONG_TRIES}")
+            log(f"code: {self._url}: its SHA-256 is {digest}, not code.digest (download {wrong} of {WRONG_TRIES})")
             if wrong == WRONG_TRIES:
-                text = f"{self._url}: its SHA-256 is {digest}, not code.digest"
-                raise BucketRefusal(f"{text}: it has been replaced or is damaged; submit the job again")
+                text = f"{self._url}: its SHA-256 is {digest}, not code.digest, because it was replaced or is damaged"
+                raise BucketRefusal(f"{text}; submit the job again")
 
     def _download_once(self, reader: Reader, part: Path) -> tuple[int, str]:
         expected, pieces = reader.open_object(self._settings.name)
         if expected > MOST_CODE_BYTES:
-            raise BucketRefusal(f"{self._url}: {size_text(expected)}; at most {size_text(MOST_CODE_BYTES)} are allowed")
+            raise BucketRefusal(
+                f"{self._url}: its size is {size_text(expected)}, but the maximum is {size_text(MOST_CODE_BYTES)}"
+            )
         digest, size = hashlib.sha256(), 0
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
             for piece in pieces:

@@ -276,7 +276,10 @@ class Fetch:
         free, needed = disk.f_bavail * disk.f_frsize, sum(o.size for o in missing) - begun
         if needed > free:
             text = f"the disk of {self._folder} has {size_text(free)} free"
-            raise Unfit(f"{text}, and {size_text(needed)} of {self._url} are missing there; see storage.data.cache")
+            raise Unfit(
+                f"{text}, but {size_text(needed)} of {self._url} must still be fetched; free some space, or set "
+                "storage.data.cache to a larger disk"
+            )
 
     # --- downloads
 
@@ -326,8 +329,10 @@ class Fetch:
             part.unlink()
             with self._lock:
                 self._done -= remote.size
-            log(f"data: {self._url}/{remote.name}: {problem}, download {tried} of {WRONG_TRIES}")
-        raise BucketRefusal(f"{self._url}/{remote.name}: {problem}, {WRONG_TRIES} times: the object is damaged there")
+            log(f"data: {self._url}/{remote.name}: {problem} (download {tried} of {WRONG_TRIES})")
+        raise BucketRefusal(
+            f"{self._url}/{remote.name}: {problem} in {WRONG_TRIES} downloads, so the object is damaged in the bucket"
+        )
 
     def _fill(self, reader: Reader, remote: Remote, part: Path) -> str:
         """Complete the part, and return what is wrong with it; empty if it is correct.
@@ -466,25 +471,27 @@ class Sums:
         encrypted = said("x-amz-server-side-encryption", "AES256") != "AES256"
         encrypted = encrypted or "x-amz-server-side-encryption-customer-algorithm" in self._headers
         if self._md5 is not None and not encrypted and self._md5.hexdigest() != self._etag:
-            return f"its MD5 is {self._md5.hexdigest()}, and its ETag {self._etag}"
+            return f"its MD5 is {self._md5.hexdigest()}, but its ETag is {self._etag}"
         for kind, found in (("sha256", self._sha256.digest()), ("crc32", self._crc32.to_bytes(4, "big"))):
             text, own = said(f"x-amz-checksum-{kind}", ""), base64.b64encode(found).decode()
             if text and "-" not in text and said("x-amz-checksum-type", "FULL_OBJECT") == "FULL_OBJECT" and text != own:
-                return f"its {kind.upper()} is {own}, and the server reports {text[:100]}"
+                return f"its {kind.upper()} is {own}, but the server reports {text[:100]}"
         return ""
 
 
 def check_names(objects: list[Remote], url: str) -> None:
     """Raise BucketRefusal unless each object can be a separate file below a folder."""
     if not objects:
-        raise BucketRefusal(f"{url} has no objects: check storage.data.url, which names a folder of the bucket")
+        raise BucketRefusal(f"{url} contains no objects; check storage.data.url, which must be a folder in the bucket")
     names = set[str]()
     for remote in objects:
         why = why_not_a_file(remote.name)
         if not why and remote.name in names:
             why = "it is listed twice"
         if why:
-            raise BucketRefusal(f"{url}: the object {remote.name[:200]!r} cannot be a file: {why}; rename or remove it")
+            raise BucketRefusal(
+                f"{url}: the object {remote.name[:200]!r} cannot become a file, because {why}; rename or remove it"
+            )
         names.add(remote.name)
     for name in names:
         above = name
@@ -492,7 +499,8 @@ def check_names(objects: list[Remote], url: str) -> None:
             above = above.rpartition("/")[0]
             if above in names:
                 raise BucketRefusal(
-                    f"{url}: the object {above[:200]!r} cannot be both a file and the folder of {name[:200]!r}"
+                    f"{url}: the object {above[:200]!r} cannot become a file, because it is also "
+                    f"the folder of {name[:200]!r}; rename or remove it"
                 )
 
 
@@ -506,7 +514,7 @@ def why_not_a_file(name: str) -> str:
     if any(part in ("", ".", "..") for part in parts):
         return "its name has an empty part, '.' or '..'"
     if parts[0].startswith(OWN):
-        return f"names that begin with {OWN} are reserved for the runtime"
+        return f"names that start with {OWN} are reserved for the runtime"
     if any(len(part.encode(errors="surrogatepass")) > 255 for part in parts):
         return "a part of its name has more than 255 bytes"
     return ""

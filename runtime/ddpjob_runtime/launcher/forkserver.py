@@ -272,7 +272,7 @@ def handler_class(base: Any, fork_server: ForkServer, entry: str, on_cold: Calla
     class WarmHandler(base):  # type: ignore[misc]
         def _popen(self, args: Sequence[str], env: Mapping[str, str]) -> Any:
             if list(args[:3]) != [sys.executable, "-u", entry]:
-                why = f"torchrun starts them by {args[0]}; remove --numa-binding or PYTHON_EXEC"
+                why = f"torchrun starts workers through {args[0]}; remove --numa-binding or PYTHON_EXEC"
             else:
                 why = fork_server.refusal()
             if why:

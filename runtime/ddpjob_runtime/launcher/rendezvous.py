@@ -94,7 +94,7 @@ class CoordinatedRendezvous(RendezvousHandler):
                 return info
             except CAME_APART as error:
                 if self._client.must_restart(self.number):
-                    log(f"round {self.number} ended before it began: {self._client.why}")
+                    log(f"round {self.number} ended before it started: {self._client.why}")
                 else:
                     log(f"round {self.number} broke: {str(error)[:200]}")
 

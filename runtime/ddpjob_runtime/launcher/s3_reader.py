@@ -96,7 +96,7 @@ class BucketPlace:
         """
         split = urlsplit(url)
         if split.scheme != "s3" or not split.netloc:
-            raise BucketRefusal(f"{url!r}: write s3://BUCKET/FOLDER")
+            raise BucketRefusal(f"{url!r}: must be s3://BUCKET/FOLDER")
         where = region or "us-east-1"
         prefix, server = split.path.strip("/"), endpoint.rstrip("/") or _aws("s3", where)
         return cls(url.rstrip("/"), split.netloc, f"{prefix}/" if prefix else "", server, where, field)
@@ -168,8 +168,10 @@ class Credentials:
             return _keys_of(found, "Token", "EKS Pod Identity")
         if access or secret:
             here, missing = ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")[:: 1 if access else -1]
-            text = f"AWS_{missing} is missing or empty, although AWS_{here}"
-            raise BucketRefusal(f"{text}: set both in the Secret of {self._field}.secretName, or in env without it")
+            text = f"AWS_{here} is set, but AWS_{missing} is missing or empty"
+            raise BucketRefusal(
+                f"{text}; set both in the Secret {self._field}.secretName, or both in env if there is no Secret"
+            )
         return None
 
     def _fetch_role_keys(self, role: str, token: str) -> Keys:
@@ -203,7 +205,7 @@ def _answer(request: urllib.request.Request, what: str) -> bytes:
         with urllib.request.urlopen(request, timeout=SILENCE_SECONDS) as answer:
             body = bytes(answer.read(_ERROR_BYTES))
             if len(body) < _ERROR_BYTES and answer.length:
-                raise Away(f"no credentials from {what}: the answer was cut off")
+                raise Away(f"no credentials from {what}: the response is incomplete")
             return body
     except urllib.error.HTTPError as error:
         text = error.read(_ERROR_BYTES).decode(errors="replace")
@@ -220,7 +222,7 @@ def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
         until = datetime.datetime.fromisoformat(text).timestamp()
         return Keys(str(found["AccessKeyId"]), str(found["SecretAccessKey"]), str(found[token]), until)
     except (KeyError, ValueError, TypeError):
-        raise BucketRefusal(f"no credentials from {what}: the answer has none") from None
+        raise BucketRefusal(f"no credentials from {what}: the response does not contain any") from None
 
 
 class Reader:
@@ -251,13 +253,13 @@ class Reader:
                     count += 1
                 if count > MOST_OBJECTS:
                     text = f"{place.url} has more than {MOST_OBJECTS} objects"
-                    raise BucketRefusal(f"{text}; specify a folder with fewer, or pack the files into shards")
+                    raise BucketRefusal(f"{text}; use a folder with fewer objects, or pack the files into shards")
             if values.get("IsTruncated") != "true":
                 return
             token = values.get("NextContinuationToken", "")
             if not token:
-                raise BucketRefusal(f"{place.server} does not speak S3: its listing has no continuation")
-        raise BucketRefusal(f"the listing of {place.url} does not end")
+                raise BucketRefusal(f"{place.server} does not speak S3: its listing lacks NextContinuationToken")
+        raise BucketRefusal(f"{place.server} does not speak S3: its listing of {place.url} does not end")
 
     def _page(self, query: dict[str, str]) -> ET.Element:
         response = self._request("", query, {})
@@ -269,7 +271,7 @@ class Reader:
             raise Away(f"{self._place.server} closed the connection: {response.length} bytes of a listing are missing")
         found = _xml(body, self._place.server)
         if _tag(found) != "ListBucketResult":
-            raise BucketRefusal(f"{self._place.server} does not speak S3: its answer is a {_tag(found)[:100]}")
+            raise BucketRefusal(f"{self._place.server} does not speak S3: its response is a {_tag(found)[:100]}")
         return found
 
     def open(self, remote: Remote, offset: int) -> tuple[Mapping[str, str], Iterator[bytes]]:
@@ -350,7 +352,7 @@ class Reader:
             raise BucketRefusal(f"{text}; set AWS_CA_BUNDLE in env to a file with its CA") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
-            raise Away(f"{place.server} does not answer: {_explain(error)}") from None
+            raise Away(f"{place.server} does not respond: {_explain(error)}") from None
         if response.status in (200, 204, 206):
             return response
         body = self._read(response.read, _ERROR_BYTES).decode(errors="replace")
@@ -362,7 +364,7 @@ class Reader:
         found = re.search(r"<Code>([A-Za-z0-9.]{1,100})</Code>", body)
         said = re.search(r"<Message>([^<]{1,500})</Message>", body)
         code = found[1] if found else ""
-        text = f"{place.server} answers HTTP {status} {code or response.reason}".rstrip()
+        text = f"{place.server} responds with HTTP {status} {code or response.reason}".rstrip()
         text += f" ({said[1].strip()})" if said else ""
         text += f" for {place.url}" + (f", object {key[len(place.prefix) :][:200]!r}" if key else "")
         if status >= 500 or status in (408, 425, 429) or code in _PASSING:
@@ -375,7 +377,7 @@ class Reader:
         if region and region != place.region:
             return BucketRefusal(f"{text}; the bucket is in a different region; set {place.field}.region to {region}")
         if status in (401, 403):
-            hint = f"check the keys in {place.field}.secretName and what they may read (s3:ListBucket, s3:GetObject)"
+            hint = f"check the keys in {place.field}.secretName and their permissions (s3:ListBucket, s3:GetObject)"
             none = f"there are no credentials, so the request was not signed; set {place.field}.secretName"
             return BucketRefusal(f"{text}; {none if keys is None else hint}")
         return BucketRefusal(f"{text}; check the URL, endpoint and region in {place.field}")
@@ -468,7 +470,7 @@ def _xml(body: bytes, server: str) -> ET.Element:
             raise ValueError("it defines entities")
         return ET.fromstring(body)
     except (ET.ParseError, ValueError) as error:
-        raise BucketRefusal(f"{server} does not speak S3: its answer is not XML of S3 ({error})") from None
+        raise BucketRefusal(f"{server} does not speak S3: its response is not S3 XML ({error})") from None
 
 
 def _tag(element: ET.Element) -> str:

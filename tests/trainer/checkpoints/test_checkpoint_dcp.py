@@ -128,7 +128,7 @@ def test_a_broken_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> Non
 
 
 def test_a_folder_per_node_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint.format=dcp: .* checkpoint.url \(a bucket"):
+    with pytest.raises(ConfigError, match=r"checkpoint.format=dcp needs .* checkpoint.url \(a bucket"):
         CheckpointFolder(CheckpointConfig(format=Format.DCP, shared=False), tmp_path, Group())
 
 

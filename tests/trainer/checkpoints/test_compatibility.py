@@ -76,7 +76,7 @@ def test_a_different_model_is_reported_with_its_tensors_and_the_keys_to_set(trai
 def test_a_different_seed_is_refused(trained: Path) -> None:
     """The order would follow the checkpoint's seed, and the augmentation the configuration's."""
     message = (
-        r"the checkpoint of step 8 in .* was made with data.seed=0, and now it is 3\. .* To resume set data.seed=0;"
+        r"the checkpoint of step 8 in .* was made with data.seed=0, but now it is 3\. .* To resume set data.seed=0;"
     )
     refused(message, f"checkpoint.dir={trained}", "data.seed=3")
 
@@ -159,7 +159,7 @@ def test_a_pattern_that_no_tensor_matches_is_refused(trained: Path) -> None:
         CheckpointError, match=r"load_except: no tensor .* matches 'haed\.\*', .*the model has features"
     ):
         load_weights(trained, ("features.0.*", "haed.*"), model, Group())
-    with pytest.raises(ConfigError, match=r"checkpoint.load_except=head\.\*: has no effect without checkpoint.load"):
+    with pytest.raises(ConfigError, match=r"checkpoint.load_except=head\.\* has no effect without checkpoint.load"):
         CheckpointConfig(load_except=("head.*",)).check()
 
 
@@ -236,7 +236,7 @@ def test_a_missing_best_checkpoint_is_reported(trained: Path, tmp_path: Path) ->
 
 def test_a_wrong_file_ends_every_rank_before_training(tmp_path: Path) -> None:
     ends = run(2, [*ONE_EPOCH, f"checkpoint.load={tmp_path / 'none.pt'}", f"checkpoint.dir={tmp_path}"])
-    assert all(end.code == 1 and "none.pt cannot be read: No such file" in end.error for end in ends), ends
+    assert all(end.code == 1 and "none.pt cannot be read (No such file" in end.error for end in ends), ends
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_steps_that_changed_no_weight_are_shown(tmp_path: Path, capsys: pytest.C
     assert main([str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "epochs: 1 whole, 1438 samples each exactly once" in shown
-    assert "left out: 1 steps (number 3) with 200 samples did not change any weight" in shown
+    assert "skipped: 1 steps (3) with 200 samples left the weights unchanged" in shown
 
 
 def test_train_uses_the_sampler_that_the_defects_break() -> None:

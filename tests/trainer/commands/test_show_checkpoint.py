@@ -43,7 +43,7 @@ def test_a_folder_is_shown_as_a_table(trained: Path, capsys: pytest.CaptureFixtu
         ["step-000000016.pt", "16", "2", "2"],
         ["step-000000020.dcp", "20", "2 + 56%", "1"],
     ]
-    assert sorted(row[6] for row in rows) == ["whole", "whole", "whole, the best"] and rows[0][5].endswith("kB")
+    assert sorted(row[6] for row in rows) == ["intact", "intact", "intact, the best"] and rows[0][5].endswith("kB")
 
 
 @pytest.mark.parametrize("name", ["best.pt", "step-000000016.pt", "step-000000020.dcp"])
@@ -121,7 +121,7 @@ def test_a_checkpoint_of_a_custom_loop_is_shown(tmp_path: Path, capsys: pytest.C
         folder.finish()
     assert main([str(tmp_path / "step-000000001.pt")]) == 0
     text = capsys.readouterr().out
-    assert "0 + 50%" in text and "model.weight" in text and "made with" not in text
+    assert "0 + 50%" in text and "model.weight" in text and "\nconfiguration\n" not in text
 
 
 def test_the_command_works_as_a_process(trained: Path) -> None:

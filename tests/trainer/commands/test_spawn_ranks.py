@@ -146,11 +146,11 @@ ledger.Ledger.step = step
     [
         (
             "raise ZeroDivisionError('on purpose')",
-            r"Traceback[\s\S]*ZeroDivisionError: on purpose\nrank 1 failed; the others were ended\n",
+            r"Traceback[\s\S]*ZeroDivisionError: on purpose\nrank 1 failed; the other ranks were stopped\n",
         ),
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
-            r"rank 1 was ended by SIGKILL; the kernel kills processes when memory is short",
+            r"rank 1 was terminated by SIGKILL; the kernel kills processes when memory is short",
         ),
     ],
 )

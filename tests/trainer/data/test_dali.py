@@ -105,5 +105,5 @@ def test_without_dali_the_error_names_the_package_to_install(folder: Path, monke
 
 
 def test_randaugment_and_dali_exclude_each_other(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data.decoder=dali: does not support RandAugment.*data.decoder=auto"):
+    with pytest.raises(ConfigError, match=r"data.decoder=dali does not support RandAugment.*data.decoder=auto"):
         opened(folder, "data.decoder=dali", "data.randaugment_ops=1")

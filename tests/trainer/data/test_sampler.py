@@ -93,6 +93,19 @@ def joined(dealt: list[Step]) -> list[int]:
     return [sample for micro in sorted(counting(dealt), key=lambda micro: micro.number) for sample in micro.samples]
 
 
+def test_without_exactness_each_rank_takes_its_share_in_one_pass() -> None:
+    def sizes(world: int, accumulate: int = 1, stretch: float = math.inf, how: Dividing = Dividing.LOCAL) -> list[int]:
+        dealing = Dealing(0, world, 8 * accumulate, accumulate, dividing=how, stretch=stretch)
+        return [len(micro.samples) for micro in dealing.deal(list(range(256)), SamplerState())]
+
+    assert [sizes(world) for world in (1, 2, 3, 4, 7)] == [[256], [128], [86], [64], [37]]
+    assert sizes(4, accumulate=2) == [32, 32], "accumulation keeps its passes"
+    assert sizes(1, stretch=2.0) == [64] * 4, "memory may be limited"
+    assert sizes(1, how=Dividing.EXACT, stretch=1.25) == [32] * 8
+    state, whole = SamplerState(), Dealing(2, 8, 8).deal(list(range(256)), SamplerState())
+    assert Dealing(2, 8, 8, dividing=Dividing.LOCAL, stretch=math.inf).deal(list(range(256)), state) == whole
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     samples=st.integers(1, 300),

@@ -60,8 +60,8 @@ def test_with_silent_peers_a_rank_leaves_before_the_pod_is_killed(
         os.kill(stuck.pid, signal.SIGKILL)
         stuck.join()
     said = capfd.readouterr().err
-    assert "SIGTERM: rank 0 saves after this step and exits" in said
-    assert "the other ranks do not respond within 6.0 s: rank 0 exits without a checkpoint" in said
+    assert "SIGTERM: rank 0 saves after this step, then exits" in said
+    assert "the other ranks did not respond within 6.0 s: rank 0 exits without a checkpoint" in said
 
 
 def test_a_stop_waits_for_the_checkpoint_under_way_then_saves_its_own(tmp_path: Path) -> None:
@@ -174,7 +174,9 @@ def test_sigterm_at_the_very_end_does_not_cut_short_the_last_write(
 
     ranks = start(1, [*TINY, f"checkpoint.dir={tmp_path}"], prepare, env=lambda rank: {"DDPJOB_GRACE_SECONDS": "1"})
     assert [end.code for end in finish(ranks)] == [0]
-    assert metrics(tmp_path / "run", "end") and "rank 0 has finished, writes its last output" in capfd.readouterr().err
+    assert (
+        metrics(tmp_path / "run", "end") and "rank 0 has finished and writes its last output" in capfd.readouterr().err
+    )
 
 
 HELPER = "import sys, time; print('ready', flush=True); time.sleep(60)"

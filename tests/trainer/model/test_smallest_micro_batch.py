@@ -37,7 +37,7 @@ def test_a_single_sample_is_refused_before_the_first_step(size: int, world: int,
     batch = 32 if world == 1 else 16
     keys = [*RESNET, f"data.size={size}", f"data.batch={batch}", f"checkpoint.dir={tmp_path}"]
     for end in run(world, keys):
-        assert end.code == 1 and f"ConfigError: data.batch={batch}: an epoch of {size} samples has a" in end.error, end
+        assert end.code == 1 and f"ConfigError: data.batch={batch}: {size} samples leave " in end.error, end
         assert f"; set {remedy}, or" in end.error
 
 

@@ -136,10 +136,10 @@ class HeadFirst(nn.Module):
 def test_the_first_and_last_rates_show_a_head_in_the_wrong_place() -> None:
     model = torchvision.models.VisionTransformer(16, 8, 4, 2, 8, 16, num_classes=3)
     assert describe_shares(depths(model), 0.5) == (
-        "optim.layer_decay=0.5: 6 groups, from 0.0312 of optim.lr (class_token, conv_proj.weight, ...) to all of it"
-        " (encoder.ln.weight, encoder.ln.bias, ...)"
+        "optim.layer_decay=0.5: 6 groups, whose learning rates rise from 0.0312 times optim.lr"
+        " (class_token, conv_proj.weight, ...) to optim.lr (encoder.ln.weight, encoder.ln.bias, ...)"
     )
-    assert "from 0.125 of optim.lr (head.weight, head.bias) to all of it (blocks.2." in describe_shares(
+    assert "from 0.125 times optim.lr (head.weight, head.bias) to optim.lr (blocks.2." in describe_shares(
         depths(HeadFirst()), 0.5
     )
 
@@ -148,7 +148,7 @@ def test_the_first_and_last_rates_show_a_head_in_the_wrong_place() -> None:
 def test_the_ends_are_printed_once(world: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     keys = [*TINY, "train.epochs=1", "optim.layer_decay=0.5", f"checkpoint.dir={tmp_path}"]
     good(world, keys)
-    line = "optim.layer_decay=0.5: 4 groups, from 0.125 of optim.lr (features.0.weight"
+    line = "optim.layer_decay=0.5: 4 groups, whose learning rates rise from 0.125 times optim.lr (features.0.weight"
     assert capfd.readouterr().out.count(line) == 1
 
 

@@ -270,7 +270,7 @@ def test_the_metrics_of_a_run_are_found_from_each_of_its_folders(run: str, named
     lines = (json.dumps({**row, "time": float(number)}) for number, row in enumerate(rows))
     (tmp_path / run / "metrics.jsonl").write_text("\n".join(lines))
     assert len(history.read(tmp_path / named).steps[0]) == 1
-    with pytest.raises(TrainerError, match=r"name the run folder, which contains metrics.jsonl"):
+    with pytest.raises(TrainerError, match=r"pass the run folder, which contains metrics.jsonl"):
         history.read(tmp_path)
 
 
@@ -349,7 +349,7 @@ def test_lines_that_are_not_metrics_are_skipped(line: bytes, tmp_path: Path) -> 
 
 
 def test_plot_without_arguments_names_the_missing_argument(tmp_path: Path) -> None:
-    with pytest.raises(TrainerError, match="name the run folder"):
+    with pytest.raises(TrainerError, match="pass the run folder"):
         history.read(tmp_path)
 
 

@@ -112,11 +112,11 @@ def test_powersgd_continues_after_a_skipped_step(tmp_path: Path) -> None:
     [
         (
             ["ddp.comm_hook=fp16", "ddp.ordered=true"],
-            r"ddp.comm_hook=fp16: .*set ddp.comm_hook=none or ddp.ordered=false",
+            r"ddp.comm_hook=fp16 compresses .*set ddp.comm_hook=none or ddp.ordered=false",
         ),
         (["ddp.comm_hook=powersgd", "ddp.powersgd_rank=0"], r"ddp.powersgd_rank=0: must be at least 1"),
         (["ddp.comm_hook=powersgd", "ddp.powersgd_start=1"], r"ddp.powersgd_start=1: must be at least 2"),
-        (["ddp.comm_hook=fp8"], r"ddp.comm_hook: 'fp8' is not valid: expected one of none, fp16, bf16, powersgd"),
+        (["ddp.comm_hook=fp8"], r"ddp.comm_hook: must be one of none, fp16, bf16, powersgd, not 'fp8'"),
         (["strategy=horovod", "ddp.ordered=true"], r"ddp.ordered: strategy=horovod .*set strategy=ddp"),
         (["strategy=deepspeed", "ddp.ordered=true"], r"ddp.ordered: strategy=deepspeed .*set strategy=ddp"),
         (
@@ -126,7 +126,7 @@ def test_powersgd_continues_after_a_skipped_step(tmp_path: Path) -> None:
         (["strategy=fsdp", "ddp.comm_hook=fp16"], r"ddp.comm_hook: strategy=fsdp .*set strategy=ddp$"),
         (
             ["amp.level=O2", "ddp.ordered=true"],
-            r"ddp.ordered: needs bit-exact float32 sums; set amp.level=O0 or O1",
+            r"ddp.ordered needs bit-exact float32 sums; set amp.level=O0 or O1",
         ),
     ],
 )

@@ -401,7 +401,7 @@ def test_the_trainer_overrides_the_deepspeed_file_and_reports_it(
         and "bf16" not in found
     )
     said = capsys.readouterr().err
-    assert "fp16 (here: amp.*)" in said and "train_batch_size (here: data.batch)" in said and "bf16" not in said
+    assert "ignoring fp16, " in said and "; set amp.*, " in said and "data.batch" in said and "bf16" not in said
 
 
 @pytest.mark.parametrize(

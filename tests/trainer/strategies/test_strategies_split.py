@@ -201,7 +201,7 @@ def test_a_defect_is_detected(what: str, world: int, keys: list[str], alone: Pat
     ("world", "keys", "message"),
     [
         (2, ["strategy=single"], "set strategy=ddp, or start one process"),
-        (2, ["strategy=dp"], "strategy=dp: cannot use 2 ranks"),
+        (2, ["strategy=dp"], "strategy=dp cannot use 2 ranks"),
         (
             3,
             ["strategy=pipeline", "pipeline.stages=2"],

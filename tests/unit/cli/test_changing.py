@@ -69,7 +69,7 @@ def test_a_finished_job_is_not_changed(
 ) -> None:
     backend = OneJob(phase)
     assert called(monkeypatch, backend, *words) == 2 and not backend.patches
-    assert f"j is {phase} and cannot be changed; `ddpjob rerun j` starts it again" in capsys.readouterr().err
+    assert f"j is {phase} and cannot be changed; run `ddpjob rerun j` to start it again" in capsys.readouterr().err
 
 
 def test_the_python_client_also_refuses_to_change_a_finished_job() -> None:
@@ -143,7 +143,7 @@ def test_an_interrupted_restart_reports_that_the_job_is_suspended(
 ) -> None:
     backend = OneJob("Running", "Running", failure)
     assert called(monkeypatch, backend, "restart", "j") in (2, 130)
-    assert "j is suspended; `ddpjob resume j` continues it" in capsys.readouterr().err
+    assert "j is suspended; run `ddpjob resume j` to continue it" in capsys.readouterr().err
     assert suspends(backend) == [True]
 
 
@@ -204,8 +204,11 @@ def test_several_jobs_are_deleted_only_if_all_of_them_exist(
 @pytest.mark.parametrize(
     ("checkpoints", "said"),
     [
-        ({"claimName": "c"}, "; the next run of this name resumes from the checkpoints in the claim c, which is kept"),
-        ({"url": "s3://b/j"}, "; the next run of this name resumes from the checkpoints in s3://b/j, which is kept"),
+        (
+            {"claimName": "c"},
+            "; the next run with this name resumes from the checkpoints in the claim c, which is kept",
+        ),
+        ({"url": "s3://b/j"}, "; the next run with this name resumes from the checkpoints in s3://b/j, which is kept"),
         ({"claimTemplate": {"whenDeleted": "Delete"}}, ""),
         ({}, ""),
     ],
@@ -467,7 +470,7 @@ def test_a_fresh_rerun_deletes_nothing_if_the_folder_cannot_change(
 
 def test_an_unfinished_job_is_not_rerun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert called(monkeypatch, OneJob("Running"), "rerun", "j") == 2
-    assert "j is Running and has not ended; `ddpjob restart j`" in capsys.readouterr().err
+    assert "j is Running and has not ended; run `ddpjob restart j` to replace" in capsys.readouterr().err
 
 
 def test_the_pod_of_a_rank_is_printed_for_kubectl(

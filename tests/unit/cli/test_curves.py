@@ -355,7 +355,7 @@ def test_positions_in_epochs(epochs: list[tuple[int, float]], positions: list[fl
 
 def test_curves_without_their_beginning_show_where_they_begin() -> None:
     rows = [timed("start", 30, 0.0), timed("step", 31, 1.0, loss=1.0), timed("step", 32, 2.0, loss=1.0)]
-    note = "the curves begin after step 30, where training continued from a checkpoint"
+    note = "the curves start after step 30, where training continued from a checkpoint"
     assert note in list(curves("\n".join(rows), "j"))
     assert note not in list(curves("\n".join(RESTARTED), "j"))
 

@@ -52,7 +52,7 @@ def test_an_explanation() -> None:
      ("spec.maxRestarts", "did you mean spec.recovery.maxRestarts?"),
      ("spec.nodes.x", "spec.nodes has no fields"),
      ("spec.elastic.zzz", "its fields are minNodes, maxNodes"),
-     ("spec.podTemplate.spec.affinity", "`kubectl explain pod.spec.affinity` explains its fields")],
+     ("spec.podTemplate.spec.affinity", "run `kubectl explain pod.spec.affinity` to see its fields")],
 )  # fmt: skip
 def test_an_unknown_field_is_refused_with_a_suggestion(
     path: str, said: str, capsys: pytest.CaptureFixture[str]

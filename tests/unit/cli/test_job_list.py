@@ -71,7 +71,7 @@ def test_at_80_columns_the_figures_of_a_job_are_visible_and_at_200_all_columns()
     lines = text(JobList().frame(sixty(), NOW, 80, 24))
     for cell in ("the-one", "Running", "2/2", "epoch 9/120 7 %", "0.5955", "0/10"):
         assert cell in lines[2]
-    assert "44 failed, 16 interrupted: e shows them" in "\n".join(lines)
+    assert "44 failed, 16 interrupted (press e to show)" in "\n".join(lines)
     wide = text(JobList().frame(sixty(), NOW, 200, 50))
     assert all(title in wide[1] for title in ("SPEED", "AGE", "DURATION", "REASON"))
     unfolded = JobList()
@@ -107,7 +107,7 @@ def test_keys_move_find_unfold_open_and_quit() -> None:
     for key in "/ol":
         assert jobs.press(key) == ""
     jobs.press("enter")
-    assert "1 failed: e shows them" in "".join(text(jobs.frame(bodies, NOW, 80, 10))) and jobs.press("enter") == ""
+    assert "1 failed (press e to show)" in "".join(text(jobs.frame(bodies, NOW, 80, 10))) and jobs.press("enter") == ""
     jobs.press("e")
     jobs.frame(bodies, NOW, 80, 10)
     assert (jobs.selected, jobs.press("enter"), jobs.press("q")) == ("old", "open", "quit")
@@ -167,7 +167,7 @@ def test_in_a_terminal_keys_open_a_job_and_quit(tmp_path: Path) -> None:
         folder.status.write_text(json.dumps(record))
     with held(JobFolder(tmp_path / "the-one")):
         terminal = Terminal(tmp_path, "--local", "top", "--interval=0.2")
-        lines = terminal.until("e shows them")
+        lines = terminal.until("press e to show")
         assert lines[2].startswith("the-one") and len(lines) <= 24 and max(map(len, lines)) <= 80
         terminal.press("e")
         assert any("sweep" in line for line in terminal.until("more above or below"))

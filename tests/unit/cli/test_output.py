@@ -123,7 +123,7 @@ def test_a_closed_standard_input_counts_as_empty(command: list[str]) -> None:
     """
     words = [sys.executable, "-m", "ddpjob.cli", *command, "-"]
     ran = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *words], capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stderr) == (2, "standard input: is empty; it must contain a DDPJob\n")
+    assert (ran.returncode, ran.stderr) == (2, "standard input: empty; expected a DDPJob\n")
 
 
 RED, YELLOW = "\x1b[31m", "\x1b[33m"

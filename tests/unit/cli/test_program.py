@@ -148,5 +148,5 @@ def test_a_file_in_place_of_a_command_names_the_command(
 @pytest.mark.parametrize("option", ["--nodes=3", "--image=a", "-n", "--context=c"])
 def test_run_refuses_the_options_of_submit_with_the_remedy(option: str) -> None:
     said = CliRunner().invoke(root, ["run", "job.yaml", option]).output
-    assert f"no option {option.partition('=')[0]}: `run` trains on this machine" in said
+    assert f"no option {option.partition('=')[0]}; `ddpjob run` takes the job from the manifest" in said
     assert "Did you mean '--fresh'?" in CliRunner().invoke(root, ["run", "job.yaml", "--fress"]).output

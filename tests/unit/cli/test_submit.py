@@ -156,7 +156,10 @@ def test_objects_of_other_kinds_are_reported(capsys: pytest.CaptureFixture[str])
     Path("job.yaml").write_text(JOB + OTHER_KIND)
     assert main(["submit", "--cluster", "--dry-run", "job.yaml"]) == 0
     out, err = capsys.readouterr()
-    assert "ConfigMap" not in out and "not ConfigMap settings; `kubectl apply -f job.yaml` creates" in err
+    assert (
+        "ConfigMap" not in out
+        and "not ConfigMap settings; to create everything, run `kubectl apply -f job.yaml`" in err
+    )
 
 
 def test_a_generated_name_works_on_this_machine() -> None:
@@ -240,7 +243,7 @@ def test_options_that_convert_leaves_out_are_reported(folder: Path, capsys: pyte
     assert "torchrun.yaml: skipped MPIJob, ConfigMap, because only PyTorchJob, TrainJob can be" in err
     (folder / "mpi.yaml").write_text(mpi)
     assert main(["convert", "mpi.yaml"]) == 2
-    assert "contains no PyTorchJob or TrainJob, only MPIJob; for other kinds, convert" in capsys.readouterr().err
+    assert "no PyTorchJob or TrainJob found, only MPIJob; for other kinds, convert" in capsys.readouterr().err
     assert main(["convert", "torchrun.yaml", "torchrun.yaml"]) == 0, "two files were mistaken for a command line"
     assert len(read(capsys.readouterr().out)) == 2
     (folder / "broken.yaml").write_text("kind: TrainJob\nspec: {trainer: [}\n")
@@ -252,7 +255,7 @@ def test_options_that_convert_leaves_out_are_reported(folder: Path, capsys: pyte
         '#!/bin/bash\n#SBATCH -N 4\nif :; then\n  echo "a: b: c"\nfi\nsrun torchrun a.py\n'
     )
     assert main(["convert", "job.sbatch"]) == 2
-    assert "job.sbatch: contains no PyTorchJob or TrainJob; for other kinds, conv" in capsys.readouterr().err
+    assert "job.sbatch: no PyTorchJob or TrainJob found; for other kinds, conv" in capsys.readouterr().err
     assert main(["convert", "--name", "i", "torchrun.yaml"]) == 2, "the option had no effect"
     assert "--name: only for a command line" in capsys.readouterr().err
     assert main(["convert", "--image", "other:1", "torchrun.yaml"]) == 0
@@ -266,7 +269,7 @@ def test_notes_on_a_job_with_a_generated_name_can_be_followed(folder: Path, caps
     (folder / "t.yaml").write_text(job)
     assert main(["convert", "t.yaml"]) == 0
     out, err = capsys.readouterr()
-    assert read(out)[0]["metadata"] == {"generateName": "t-"} and "# t-: script: a.py was the first of args" in err
+    assert read(out)[0]["metadata"] == {"generateName": "t-"} and "# t-: script: taken from args[0] (a.py)" in err
 
 
 def test_convert_without_an_image_reports_only_the_missing_image(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,21 +39,21 @@ REFUSED = {
     # field names of other operators
     "replicas": (in_spec("replicas: 4"), "spec.replicas: unknown field; did you mean spec.nodes? (job.yaml, line 7)"),
     "nproc": (in_spec("nproc_per_node: 4"), "did you mean spec.procsPerNode?"),
-    "volumes": (in_spec("volumes: []"), "belongs under spec.podTemplate.spec: write spec.podTemplate.spec.volumes"),
-    "nodeselector": (in_spec("nodeselector: {}"), "write spec.podTemplate.spec.nodeSelector"),
+    "volumes": (in_spec("volumes: []"), "write it as spec.podTemplate.spec.volumes"),
+    "nodeselector": (in_spec("nodeselector: {}"), "write it as spec.podTemplate.spec.nodeSelector"),
     "mode": (in_spec("mode: Fast"), "did you mean spec.recovery.mode?"),
     "one_pod_per_node": (in_spec("onePodPerNode: false"), "did you mean spec.scheduling.onePodPerNode?"),
-    "mpiReplicaSpecs": (in_spec("mpiReplicaSpecs: {}"), "`ddpjob convert -- torchrun ...` translates a line?"),
-    "runtimeRef": (in_spec("runtimeRef: {}"), "`ddpjob convert FILE` translates PyTorchJobs and TrainJobs?"),
+    "mpiReplicaSpecs": (in_spec("mpiReplicaSpecs: {}"), "(run `ddpjob convert -- torchrun ...` for a line)?"),
+    "runtimeRef": (in_spec("runtimeRef: {}"), "(run `ddpjob convert FILE` to translate the manifest)?"),
     "resourcesPerNode": (in_spec("resourcesPerNode: {}"), "spec.resources, and spec.gpusPerNode for GPUs?"),
     "rdzvBackend": (in_spec("rdzvBackend: c10d"), "did you mean spec.rendezvous?"),
     "schedulingPolicy": (in_spec("runPolicy: {schedulingPolicy: {}}"), "did you mean spec.scheduling?"),
     "claim_name": (in_spec("storage: {claimName: c}"), "did you mean spec.storage.data.claimName or spec.storage."),
     "receiver": (in_spec("receiver: a"), "did you mean spec.notify.receiver?"),
     "pods_name": (in_spec("podTemplate: {metadata: {name: a}}"), "unknown field; the fields are annotations, labels"),
-    "host_ipc": (in_spec("host_ipc: true"), "write spec.podTemplate.spec.hostIPC"),
-    "hostNetwork": (in_spec("hostNetwork: true"), "write spec.podTemplate.spec.hostNetwork"),
-    "volumeMounts": (in_spec("volumeMounts: []"), "belongs to the container named trainer"),
+    "host_ipc": (in_spec("host_ipc: true"), "write it as spec.podTemplate.spec.hostIPC"),
+    "hostNetwork": (in_spec("hostNetwork: true"), "write it as spec.podTemplate.spec.hostNetwork"),
+    "volumeMounts": (in_spec("volumeMounts: []"), "set it in the container named trainer"),
     "elastic": (in_spec("elastic: {min: 1}"), "did you mean spec.elastic.minNodes?"),
     # amounts, durations, lists
     "16GB": (in_spec("resources: {limits: {memory: 16GB}}"), "did you mean 16Gi or 16G?"),
@@ -97,7 +97,7 @@ REFUSED = {
     ),
     "a notebook": (
         JOB.replace("script: b.py", "script: a/b.ipynb"),
-        "`jupyter nbconvert --to script b.ipynb` converts",
+        "run `jupyter nbconvert --to script b.ipynb` to convert",
     ),
     "512m": (
         in_spec("resources: {limits: {memory: 512m}}"),
@@ -174,7 +174,7 @@ REFUSED = {
         f"{JOB}---\n{JOB}",
         "t is already the name of an earlier DDPJob in this file; choose a different name",
     ),
-    "PyTorchJob": ("apiVersion: kubeflow.org/v1\nkind: PyTorchJob\n", "`ddpjob convert job.yaml` translates it"),
+    "PyTorchJob": ("apiVersion: kubeflow.org/v1\nkind: PyTorchJob\n", "run `ddpjob convert job.yaml` to translate it"),
 }
 
 
@@ -214,7 +214,7 @@ def test_a_valid_template_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "job.yaml").write_text(in_spec(resources) + TEMPLATE % template)
     code, _, err = checked(capsys, str(tmp_path / "job.yaml"))
     # The operator's own volumes are refused by the operator's check, and are the only fault here.
-    assert code == 2 and len(err.splitlines()) == 1 and "volumes[1].name: names that begin with ddpjob-" in err
+    assert code == 2 and len(err.splitlines()) == 1 and "volumes[1].name: names with the prefix ddpjob-" in err
 
 
 def test_a_servers_verdict_says_that_it_does_not_cover_classes(
@@ -258,7 +258,7 @@ def test_all_documents_of_all_sources_are_validated(
         *("two.yaml: ddpjob t is valid", "two.yaml: ddpjob u is valid", "list.yaml: ddpjob t is valid"),
         *("standard input: ddpjob t is valid", "more/job.yml: ddpjob t is valid", "jobs.yaml: ddpjob t is valid"),
     ]
-    assert "none.yaml: does not exist" in err
+    assert "none.yaml: no such file" in err
     for file in ("list.yaml", "jobs.yaml"):
         assert f"spec.nodes: 0 is less than 1, the smallest allowed ({file}, line 16)" in err
 
@@ -282,7 +282,7 @@ def test_files_that_a_run_wrote_into_the_folder_are_not_its_manifests(
 
 def test_a_folder_without_manifests_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, _, err = checked(capsys, str(tmp_path))
-    assert code == 2 and "contains no DDPJob in its 0 files" in err
+    assert code == 2 and "no DDPJob found in its 0 files" in err
     code, _, err = checked(capsys, "https://example.com/job.yaml")
     assert code == 2 and "curl -fsSL https://example.com/job.yaml | ddpjob" in err
     code, _, err = checked(capsys)

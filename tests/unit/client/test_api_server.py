@@ -102,7 +102,7 @@ def test_an_html_page_is_not_an_empty_list_of_jobs(tmp_path: Path, capsys: pytes
     for words in (["get"], ["get", "j"]):
         opened(f"http://127.0.0.1:{served(page)}", tmp_path)
         assert main(["--kubeconfig", str(tmp_path / "config"), *words]) == 3
-        assert "(context c) is not an API server, because its answer is not a JSON" in capsys.readouterr().err
+        assert "(context c) is not an API server, because its response is not a JSON" in capsys.readouterr().err
 
 
 def test_a_refusal_in_json_that_is_not_a_status_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +120,7 @@ def test_a_refusal_in_json_that_is_not_a_status_is_one_line(tmp_path: Path, caps
 
 def test_a_json_list_is_not_an_empty_list_of_jobs(tmp_path: Path) -> None:
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"
-    with pytest.raises(Unreachable, match="is not an API server, because its answer is not a JSON object"):
+    with pytest.raises(Unreachable, match="is not an API server, because its response is not a JSON object"):
         opened(f"http://127.0.0.1:{served(answer)}", tmp_path).request("GET", "/a")
 
 
@@ -235,7 +235,7 @@ def test_a_dashboard_reads_objects_of_one_job_up_to_a_size(large_objects: tuple[
     same dashboard.
     """
     url, asked = large_objects
-    with pytest.raises(AnswerTooLarge, match="the objects of this job have more than 8000 bytes"):
+    with pytest.raises(AnswerTooLarge, match="the objects of this job take up more than 8000 bytes"):
         BearerServer(url, certifi.where(), "token").items("/a", of_a_job=True)
     assert len(asked) < 30
 

@@ -165,10 +165,10 @@ def test_mistakes_are_reported_before_anything_is_created(local: bool, monkeypat
             {"args": {"epochs": 1}, "entry": "train.py"},
             r"entry .* is for a script in a folder, but fit is not a folder",
         ),
-        ("m", {"env": {"A": "1"}, "settings": {"env": []}}, r"env \(--set\): is also set by another option"),
+        ("m", {"env": {"A": "1"}, "settings": {"env": []}}, r"env \(--set\): also set by another option"),
         ("m", {"args": [object()]}, r"args\[0\]: <object .* is not text"),
         ("m", {"settings": {"storage": {"data": {1: "a"}}}}, r"settings .*storage\.data: \{1: 'a'\} is not text"),
-        (Path("job.yaml"), {}, r"job\.yaml: is a manifest; pass it to submit\(\)"),
+        (Path("job.yaml"), {}, r"job\.yaml: a manifest, not a script; pass it to submit\(\)"),
     ]
     for program, options, said in wrong:
         with pytest.raises(Mistake, match=said):
@@ -182,7 +182,7 @@ def test_mistakes_are_reported_before_anything_is_created(local: bool, monkeypat
                         lambda function: f"def too_large():\n    print('{'x' * MOST_BYTES}')\n")  # fmt: skip
     with pytest.raises(Mistake, match="too_large: contains more than 1008 KiB"):
         train(too_large, image="a")
-    with pytest.raises(Mistake, match=r"train\.py: the name of a manifest must"):
+    with pytest.raises(Mistake, match=r"train\.py: a manifest's name must"):
         client(place).submit("train.py")
     with pytest.raises(Mistake, match=r"metadata\.name: required, but missing; name the job \(the manifest\)"):
         client(place).submit({"kind": "DDPJob"})
@@ -294,7 +294,7 @@ def test_missing_logs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(silent, "log", lambda pod, options: iter(()))
     with pytest.raises(Mistake, match="rank 1 of j has written nothing"):
         list(client(silent).logs("j", rank=1))
-    with pytest.raises(Mistake, match="no pod of slot 9 of j; the slots are 0 to 1"):
+    with pytest.raises(Mistake, match="j has no pod in slot 9; the slots are 0 to 1"):
         list(client(place).logs("j", index=9))
     read = place.log
 
@@ -391,7 +391,7 @@ def test_a_plot_is_a_curve_that_a_notebook_shows_and_a_file(tmp_path: Path) -> N
     assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
     with pytest.raises(Mistake, match="fewer than two values of recall so far; its metrics are eval_accuracy, loss"):
         seen.plot("recall")
-    with pytest.raises(Mistake, match=r"must end in \.svg; `ddpjob plot j"):
+    with pytest.raises(Mistake, match=r"must end in \.svg; for .png and .pdf, run `ddpjob plot j"):
         seen.plot(output="a.png")
 
 

@@ -129,7 +129,7 @@ def test_a_missing_pod_of_a_job_that_seems_to_train_points_at_the_operator() -> 
     pods = [PodLine("j-0-0", "node", 0, "Running"), PodLine("j-1-2", "node", 1, "Running")]
     assert "does not exist" not in "\n".join(why(body, pods, NOW))
     said = "\n".join(why(body, pods[:1], NOW))
-    assert "Pod j-1-2 of slot 1 does not exist" in said and "no operator acts on this job: `ddpjob doctor`" in said
+    assert "Pod j-1-2 of slot 1 does not exist" in said and "no operator acts on this job; run `ddpjob doctor`" in said
     assert "does not exist" not in "\n".join(why(body, [], NOW)), "a user who may not list pods sees no pods"
 
 
@@ -235,7 +235,7 @@ def test_suspended_complete_running_and_interrupted_jobs_are_described() -> None
     del done["status"]["startTime"]
     assert text(done) == "j is complete.", "it was suspended at its last step"
     del done["status"]["progress"]
-    assert "no step. `ddpjob logs j`" in text(done), "it may have printed that it needs GPUs"
+    assert "no step.\nRun `ddpjob logs j`" in text(done), "it may have printed that it needs GPUs"
     done["spec"]["command"] = ["bash", "run.sh"]
     assert text(done) == "j is complete.", "its steps are not counted"
     apart = condition("Complete", True, "Finished", "all 2 nodes have finished, but the ranks formed no group: x")
@@ -249,7 +249,7 @@ def test_suspended_complete_running_and_interrupted_jobs_are_described() -> None
     for moment, quiet in {"11:59:31": False, "11:58:00": True}.items():
         running["status"]["progress"] = {"display": "step 7", "updatedAt": f"2026-01-01T{moment}Z"}
         assert text(running).startswith("j trains on 2 nodes and 1 spare. step 7")
-        assert ("This has not changed for 2m00s. `ddpjob stacks j` shows" in text(running)) == quiet
+        assert ("This has not changed for 2m00s.\nRun `ddpjob stacks j` to see" in text(running)) == quiet
     running["status"]["progress"] = {**again, "resumed": "no"}
     assert "After the last restart the script seems to have started again from step 0, because" in text(running)
     assert "run it again" in text(job(phase="Interrupted")), "a job of this machine"

@@ -119,7 +119,7 @@ def test_the_log_of_a_pod_that_is_gone_is_printed(
     assert called(backend, monkeypatch, "logs", "j-1-0", "-f") == 0
     assert capsys.readouterr().out == "old\none\n\x1b[31mtwo\n"
     assert called(backend, monkeypatch, "logs", "j-7-0") == 2
-    assert "no pod j-7-0 of job j; its pods: j-0-11" in capsys.readouterr().err
+    assert "job j has no pod j-7-0; its pods: j-0-11" in capsys.readouterr().err
 
 
 def test_a_message_locates_logs_that_no_running_pod_can_read(
@@ -128,7 +128,7 @@ def test_a_message_locates_logs_that_no_running_pod_can_read(
     ended = OfCluster(folder, {"claimName": "c", "mountPath": "/c"}, pods=())
     assert called(ended, monkeypatch, "logs", "j-1-0") == 2
     said = capsys.readouterr().err
-    assert "no pod j-1-0 of job j" in said and f"cat /c/{LOGS_FOLDER}/POD.*" in said
+    assert "job j has no pod j-1-0" in said and f"cat /c/{LOGS_FOLDER}/POD.*" in said
     assert called(ended, monkeypatch, "logs", "j", "--ended") == 2
 
 
@@ -151,7 +151,7 @@ def test_a_job_that_keeps_no_logs_does_not_claim_to_have_them(
 ) -> None:
     backend = OfCluster(tmp_path, checkpoints, pods=(), **spec)
     assert called(backend, monkeypatch, "logs", "j", "--ended") == 1
-    assert "j: no log of an ended pod is kept" in capsys.readouterr().err
+    assert "j: no logs of terminated pods are kept" in capsys.readouterr().err
 
 
 def test_a_rank_cannot_choose_lines_of_a_kept_log(
@@ -197,5 +197,5 @@ def test_a_pods_log_outlives_it_in_a_bucket(
         assert shown.startswith("(") and shown.endswith("y\n") and MAX_KEPT_LOG // 2 < len(shown) <= MAX_KEPT_LOG
         assert backend.asked == [], "no command was run in a pod"
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(Mistake, match=r"logs of ended pods cannot be read: .*check AWS_ACCESS_KEY_ID"):
+    with pytest.raises(Mistake, match=r"logs of terminated pods cannot be read: .*check AWS_ACCESS_KEY_ID"):
         backend.kept_logs("j")

@@ -267,7 +267,7 @@ def test_a_slot_without_a_pod_is_not_waited_for(
     backend = TwoNodes()
     monkeypatch.setattr(Place, "backend", lambda place, **options: backend)
     assert main(["logs", "j", "--index", "9"]) == 0
-    assert capsys.readouterr().err == "no pod of slot 9 of j; the slots are 0 to 2\n"
+    assert capsys.readouterr().err == "j has no pod in slot 9; the slots are 0 to 2\n"
 
 
 def test_all_lines_of_a_pod_that_starts_later_are_printed(

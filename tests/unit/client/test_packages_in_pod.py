@@ -85,7 +85,7 @@ def test_packages_never_replace_the_torch_of_the_image(tmp_path: Path) -> None:
     make_wheel(tmp_path / "wheels", "small_thing", "1.2", needs="torch>=99")
     make_wheel(tmp_path / "wheels", "torch", "99.0")
     ran = run(tmp_path / "code" / "function.py", "small_thing")
-    assert "they would replace the image's torch with torch==99.0; use an image that has it" in ran.stderr
+    assert "installing them would replace the image's torch with torch==99.0; use an image that has it" in ran.stderr
 
 
 def test_a_refusal_ends_the_job_and_an_outage_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:

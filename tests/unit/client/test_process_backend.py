@@ -196,7 +196,7 @@ def test_a_job_on_another_machine_or_container_is_not_stopped_by_its_pid(
     try:
         with held(folder):
             folder.lock.write_text(str(bystander.pid))
-            with pytest.raises(Mistake, match=f"j runs on another machine .*, as its process {bystander.pid}"):
+            with pytest.raises(Mistake, match=f"j runs on another machine .*, as process {bystander.pid}"):
                 ProcessBackend().stop("j", now=True)
             assert bystander.poll() is None
     finally:
@@ -274,7 +274,7 @@ def test_a_stopped_run_is_not_resumed_by_a_field_of_its_spec(tmp_path: Path, mon
     status = {"conditions": conditions}
     write_record(folder, {**ProcessBackend().job("j"), "status": status, "local": {}})
     messages = [condition["message"] for condition in ProcessBackend().job("j")["status"]["conditions"]]
-    assert messages == ["its `ddpjob run` was stopped; run the job again to resume", ""]
+    assert messages == ["the job's `ddpjob run` was stopped; run the job again to resume", ""]
     with held(folder):
         assert ProcessBackend().job("j")["status"]["conditions"][0]["message"] == said
 
@@ -319,7 +319,7 @@ def test_the_second_of_two_simultaneous_submissions_finds_the_job_running(
     for thread in threads:
         thread.join()
     running.close()
-    assert sorted(said) == ["j", "job j is already running; `ddpjob stop j` stops it"]
+    assert sorted(said) == ["j", "job j is already running; run `ddpjob stop j` to stop it"]
     assert len(started) == 1 and json.loads((tmp_path / "j" / "submitted.json").read_text()) == started[0]
 
 
@@ -364,7 +364,7 @@ def test_a_pod_belongs_to_the_job_in_its_name(tmp_path: Path, monkeypatch: pytes
 def test_a_stopped_job_whose_class_names_its_image_is_explained() -> None:
     body = {"metadata": {"name": "j"}, "spec": {"className": "gpu"}, "status": {"phase": "Interrupted"}}
     said = list(why(body, (), datetime(2026, 1, 1, tzinfo=UTC)))
-    assert said[0] == "j: its `ddpjob run` was stopped before the end of the job."
+    assert said[0] == "j: its `ddpjob run` was stopped before the job finished."
 
 
 def test_an_error_of_the_disk_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,7 +217,7 @@ def test_an_entry_point_in_the_image_is_requested_by_name(
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     assert main(["convert", str(tmp_path / "job.yaml")]) == 1
     err = capsys.readouterr().err
-    assert "docker inspect -f" in err and "ghcr.io/me/mnist:1` shows it" in err and "--script" in err
+    assert "docker inspect -f" in err and "ghcr.io/me/mnist:1`, then convert" in err and "--script" in err
     assert main(["convert", str(tmp_path / "job.yaml"), "--script", "/opt/mnist.py"]) == 0
     spec = yaml.safe_load(capsys.readouterr().out)["spec"]
     assert (spec["script"], spec.get("args", [])) == ("/opt/mnist.py", args)

@@ -72,7 +72,7 @@ def test_an_unreachable_coordinator_is_reported_with_its_time_and_by_one_event()
 
 def test_an_unusable_report_is_explained_with_its_time_and_by_one_event() -> None:
     job, pods = running(2)
-    why, events = "the answer has more than 165888 bytes", []
+    why, events = "the response has more than 165888 bytes", []
     for at in range(10, 200, 10):
         job, decision = seen(job, at, pods, None, report_refused=why)
         events += [e for e in decision.events if e.reason == "CoordinatorUnreachable"]
@@ -223,7 +223,7 @@ def test_a_job_that_has_finished_is_not_starting() -> None:
         after, _ = seen(job, 3, (pod(0, done, phase="Succeeded"), *pods[1:]), reported)
         assert (after.status.phase, after.status.slots[0].state) == (Phase.RUNNING, SlotState.SUCCEEDED)
     first, _ = seen(job, 3, pods, succeeded)
-    assert message(first.status, ConditionType.RUNNING) == "training has finished; the remaining pods are ending"
+    assert message(first.status, ConditionType.RUNNING) == "training has finished; the remaining pods are terminating"
     stuck, _ = seen(after, 50, (pod(0, done, phase="Succeeded"), *pods[1:]), None)
     assert not stuck.status.terminal
     stuck, _ = seen(stuck, 64, (pod(0, done, phase="Succeeded"), *pods[1:]), None)
@@ -235,7 +235,7 @@ def test_the_end_of_a_short_job_is_not_a_warning() -> None:
     pods = (pod(0), pod(1), COORDINATOR)
     job, _ = seen(job_of(2), 1, pods, report(CoordinatorState.FORMING, MemberState.READY, MemberState.READY))
     job, decision = seen(job, 2, pods, replace(report(CoordinatorState.SUCCEEDED), world=2))
-    assert message(job.status, ConditionType.RUNNING) == "training has finished; the remaining pods are ending"
+    assert message(job.status, ConditionType.RUNNING) == "training has finished; the remaining pods are terminating"
     assert [e.message for e in decision.events if e.warning] == []
 
 

@@ -91,7 +91,11 @@ def test_workers_that_end_before_the_others_are_reported_by_their_ranks(procs: i
         (None, "ended with exit code 5", "ended with exit code 5"),
         (None, "SystemExit: 5", "ended with exit code 5: SystemExit: 5"),
         ("SIGSEGV", "killed by signal SIGSEGV", "ended with signal SIGSEGV"),
-        ("SIGABRT", "killed by signal SIGABRT: a library gave up", "ended with signal SIGABRT: a library gave up"),
+        (
+            "SIGABRT",
+            "killed by signal SIGABRT: a library aborted the process",
+            "ended with signal SIGABRT: a library aborted the process",
+        ),
         ("signal 37", "killed by signal 37", "ended with signal 37"),
         (None, "ended with exit code 5 before the others", "ended with exit code 5 before the others"),
     ],

@@ -49,7 +49,7 @@ def test_training_is_said_to_continue_only_if_no_pod_is_lost_with_the_coordinato
     for left in (pods[:2], pods[:1], ()):
         _, decision = seen(job, 3, left, None)
         (event,) = [e for e in decision.events if e.reason == "CoordinatorLost"]
-        assert event.message.endswith("another coordinator takes over)")
+        assert event.message.endswith("a new coordinator takes over)")
         said.append("training continues" in event.message)
     assert said == [True, False, False]
 

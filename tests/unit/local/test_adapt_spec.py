@@ -287,7 +287,7 @@ def test_code_from_a_bucket_is_looked_for_in_the_folder_that_it_is_fetched_to(tm
 def test_workdir_runs_the_code_of_this_machine_instead_of_the_buckets(tmp_path: Path) -> None:
     local = fitted(tmp_path, Options(working_dir=tmp_path), code=CODE)
     assert local.code is None and local.spec.code is None and local.working_dir == tmp_path
-    assert any("spec.code: is not fetched; the code in --workdir" in warning for warning in local.warnings)
+    assert any("spec.code: not fetched, because the code in --workdir" in warning for warning in local.warnings)
 
 
 def test_missing_keys_of_the_code_bucket_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,39 +46,45 @@ from ddpjob.objects.strategic_merge import merge
         ),
         (
             {"metadata": {"labels": {"ddpjob.io/index": "1"}}},
-            "spec.podTemplate.metadata.labels.ddpjob.io/index: belongs to the operator",
+            "spec.podTemplate.metadata.labels.ddpjob.io/index: the operator sets it",
         ),
-        ({"metadata": {"name": "x"}}, "spec.podTemplate.metadata.name: belongs to the operator"),
-        ({"spec": {"hostname": "x"}}, "spec.podTemplate.spec.hostname: belongs to the operator"),
+        ({"metadata": {"name": "x"}}, "spec.podTemplate.metadata.name: the operator sets this field"),
+        (
+            {"spec": {"hostname": "x"}},
+            "spec.podTemplate.spec.hostname: the operator sets this field; remove it, because",
+        ),
         (
             {"spec": {"volumes": [{"name": "ddpjob-shm"}]}},
-            "spec.podTemplate.spec.volumes[0].name: names that begin with ddpjob-",
+            "spec.podTemplate.spec.volumes[0].name: names with the prefix ddpjob-",
         ),
         ({"spec": {"containers": [{"image": "x"}]}}, "spec.podTemplate.spec.containers[0].name: missing"),
         (
             {"spec": {"containers": [{"name": "side"}]}},
             "spec.podTemplate.spec.containers[0].image: missing for the sidecar side",
         ),
-        ({"spec": {"containers": [{"name": "coordinator", "image": "x"}]}}, "coordinator belongs to the operator"),
+        (
+            {"spec": {"containers": [{"name": "coordinator", "image": "x"}]}},
+            "coordinator is reserved for the operator's own container",
+        ),
         (
             {"spec": {"containers": [{"name": "trainer", "command": ["x"]}]}},
-            "(use spec.command, spec.script or spec.module)",
+            "; use spec.command, spec.script or spec.module instead",
         ),
         (
             {"spec": {"containers": [{"name": "trainer", "env": [{"name": "DDPJOB_UID", "value": "1"}]}]}},
-            "DDPJOB_UID is set by the operator",
+            "the operator sets DDPJOB_UID",
         ),
         (
             {"spec": {"containers": [{"name": "trainer", "volumeMounts": [{"name": "a", "mountPath": "/dev/shm/"}]}]}},
-            "/dev/shm/ holds spec.storage.sharedMemory",
+            "/dev/shm/ is used for spec.storage.sharedMemory",
         ),
         (
             {"spec": {"containers": [{"name": "trainer", "restartPolicy": "Always"}]}},
-            "spec.podTemplate.spec.containers[0].restartPolicy: belongs to the operator; remove it (ended pods",
+            "spec.podTemplate.spec.containers[0].restartPolicy: the operator sets this field; remove",
         ),
         (
             {"spec": {"containers": [{"name": "trainer", "restartPolicyRules": [{"action": "Restart"}]}]}},
-            "spec.podTemplate.spec.containers[0].restartPolicyRules: belongs to the operator",
+            "spec.podTemplate.spec.containers[0].restartPolicyRules: the operator sets this field",
         ),
         ({"spec": {"containers": [None]}}, "spec.podTemplate.spec.containers[0]: must not be null; remove it"),
     ],
@@ -653,7 +659,7 @@ def test_after_twenty_faults_the_search_stops_with_a_message(monkeypatch: pytest
     monkeypatch.setattr(pod_template.difflib, "get_close_matches", compare)
     found = problems({"spec": {f"terminationGracePeriodSecon{n}": 1 for n in range(20_000)}})
     assert len(found) == MOST_FAULTS + 1
-    assert found[-1] == "spec.podTemplate: has more than 20 faults; correct these, then check it again"
+    assert found[-1] == "spec.podTemplate: more than 20 faults; correct these, then check it again"
     assert len(compared) == MOST_FAULTS + 1, "each comparison takes a millisecond"
     exactly = problems({"spec": {f"terminationGracePeriodSecon{n}": 1 for n in range(MOST_FAULTS)}})
     assert len(exactly) == MOST_FAULTS and "more faults" not in exactly[-1]

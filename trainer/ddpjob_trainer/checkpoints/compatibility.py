@@ -58,7 +58,7 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
         now = settings[key]
         if (was := snapshot["config"].get(key, before)) != now:
             raise CheckpointError(
-                f"the checkpoint of step {snapshot['step']} in {folder} was made with {key}={was}, and now it is "
+                f"the checkpoint of step {snapshot['step']} in {folder} was made with {key}={was}, but now it is "
                 f"{now}. The order of the samples depends on it, and an epoch must take each sample once. To"
                 " resume set"
                 f" {key}={was}; to start from scratch set checkpoint.dir to a different folder"
@@ -191,7 +191,7 @@ def read_whole(path: Path, key: str = "checkpoint.load") -> Any:
     except CheckpointError as error:
         raise CheckpointError(f"{key}: {path} is {error}; choose a different checkpoint") from error
     except OSError as error:
-        raise CheckpointError(f"{key}: {path} cannot be read: {error.strerror}; set it to an existing file") from error
+        raise CheckpointError(f"{key}: {path} cannot be read ({error.strerror}); set it to a readable file") from error
     except Exception as error:  # torch's reader fails in many ways on arbitrary files.
         if found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", str(error)):
             raise CheckpointError(

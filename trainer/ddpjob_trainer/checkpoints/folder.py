@@ -446,8 +446,8 @@ class CheckpointFolder:
         if max(steps) < 0:
             if BROKEN in steps and newer_than == NOTHING:
                 raise CheckpointError(
-                    f"no checkpoint in {self.path} is intact (the warnings of rank {steps.index(BROKEN)} list each); "
-                    "nothing was overwritten. Restore one. To start from scratch, move them away or set checkpoint.dir"
+                    f"no checkpoint in {self.path} is intact (see the warnings of rank {steps.index(BROKEN)}); "
+                    "nothing was overwritten. Restore one, or start from scratch in a different checkpoint.dir"
                 )
             return None
         newest = max(steps)

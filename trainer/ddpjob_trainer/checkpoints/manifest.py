@@ -89,7 +89,7 @@ class StoredTensor:
         name = str(self.dtype).removeprefix("torch.")
         if name not in DTYPES:
             raise CheckpointError(
-                f"format dcp does not support tensors of {self.dtype}; convert it to one of"
+                f"checkpoint.format=dcp does not support tensors of {self.dtype}; convert it to one of"
                 f" {', '.join(DTYPES)}, or set"
                 " checkpoint.format=torch"
             )

@@ -52,7 +52,7 @@ def _take(config: ModelConfig, channels: int, model: Tensors) -> dict[str, torch
     weights = {name: tensor for name, tensor in found.items() if name not in fresh}
     if wrong := list_differences(weights, {name: it for name, it in model.items() if name not in fresh}):
         raise CheckpointError(
-            f"{key}: does not fit model.name={config.name}: {summarize(wrong)}. Only the last layer ({head}) may"
+            f"{key} does not fit model.name={config.name}: {summarize(wrong)}. Only the last layer ({head}) may"
             " differ; set model.* to the model that the weights belong to"
         )
     check_finite(key, config.pretrained, weights)

@@ -3,7 +3,7 @@ once.
 
 In the final history, the last execution of each global step counts. It must take every sample of
 each epoch exactly once, and an incarnation may repeat steps only back to the newest checkpoint that
-was saved before it began. The command also shows steps that did not change any weight, and images
+was saved before it started. The command also shows steps that did not change any weight, and images
 that could not be read.
 
 With repeated augmentation (data.repeats), an epoch of n samples takes n versions, each exactly
@@ -109,7 +109,7 @@ def read(folders: list[Path]) -> list[Incarnation]:
         )
     for row in rows:
         if row["incarnation"] not in incarnations:
-            raise LedgerError(f"a line belongs to an incarnation that never began: {row}")
+            raise LedgerError(f"a line belongs to an incarnation that never started: {row}")
         _add(incarnations[row["incarnation"]], row)
     return _in_order(list(incarnations.values()))
 
@@ -244,8 +244,8 @@ def _by_epoch(incarnations: list[Incarnation], final: dict[int, Incarnation]) ->
                 continue
             missing = sorted(set(range(incarnation.world)) - set(ranks))
             raise LedgerError(
-                f"rank {missing[0]} of {incarnation.world} did not take part in step {step}, which counts (its"
-                " ledger file may be lost)"
+                f"rank {missing[0]} of {incarnation.world} has no line for step {step}, which was not repeated"
+                " later (its ledger file may be lost)"
             )
         numbers = {epoch for epoch, _ in ranks.values()}
         if len(numbers) > 1:
@@ -264,7 +264,7 @@ def _check_epoch(epoch: int, steps: list[tuple[int, list[int]]], size: int, repe
             if not 0 <= sample < size * repeats:
                 versions = f" in {repeats} versions" if repeats > 1 else ""
                 raise LedgerError(
-                    f"epoch {epoch}, step {step}: sample {sample} does not exist (the set has {size}{versions})"
+                    f"epoch {epoch}, step {step}: sample {sample} does not exist (the set has {size} samples{versions})"
                 )
             if sample in taken_at:
                 raise LedgerError(
@@ -303,8 +303,8 @@ def table(summary: LedgerSummary) -> str:
     each = f"{summary.size} samples each exactly once"
     if (repeats := summary.repeats) > 1:
         each = (
-            f"in each {-(-summary.size // repeats)} of {summary.size} samples in {repeats} versions (data.repeats),"
-            f" {summary.size} versions exactly once"
+            f"{summary.size} versions each exactly once, {repeats} (data.repeats) of each of"
+            f" {-(-summary.size // repeats)} samples per epoch"
         )
     lines.append(f"epochs: {whole} whole, {each}")
     if partial := {epoch: count for epoch, count in summary.epochs.items() if count != summary.size}:
@@ -315,8 +315,8 @@ def table(summary: LedgerSummary) -> str:
     if summary.left_out:
         first = ", ".join(map(str, list(summary.left_out)[:_SHOWN])) + ", ..." * (len(summary.left_out) > _SHOWN)
         lines.append(
-            f"left out: {len(summary.left_out)} steps (number {first}) with {sum(summary.left_out.values())}"
-            " samples did not change any weight, because the loss or a gradient was not finite"
+            f"skipped: {len(summary.left_out)} steps ({first}) with {sum(summary.left_out.values())} samples left the"
+            " weights unchanged, because the loss or a gradient was not finite"
         )
     if summary.unreadable:
         lines.append(f"unreadable: {summary.unreadable} images had weight zero")

@@ -46,8 +46,8 @@ def main(arguments: list[str]) -> int:
     """Run the command, and return the exit code. Raises TrainerError."""
     parser = argparse.ArgumentParser(
         prog="python -m ddpjob_trainer export",
-        description="Write a checkpoint's model for other programs: its weights as safetensors, and a program of"
-        " torch.export. If there is a moving average of the weights, it is written instead.",
+        description="Write a checkpoint's model for other programs: its weights as safetensors, and a program"
+        " exported by torch.export. If there is a moving average of the weights, it is written instead.",
     )
     parser.add_argument(
         "checkpoint", type=Path, help="a checkpoint (file or folder), or the folder of all checkpoints (best or newest)"

@@ -83,7 +83,7 @@ def _row(path: Path, *, best: bool) -> tuple[Snapshot, tuple[str, ...]]:
         str(metadata.world),
         _when(metadata.time),
         _bytes(size),
-        "whole, the best" if best else "whole",
+        "intact, the best" if best else "intact",
     )
     return snapshot, row
 
@@ -105,7 +105,7 @@ def _epoch(snapshot: Snapshot, metadata: Metadata) -> str:
 
 def _content(snapshot: Snapshot) -> Iterator[str]:
     if config := snapshot.get("config"):  # A user's own training loop may not have saved a configuration.
-        yield from ("", "made with")
+        yield from ("", "configuration")
         yield from (f"  {key}={value}" for key, value in config.items() if value is not None)
     tensors: list[tuple[str, torch.Tensor]] = []
     map_tensors(snapshot, lambda name, tensor: tensors.append((".".join(map(str, name)), tensor)))

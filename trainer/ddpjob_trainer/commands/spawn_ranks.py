@@ -182,13 +182,15 @@ class Ranks:
         silent = [(rank, code) for rank, code in self._blamed if rank not in {entry["rank"] for entry in reported}]
         if silent:  # That rank had no time to report its error, so the other ranks' errors are consequences.
             rank, code = silent[0]
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            how = f"was terminated by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             hint = "; the kernel kills processes when memory is short (see dmesg)" if code == -signal.SIGKILL else ""
-            print(f"error: rank {rank} {how}{hint}; the others were ended", file=sys.stderr, flush=True)
+            print(f"error: rank {rank} {how}{hint}; the other ranks were stopped", file=sys.stderr, flush=True)
             return code if code > 0 else 1
         first = min(reported, key=lambda entry: entry["time"])
         print(
-            f"{first['text'].rstrip()}\nrank {first['rank']} failed; the others were ended", file=sys.stderr, flush=True
+            f"{first['text'].rstrip()}\nrank {first['rank']} failed; the other ranks were stopped",
+            file=sys.stderr,
+            flush=True,
         )
         return dict(self._blamed).get(first["rank"], 1)
 

@@ -109,24 +109,23 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
     config.optim.check()
     for key in ("epochs", "log_every", "eval_batch", "timeout_seconds", "accumulate"):
         if getattr(config.train, key) <= 0:
-            raise ConfigError(f"train.{key}: {getattr(config.train, key)} is not above 0")
+            raise ConfigError(f"train.{key}={getattr(config.train, key)}: must be above 0")
     if config.train.timeout_seconds > _LONGEST_TIMEOUT:
         raise ConfigError(
-            f"train.timeout_seconds: {config.train.timeout_seconds:g} is more than a month"
-            f" ({_LONGEST_TIMEOUT}); write"
-            " for example 1800"
+            f"train.timeout_seconds={config.train.timeout_seconds:g}: must be at most a month ({_LONGEST_TIMEOUT});"
+            " write, for example, 1800"
         )
     if not -(2**63) <= config.data.seed < 2**63:
-        raise ConfigError(f"data.seed: {config.data.seed} needs more than 64 bits; write a smaller number")
+        raise ConfigError(f"data.seed={config.data.seed}: must fit into 64 bits; write a smaller number")
     if config.train.accumulate > 1 and config.data.micro_batches:
         raise ConfigError(
-            f"train.accumulate={config.train.accumulate}: has no effect with"
+            f"train.accumulate={config.train.accumulate} has no effect with"
             f" data.micro_batches={config.data.micro_batches}, which already divides the global batch; raise "
             f"data.micro_batches, and leave out train.accumulate"
         )
     evaluated, saved = config.train.eval_every, config.checkpoint.every_epochs
     if evaluated < 0:
-        raise ConfigError(f"train.eval_every={evaluated}: must be at least 0, which means never")
+        raise ConfigError(f"train.eval_every={evaluated}: must be at least 0; 0 means never")
     if config.checkpoint.keep_best and not evaluated:
         raise ConfigError(
             "checkpoint.keep_best: the best checkpoint is the one with the best evaluation, but train.eval_every=0"
@@ -155,9 +154,9 @@ def _check_synchronized(config: Config) -> None:
     for key, value in {**fixed, "ddp.ordered": config.ddp.ordered}.items():
         if value:
             raise ConfigError(
-                f"model.sync_batchnorm: computes statistics over all ranks' samples, but {key} needs fixed"
-                f" micro-batches; leave out {key}, or leave out model.sync_batchnorm, because statistics of"
-                " micro-batches are also the same on any number of ranks"
+                f"model.sync_batchnorm computes statistics over all ranks' samples, but {key} needs fixed"
+                f" micro-batches; leave out {key}, or leave out model.sync_batchnorm (statistics of"
+                " micro-batches do not depend on the number of ranks either)"
             )
 
 

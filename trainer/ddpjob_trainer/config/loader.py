@@ -295,6 +295,11 @@ def describe_type(kind: Any) -> str:
     return {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path"}.get(kind, str(kind))
 
 
+def _with_article(kind: Any) -> str:
+    name = describe_type(kind)
+    return f"a {name}" if name.startswith(("list", "whole", "number", "path")) else name
+
+
 def _convert(value: Any, kind: Any, where: str) -> Any:
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
@@ -305,14 +310,14 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
             return _convert(value, others[0], where)
         fitting = [found for part in others if (found := _scalar(value, part)) is not None]
         if not fitting:
-            raise ConfigError(f"{where}: {value!r} is not valid: expected {describe_type(kind)}")
+            raise ConfigError(f"{where}: must be {_with_article(kind)}, not {value!r}")
         return fitting[0]
     if origin is tuple:
         items = [item.strip() for item in value.split(",")] if isinstance(value, str) else value
         if isinstance(items, _Whole | _Number):
             items = [items]
         if not isinstance(items, list | tuple):
-            raise ConfigError(f"{where}: {value!r} is not a {describe_type(kind)}, such as [1, 8, 8]")
+            raise ConfigError(f"{where}: must be {_with_article(kind)}, such as [1, 8, 8], not {value!r}")
         return tuple(_convert(item, parts[0], where) for item in items)
     converted = _scalar(value, kind)
     if converted is None:
@@ -322,7 +327,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
             else []
         )
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{where}: {value!r} is not valid: expected {describe_type(kind)}{hint}")
+        raise ConfigError(f"{where}: must be {_with_article(kind)}, not {value!r}{hint}")
     return converted
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-_PER_PROCESS = " (there it is per process, here it is for all ranks together, so multiply by their number)"
+_PER_PROCESS = " (there it is the batch per process, here the batch of all ranks, so multiply it by their number)"
 _RANKS = "the number of ranks is set by torchrun, --spawn N, or the job's nodes and procsPerNode"
-_OWN = "it is determined by the data set"
+_OWN = "the data set determines it"
 
 KEYS: dict[str, tuple[str, str]] = {
     # Maps other names, separated by spaces, to (the key, what differs).
@@ -20,7 +20,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "workers num_workers j dataloader_num_workers": ("data.workers", " (per rank)"),
     "resume_from_checkpoint finetune init_checkpoint initial_checkpoint load_from": (
         "checkpoint.load",
-        " (weights to start from; a run resumes from checkpoint.dir by itself)",
+        " (weights to start from; a run resumes from checkpoint.dir automatically)",
     ),
     "pretrained weights": ("model.pretrained", " (default, a name of the library's weights, or a file)"),
     "dist_backend backend ddp_backend distributed_backend accelerator device no_cuda cpu": ("train.backend", ""),
@@ -44,12 +44,12 @@ KEYS: dict[str, tuple[str, str]] = {
     "layer_decay layerwise_lr_decay llrd": ("optim.layer_decay", ""),
     "drop_path_rate stochastic_depth_prob stochastic_depth": ("model.drop_path", " (ResNets)"),
     "lr_scheduler lr_scheduler_type sched scheduler": ("optim.schedule", ""),
-    "lr_step_size step_size lr_steps lr_milestones decay_epochs": ("optim.milestones", " (epochs, as 30,60,80)"),
+    "lr_step_size step_size lr_steps lr_milestones decay_epochs": ("optim.milestones", " (epochs, such as 30,60,80)"),
     "lr_gamma decay_rate": ("optim.gamma", ""),
     "lr_warmup_epochs warmup warmup_steps": ("optim.warmup_epochs", " (epochs, fractions allowed)"),
     "clip_grad clip_grad_norm max_grad_norm grad_clip gradient_clipping gradient_clip_val": ("optim.clip_norm", ""),
     "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps accumulation_steps accum_iter"
-    " batches_per_allreduce": ("train.accumulate", " (data.batch stays the whole step's)"),
+    " batches_per_allreduce": ("train.accumulate", " (data.batch remains the batch of a whole step)"),
     "smoothing": ("optim.label_smoothing", ""),
     "bce_loss criterion loss_fn": ("optim.loss", " (cross_entropy, bce, mse, l1, huber or package.module:function)"),
     "callbacks": ("train.callbacks", " (package.module:name)"),
@@ -69,7 +69,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "image_size img_size train_crop_size input_size": ("data.image_size", ""),
     "auto_augment aa randaugment": (
         "data.randaugment_ops",
-        " (2 is usual, with data.randaugment_magnitude from 0 to 30: timm's m9, of 10, is 27)",
+        " (usually 2; data.randaugment_magnitude is from 0 to 30, so timm's m9, of 10, is 27)",
     ),
     "mixup_alpha": ("data.mixup", ""),
     "random_erase reprob random_erasing": ("data.erase", " (a probability, such as 0.1)"),
@@ -92,21 +92,21 @@ ADVICE = {
     " (checkpoint.load=FILE starts from the weights of a file)",
     "world_size n nproc nproc_per_node nprocs num_processes gpus num_gpus devices n_gpu": _RANKS,
     "nodes nnodes num_nodes num_machines": _RANKS,
-    "rank node_rank machine_rank": "torchrun sets it (RANK), or --spawn N --nodes K --node-rank R",
-    "gpu gpu_id gpu_ids device_ids": "each rank takes the device of its local rank; CUDA_VISIBLE_DEVICES limits them",
-    "dist_url init_method master_addr master_port port dist_init_method": "torchrun sets where ranks meet, or"
+    "rank node_rank machine_rank": "set by torchrun (RANK), or by --spawn N --nodes K --node-rank R",
+    "gpu gpu_id gpu_ids device_ids": "each rank takes the device of its local rank; limit them by CUDA_VISIBLE_DEVICES",
+    "dist_url init_method master_addr master_port port dist_init_method": "set by torchrun, or by"
     " --spawn N --init tcp://HOST:PORT",
     "multiprocessing_distributed spawn": "--spawn N starts N ranks",
     "evaluate eval test test_only e do_eval": "python -m ddpjob_trainer evaluate CHECKPOINT",
     "num_classes classes": _OWN,
     "gradient_as_bucket_view": "strategy=ddp always sets it",
-    "static_graph bucket_cap_mb": "there is no key for it; strategy=ddp leaves it at torch's default",
-    "find_unused_parameters": "strategy=ddp needs a gradient of every parameter; model.freeze=NAMES leaves out what the"
-    " forward pass does not use",
+    "static_graph bucket_cap_mb": "there is no such key; strategy=ddp uses torch's default",
+    "find_unused_parameters": "strategy=ddp needs a gradient for every parameter; set model.freeze=NAMES for"
+    " parameters that the forward pass does not use",
     "lr_warmup_method lr_warmup_decay warmup_lr": "the warm-up is linear, from zero",
     "model_ema_steps": "the average is updated at each step",
-    "start_epoch": "a run continues where its newest checkpoint is",
-    "pin_memory persistent_workers prefetch_factor shuffle drop_last": "the data loader decides it by itself",
+    "start_epoch": "a run continues at the epoch of its newest checkpoint",
+    "pin_memory persistent_workers prefetch_factor shuffle drop_last": "the data loader sets this itself",
 }
 
 

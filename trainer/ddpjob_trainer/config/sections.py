@@ -76,8 +76,8 @@ class DataConfig:
     https://host/imagenet; s3 and gs need s3fs or gcsfs installed. Images are read by byte range.
     """
     index: Path | None = None
-    """shards, imagefolder: folder for the index of all images. The first start on a node builds the
-    index, and rebuilds it after a shard or folder has changed. Default: next to local shards,
+    """shards, imagefolder: folder for the index of all images. It is built when a run
+    starts, and rebuilt after a shard or folder has changed. Default: next to local shards,
     otherwise ~/.cache/ddpjob_trainer. An index next to shards on a web server is trusted, so
     rebuild it whenever these shards change.
     """
@@ -94,14 +94,14 @@ class DataConfig:
     exact: bool = True
     """How to proceed if micro-batches cannot be divided evenly among ranks. true: ranks share
     micro-batches (ddp, fsdp) and exchange batch normalization statistics, so that the result does
-    not depend on the number of ranks. false: each rank's even share is its own micro-batch, at full
-    speed. Each sample is still taken once, but statistics, dropout and mixed images depend on the
-    number of ranks.
+    not depend on the number of ranks. false: each rank's even share is one micro-batch, at full
+    speed (see data.stretch). Each sample is still taken once, but statistics, dropout and mixed
+    images depend on the number of ranks.
     """
-    stretch: float = 1.25
-    """Shared micro-batches: maximum number of samples of a rank in one forward pass, as a multiple
-    of a micro-batch. 1: use at most the memory needed at the start, at the cost of more and smaller
-    passes.
+    stretch: float = 0
+    """Maximum number of samples of a rank in one forward pass, as a multiple of a micro-batch. 0:
+    1.25 if ranks share micro-batches, no limit with data.exact=false. 1: use at most the memory
+    needed at the start, at the cost of more and smaller passes.
     """
     seed: int = 0
     """Seed of the order, the augmentation and the initial weights. It cannot change when a run
@@ -124,12 +124,12 @@ class DataConfig:
     flip: bool = False
     """Your own uint8 images: mirror half of the training images at random."""
     mean: tuple[float, ...] = ()
-    """Your own uint8 images: mean per channel, from 0 to 1, which is subtracted on the device.
-    Default: ImageNet's for 3 channels, otherwise 0.5.
+    """Your own uint8 images: mean of each channel, from 0 to 1, which is subtracted on the device.
+    Default: ImageNet's means for 3 channels, otherwise 0.5.
     """
     std: tuple[float, ...] = ()
-    """Your own uint8 images: standard deviation per channel, by which pixels are then divided.
-    Default: ImageNet's for 3 channels, otherwise 0.5.
+    """Your own uint8 images: standard deviation of each channel. After data.mean is subtracted,
+    pixels are divided by it. Default: ImageNet's deviations for 3 channels, otherwise 0.5.
     """
     batch_transform: str = ""
     """package.module:function: your own transform of training batches, which is called on the
@@ -419,10 +419,11 @@ class AmpConfig:
     bfloat16 with amp.level=auto and on the CPU, otherwise float16, as in Apex. O0 ignores it.
     """
     loss_scale: str = "auto"
-    """Factor by which losses are multiplied and gradients divided again, so that small gradients do
-    not vanish in float16. A number such as 128.0; dynamic: 65536 at first, halved if a gradient is
-    not finite, doubled after amp.scale_window steps without that; auto: dynamic for float16 at O1
-    and O2, otherwise 1, as in Apex. A step whose gradients are not finite is always skipped.
+    """Losses are multiplied by this factor, and gradients are divided by it afterwards, so that
+    small gradients do not vanish in float16. A number, such as 128.0: a fixed factor. dynamic:
+    65536 at first; it is halved if a gradient is not finite, and doubled after amp.scale_window
+    steps in which all gradients are finite. auto: dynamic for float16 at O1 and O2, otherwise 1, as
+    in Apex. A step whose gradients are not finite is always skipped.
     """
     scale_window: int = 2000
     """dynamic: number of steps without an overflow after which the scale is doubled."""
@@ -517,11 +518,11 @@ class CheckpointConfig:
     """Folder of checkpoints; default: RUN/checkpoints."""
     shared: bool = field(default=True, metadata=from_env("DDPJOB_CHECKPOINT_SHARED"))
     """true: all nodes see the same folder, and rank 0 writes. false: each node has its own folder,
-    to which one of its processes writes. A start resumes from the newest checkpoint that any node
+    to which one of its processes writes. A run resumes from the newest checkpoint that any node
     still has.
     """
     url: str = field(default="", metadata=from_env("DDPJOB_CHECKPOINT_URL"))
-    """s3://BUCKET/PREFIX to which each checkpoint is copied while training continues. A start
+    """s3://BUCKET/PREFIX to which each checkpoint is copied while training continues. A run
     resumes from the newest complete checkpoint in this bucket or in checkpoint.dir. In a job,
     storage.checkpoints.url gives each job its own folder, but a URL set here is used unchanged.
     Credentials, region and endpoint come from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION
@@ -592,12 +593,12 @@ class CheckpointConfig:
             self._at_least(key, 0)
         if self.load_except and self.load is None:
             raise ConfigError(
-                f"checkpoint.load_except={','.join(self.load_except)}: has no effect without checkpoint.load;"
+                f"checkpoint.load_except={','.join(self.load_except)} has no effect without checkpoint.load;"
                 " set that too, or leave both out"
             )
         if self.format is Format.DCP and not self.shared and not self.url:
             raise ConfigError(
-                "checkpoint.format=dcp: needs storage that holds the shards of all nodes; set checkpoint.shared=true "
+                "checkpoint.format=dcp needs storage that holds the shards of all nodes; set checkpoint.shared=true "
                 "and a folder that every node sees, checkpoint.url (a bucket), or checkpoint.format=torch"
             )
         if not 0 <= self.url_wait_seconds < 86400:
@@ -680,8 +681,8 @@ class ReportConfig:
     and pipeline; 0: off.
     """
     straggler_seconds: float = 30.0
-    """Number of seconds for which a rank must lag to be reported as a straggler, and keep up to be
-    cleared.
+    """Number of seconds for which a rank must lag to be reported as a straggler. After the same time
+    without a lag, the report ends.
     """
     peak_flops: float = 0.0
     """Peak FLOP/s of a device in the format of the computation, for reporting the share that is
@@ -735,7 +736,7 @@ class DdpConfig:
     """strategy=ddp."""
 
     ordered: bool = False
-    """Add up gradients in the order of the micro-batches, on whichever rank they are (needs
+    """Add up gradients in micro-batch order, regardless of the ranks that computed them (needs
     data.micro_batches above 0). Weights then have identical bits on any number of ranks. This costs
     an all-gather of data.micro_batches gradients instead of one all-reduce.
     """
@@ -744,14 +745,14 @@ class DdpConfig:
     the length. powersgd: products of two narrow matrices (Vogels et al., 2019), whose error is
     added to the next step's gradients. Results then depend on the number of ranks, because of
     rounding or, more strongly, with powersgd. Checkpoints do not include powersgd's error memory,
-    so a restart begins without it.
+    so a restart loses it.
     """
     powersgd_rank: int = 1
     """powersgd: number of columns of the matrices. More columns approximate better but take longer
     to send.
     """
     powersgd_start: int = 1000
-    """powersgd: number of uncompressed steps after each start of the ranks."""
+    """powersgd: number of uncompressed steps each time after ranks have started."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -822,6 +823,6 @@ class DeepSpeedConfig:
     stage: int = 1
     """ZeRO stage: 0 shards nothing, 1 the optimizer's state, 2 also gradients, 3 also weights."""
     config: Path | None = None
-    """JSON file with more settings for DeepSpeed. Keys that the trainer decides (batch, precision,
-    optimizer, schedule, clipping) are ignored, and reported in the output.
+    """JSON file with more settings for DeepSpeed. Keys that the trainer controls (batch,
+    precision, optimizer, schedule, clipping) are ignored, and reported in the output.
     """

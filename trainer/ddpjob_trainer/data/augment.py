@@ -14,7 +14,8 @@ from ddpjob_trainer.data.decode import Box
 from ddpjob_trainer.data.randomness import derive, uniform, uniform_for_all
 from ddpjob_trainer.errors import ConfigError
 
-_RANDAUGMENT, _ERASING, _CUTOUT = 0x52414E44, 0x45524153, 0x43555420
+RANDAUGMENT = 0x52414E44
+_ERASING, _CUTOUT = 0x45524153, 0x43555420
 
 
 class CropAndFlip:
@@ -39,11 +40,12 @@ class CropAndFlip:
     def __call__(self, numbers: torch.Tensor, epoch: int) -> torch.Tensor:
         """Return images with this epoch's augmentation: (n, channels, height, width) uint8.
 
-        `numbers` (n,) are int64 on the set's device. A number beyond the set's size stands for
-        another version of image `number % size`.
+        `numbers` (n,) are int64, and sent to the set's device if necessary. A number beyond the
+        set's size stands for another version of image `number % size`.
         """
         if epoch != self._epoch:
             self._draw(epoch)
+        numbers = numbers.to(self._crops.device, non_blocking=True)
         crops = self._crops[numbers % len(self._crops), self._top[numbers], self._left[numbers]]
         return torch.where(self._mirrored[numbers], crops.flip(-1), crops) if self._flip else crops
 
@@ -64,6 +66,7 @@ class RandAugment:
         """Use TrivialAugment if `operations` is 0."""
         from torchvision.transforms import v2
 
+        self.operations, self.magnitude = operations, magnitude
         bilinear = v2.InterpolationMode.BILINEAR
         self._transform = (
             v2.RandAugment(operations, magnitude, interpolation=bilinear)
@@ -80,21 +83,29 @@ class RandAugment:
         if config.trivialaugment:
             if config.randaugment_ops:
                 raise ConfigError(
-                    "data.trivialaugment: cannot be combined with RandAugment"
+                    "data.trivialaugment cannot be combined with RandAugment"
                     f" (data.randaugment_ops={config.randaugment_ops}); leave one of them out"
                 )
             return cls(0, 0)
-        if config.randaugment_ops < 0 or not 0 <= config.randaugment_magnitude <= 30:
+        if config.randaugment_ops < 0:
+            raise ConfigError(f"data.randaugment_ops={config.randaugment_ops}: must be at least 0; 2 is usual")
+        if not 0 <= config.randaugment_magnitude <= 30:
             raise ConfigError(
-                f"data.randaugment_ops={config.randaugment_ops} must be at least 0,"
-                f" data.randaugment_magnitude={config.randaugment_magnitude} from 0 to 30; 2 and 9 are usual"
+                f"data.randaugment_magnitude={config.randaugment_magnitude}: must be from 0 to 30; 9 is usual"
             )
         return cls(config.randaugment_ops, config.randaugment_magnitude) if config.randaugment_ops else None
+
+    @property
+    def space(self) -> dict[str, tuple[Callable[[int, int, int], torch.Tensor | None], bool]]:
+        """The operations, each with its magnitudes for (bins, height, width), and whether they have
+        signs.
+        """
+        return self._transform._AUGMENTATION_SPACE  # type: ignore[no-any-return]
 
     def __call__(self, image: torch.Tensor, seed: int, epoch: int, number: int) -> torch.Tensor:
         """Augment one image (3, height, width) uint8."""
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(derive(seed, epoch, number, _RANDAUGMENT))
+            torch.default_generator.manual_seed(derive(seed, epoch, number, RANDAUGMENT))
             augmented: torch.Tensor = self._transform(image)
         return augmented
 
@@ -118,14 +129,15 @@ class RandomErasing:
         `images` (n, channels, height, width) belong to the samples `numbers`.
         """
         chosen = uniform(derive(self._seed, _ERASING), epoch, np.array(numbers, dtype=np.int64), 1)[:, 0]
+        shape = torch.empty(images.shape[1:], device="meta")
+        inside = [np.zeros((len(numbers), side), dtype=bool) for side in images.shape[2:]]
         with torch.random.fork_rng(devices=[]):
             for index in np.flatnonzero(chosen < self._probability).tolist():
                 torch.default_generator.manual_seed(derive(self._seed, epoch, numbers[index], _ERASING))
-                image = images[index]
-                top, left, height, width, value = self._choose(image, self._SCALE, self._RATIO, [0.0])
-                if value is not image:  # A fitting rectangle was found.
-                    image[:, top : top + height, left : left + width] = 0.0
-        return images
+                top, left, height, width, value = self._choose(shape, self._SCALE, self._RATIO, [0.0])
+                if value is not shape:  # A fitting rectangle was found.
+                    inside[0][index, top : top + height] = inside[1][index, left : left + width] = True
+        return _erase(images, *map(torch.from_numpy, inside))
 
 
 class Cutout:
@@ -147,8 +159,14 @@ class Cutout:
         inside = []
         for axis, side in enumerate(images.shape[2:]):
             center, places = (draws[:, axis] * side).long()[:, None], torch.arange(side)[None]
-            inside.append(((places >= center - self._half) & (places < center + self._half)).to(images.device))
-        return images.masked_fill_((inside[0][:, :, None] & inside[1][:, None, :])[:, None], 0.0)
+            inside.append((places >= center - self._half) & (places < center + self._half))
+        return _erase(images, *inside)
+
+
+def _erase(images: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Set the pixels of `images` to 0 that are in `rows` (n, height) and `columns` (n, width)."""
+    rows, columns = (inside.to(images.device, non_blocking=True) for inside in (rows, columns))
+    return images.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0.0)
 
 
 Eraser = Callable[[torch.Tensor, list[int], int], torch.Tensor]
@@ -168,7 +186,7 @@ def build_erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
     for key in ("erase", "cutout"):
         if getattr(config, key) and len(shape) != 3:
             raise ConfigError(
-                f"data.{key}={getattr(config, key)}: needs images (channels, height, width), but the inputs of"
+                f"data.{key}={getattr(config, key)} needs images (channels, height, width), but the inputs of"
                 f" data.name={config.name} have the shape {shape}; leave it out"
             )
     cutout: list[Eraser] = [Cutout(config.cutout, config.seed)] if config.cutout else []

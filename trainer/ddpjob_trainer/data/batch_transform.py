@@ -74,6 +74,6 @@ class BatchTransform:
         if wrong:
             found = f"shape {tuple(labels.shape)}" if shares or labels.ndim > 1 else f"{labels.min()}..{labels.max()}"
             raise TrainingError(
-                f"data.batch_transform={self._name}: returned labels of {found}; return class numbers (n,) from 0 to"
+                f"data.batch_transform={self._name} returned labels of {found}; return class numbers (n,) from 0 to"
                 f" {classes - 1}, or shares of classes (n, {classes})"
             )

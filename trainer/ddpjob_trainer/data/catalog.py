@@ -30,11 +30,11 @@ def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet
         )
     if config.repeats > 1 and not (config.augment or config.erase or config.cutout):
         raise ConfigError(
-            f"data.repeats={config.repeats}: has no effect with data.augment=false, because all versions of a"
+            f"data.repeats={config.repeats} has no effect with data.augment=false, because all versions of a"
             " sample are the same; set"
             " data.augment=true, or leave it out"
         )
-    if not 1 <= config.stretch < math.inf:
+    if config.stretch and not 1 <= config.stretch < math.inf:
         raise ConfigError(
             f"data.stretch={config.stretch}: must be a finite number of at least 1; with 1.25, a rank may"
             " process 1.25 micro-batches at once"
@@ -46,7 +46,7 @@ def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet
             )
     for key in ("shift", "flip", "mean", "std"):
         if ":" not in config.name and getattr(config, key):
-            raise ConfigError(f"data.{key}: has no effect on data.name={config.name}; it is for your own uint8 images")
+            raise ConfigError(f"data.{key} has no effect on data.name={config.name}; it is for your own uint8 images")
     try:
         return _open(config, device or torch.device("cpu"))
     except OSError as error:

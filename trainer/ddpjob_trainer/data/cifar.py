@@ -15,6 +15,7 @@ import torch
 
 from ddpjob_trainer.config.sections import DataConfig, DataName
 from ddpjob_trainer.data.augment import CropAndFlip, RandAugment
+from ddpjob_trainer.data.batch_augment import BatchAugment
 from ddpjob_trainer.data.cifar_batch import MOST_BYTES, read_batch
 from ddpjob_trainer.data.dataset import Normalize, existing_folder
 from ddpjob_trainer.data.in_memory import Augment, MemoryData
@@ -106,19 +107,11 @@ def open_cifar(config: DataConfig, device: torch.device) -> MemoryData:
 
 
 def _augmentation(config: DataConfig, images: torch.Tensor) -> Augment:
-    """Return crop and flip, followed by RandAugment on each image if configured."""
+    """Return crop and flip, followed by RandAugment if configured."""
     crop_and_flip = CropAndFlip(images, config.seed, padding=4, flip=True, repeats=config.repeats)
-    randaugment = RandAugment.of(config)
-    if randaugment is None:
+    if (randaugment := RandAugment.of(config)) is None:
         return crop_and_flip
-
-    def augment(numbers: torch.Tensor, epoch: int) -> torch.Tensor:
-        crops = crop_and_flip(numbers, epoch)
-        for image, number in zip(crops, numbers.tolist(), strict=True):
-            image.copy_(randaugment(image, config.seed, epoch, number))
-        return crops
-
-    return augment
+    return BatchAugment(crop_and_flip, images, randaugment, config.seed, len(images) * config.repeats)
 
 
 def _find(root: Path | None, layout: _Layout) -> tuple[Path, bool] | None:
@@ -210,7 +203,7 @@ def _download(config: DataConfig) -> None:
     import torchvision
 
     if config.dir is None:
-        raise DataError("data.download=true: needs a folder to download into; set data.dir (or DDPJOB_DATA_DIR)")
+        raise DataError("data.download=true needs a folder to download into; set data.dir (or DDPJOB_DATA_DIR)")
     kind = torchvision.datasets.CIFAR10 if config.name == DataName.CIFAR10 else torchvision.datasets.CIFAR100
     try:
         config.dir.mkdir(parents=True, exist_ok=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import tee
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -64,25 +65,22 @@ class ImageData(DataSet):
         classes: int,
         class_names: list[str] | None = None,
     ) -> None:
-        if config.image_size < 1 or config.workers < 0:
-            raise ConfigError(
-                f"data.image_size={config.image_size} must be at least 1, data.workers={config.workers} at least 0"
-            )
-        if config.test_image_size < 0 or not 0 < config.test_crop <= 1:
-            raise ConfigError(
-                f"data.test_image_size={config.test_image_size} must be at least 0,"
-                f" data.test_crop={config.test_crop} above 0 and at most 1, for example"
-                " data.test_image_size=224 data.test_crop=0.875"
-            )
+        for key, least in (("image_size", 1), ("test_image_size", 0), ("workers", 0)):
+            if getattr(config, key) < least:
+                raise ConfigError(f"data.{key}={getattr(config, key)}: must be at least {least}")
+        if not 0 < config.test_crop <= 1:
+            raise ConfigError(f"data.test_crop={config.test_crop}: must be above 0 and at most 1, for example 0.875")
         if not 0 <= config.corrupt_limit <= 1:
             raise ConfigError(
-                f"data.corrupt_limit: {config.corrupt_limit} must be a fraction between 0 and 1, such as 0.01"
+                f"data.corrupt_limit={config.corrupt_limit}: must be a fraction between 0 and 1, such as 0.01"
             )
         self._config, self._device, self._train, self._test = config, device, train, test
         self.classes, self.class_names = classes, class_names
         self.shape = (3, config.image_size, config.image_size)
         self._test_size = config.test_image_size or config.image_size
         self.train_size, self.test_size = len(train.labels), len(test.labels)
+        # On the stream that trains, a copy would wait for earlier steps. Not run on a GPU yet.
+        self._copies: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.normalize: Normalize = Normalize(255.0, IMAGENET_MEAN, IMAGENET_STD, device)
         self._randaugment = RandAugment.of(config) if config.augment else None
         self._warnings = Warnings()
@@ -120,16 +118,23 @@ class ImageData(DataSet):
             yield self._batch(source, next(answered).numbers, chunks)
 
     def _batch(self, source: Encoded, numbers: list[int], chunks: list[Chunk]) -> Batch:
-        pixels = torch.empty(len(numbers), *self._shape_of(source), dtype=torch.uint8, device=self._device)
         samples = _samples(source, numbers)
         labels = torch.from_numpy(source.labels[samples])
         done, bad = 0, list[int]()
-        for chunk in chunks:
-            pixels[done : done + len(chunk.pixels)].copy_(chunk.pixels, non_blocking=True)
-            for index, reason in chunk.unreadable:
-                bad.append(done + index)
-                self._report(source.name(samples[done + index]), reason)
-            done += len(chunk.pixels)
+        # DALI's chunks are on the GPU already, in memory of the stream that trains.
+        apart = self._copies if all(chunk.pixels.device.type == "cpu" for chunk in chunks) else None
+        with torch.cuda.stream(apart) if apart else nullcontext():
+            pixels = torch.empty(len(numbers), *self._shape_of(source), dtype=torch.uint8, device=self._device)
+            for chunk in chunks:
+                pixels[done : done + len(chunk.pixels)].copy_(chunk.pixels, non_blocking=True)
+                for index, reason in chunk.unreadable:
+                    bad.append(done + index)
+                    self._report(source.name(samples[done + index]), reason)
+                done += len(chunk.pixels)
+        if apart:
+            trains = torch.cuda.current_stream(self._device)
+            trains.wait_stream(apart)
+            pixels.record_stream(trains)  # Otherwise its memory is reused as soon as Python drops it.
         if bad:
             whole = next((index for index in range(len(numbers)) if index not in bad), None)
             pixels[bad] = 0 if whole is None else pixels[whole].clone()
@@ -148,7 +153,7 @@ class ImageData(DataSet):
     def _open_dali(self) -> DaliDecoder:
         if self._randaugment is not None:
             raise ConfigError(
-                "data.decoder=dali: does not support RandAugment; set data.decoder=auto, or data.randaugment_ops=0"
+                "data.decoder=dali does not support RandAugment; set data.decoder=auto, or data.randaugment_ops=0"
             )
 
         def choose(request: Request, index: int) -> tuple[Callable[[int, int], Box], bool]:

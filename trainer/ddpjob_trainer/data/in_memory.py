@@ -15,8 +15,8 @@ _LOOKED_AT = 1024
 """Number of images whose pixels the fingerprint covers. It also covers all labels."""
 
 Augment = Callable[[torch.Tensor, int], torch.Tensor]
-"""Maps version numbers (n,) int64 on the device, and the epoch, to images (n, channels, height,
-width) uint8."""
+"""Maps version numbers (n,) int64 in main memory, and the epoch, to images (n, channels, height,
+width) with values from 0 to 255, in a tensor of its own. They are uint8 or float32."""
 
 
 class MemoryData(DataSet):
@@ -43,8 +43,8 @@ class MemoryData(DataSet):
         """Yield one augmented batch per (epoch, sample numbers)."""
         images, labels = self._train
         for epoch, part in parts:
-            numbers = torch.tensor(part, dtype=torch.int64).to(labels.device, non_blocking=True)
-            own = numbers % self.train_size
+            numbers = torch.tensor(part, dtype=torch.int64)
+            own = (numbers % self.train_size).to(labels.device, non_blocking=True)
             taken = images[own] if self._augment is None else self._augment(numbers, epoch)
             yield Batch(self.normalize(taken), labels[own])
 

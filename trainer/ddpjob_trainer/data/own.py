@@ -62,7 +62,7 @@ class OwnData(DataSet):
         if config.randaugment_ops or config.trivialaugment:
             key = "trivialaugment" if config.trivialaugment else "randaugment_ops"
             raise ConfigError(
-                f"data.{key}: has no effect on data.name={config.name}, which augments its own samples; leave it out"
+                f"data.{key} has no effect on data.name={config.name}, which augments its own samples; leave it out"
             )
         self._config, self._device, self._what = config, device, f"data.name={config.name}"
         train, test, names = self._call_function()
@@ -94,7 +94,7 @@ class OwnData(DataSet):
         if not isinstance(found, tuple | list) or len(found) not in (2, 3):
             shown = f"a {type(found).__name__} of {len(found)}" if isinstance(found, tuple | list) else f"{found!r:.60}"
             raise ConfigError(
-                f"{self._what}: returned {shown}; return (train, test), or (train, test, classes) for targets"
+                f"{self._what} returned {shown}; return (train, test), or (train, test, classes) for targets"
                 " that are"
                 " class numbers"
             )
@@ -132,7 +132,7 @@ class OwnData(DataSet):
         if self.targets is Targets.VALUES:
             if names is not None:
                 raise ConfigError(
-                    f"{self._what}: returned classes {names!r:.60}, but train[0] has a float target; return"
+                    f"{self._what} returned classes {names!r:.60}, but train[0] has a float target; return"
                     " (train, test), or integer targets"
                 )
             return max(1, self._first[1].numel()), None
@@ -141,7 +141,7 @@ class OwnData(DataSet):
         if isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names):
             return len(names), list(names)
         raise ConfigError(
-            f"{self._what}: returned {'no classes' if names is None else f'{names!r:.60} as classes'}, but"
+            f"{self._what} returned {'no classes' if names is None else f'{names!r:.60} as classes'}, but"
             " train[0] has an integer target; return (train, test, classes) with the number of classes or a"
             " list of"
             " their names, or float targets"
@@ -167,7 +167,7 @@ class OwnData(DataSet):
         for key in ("shift", "flip", "mean", "std"):
             if getattr(config, key) and not self._pixels:
                 raise ConfigError(
-                    f"data.{key}: needs uint8 images, but {what} are {self._first[0].dtype}; return uint8 from the"
+                    f"data.{key} needs uint8 images, but {what} are {self._first[0].dtype}; return uint8 from the"
                     f" function, or leave it out"
                 )
         if not self._pixels:

@@ -32,13 +32,45 @@ def derive(*parts: int) -> int:
     The computation uses Python integers, because a one-element array takes twenty times as long,
     and every micro-batch needs a seed.
     """
+    return derive_state(*parts) >> 1
+
+
+def derive_state(*parts: int) -> int:
+    """Return the 64-bit state of `derive`, to which further parts can be added."""
     state = 0
     for part in parts:
         z = (state ^ ((part + 1) * _GOLDEN)) & _MASK
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
         state = z ^ (z >> 31)
-    return state >> 1
+    return state
+
+
+def derive_for_all(seed: int, epoch: int, numbers: npt.NDArray[np.int64], last: int) -> npt.NDArray[np.uint64]:
+    """Return `derive(seed, epoch, number, last)` for all `numbers`."""
+    golden = np.uint64(_GOLDEN)
+    state = mix64(np.uint64(derive_state(seed, epoch)) ^ ((numbers.astype(np.uint64) + np.uint64(1)) * golden))
+    return mix64(state ^ np.uint64((last + 1) * _GOLDEN & _MASK)) >> np.uint64(1)
+
+
+def twister_words(seeds: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.uint32]:
+    """Return the first `count` words, (count, n), that a torch CPU generator with each seed draws.
+
+    The generator is MT19937 (Matsumoto, Nishimura, 1998), seeded with the last 32 bits.
+    """
+    one, words = np.uint32(1), []
+    state = [seeds.astype(np.uint32)]
+    for k in range(1, min(624, 397 + count)):
+        state.append(np.uint32(1812433253) * (state[-1] ^ (state[-1] >> np.uint32(30))) + np.uint32(k))
+    for k in range(count):
+        mixed = (state[k % 624] & np.uint32(0x80000000)) | (state[(k + 1) % 624] & np.uint32(0x7FFFFFFF))
+        word = state[(k + 397) % 624] ^ (mixed >> one) ^ ((mixed & one) * np.uint32(0x9908B0DF))
+        state[k % 624] = word
+        word = word ^ (word >> np.uint32(11))
+        word = word ^ ((word << np.uint32(7)) & np.uint32(0x9D2C5680))
+        word = word ^ ((word << np.uint32(15)) & np.uint32(0xEFC60000))
+        words.append(word ^ (word >> np.uint32(18)))
+    return np.stack(words)
 
 
 def uniform(seed: int, epoch: int, samples: npt.NDArray[np.int64], streams: int) -> npt.NDArray[np.float64]:

@@ -188,8 +188,8 @@ class Dividing(enum.Enum):
     EXACT = 1
     """Let ranks share micro-batches (see `Part`), which remain unchanged."""
     LOCAL = 2
-    """Turn each rank's even share into a micro-batch. Statistics and randomness then depend on the
-    number of ranks."""
+    """Turn each rank's even share into a micro-batch, even if whole ones could be distributed
+    evenly. Statistics and randomness then depend on the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -226,12 +226,10 @@ class Dealing:
             raise ConfigError(
                 f"Dealing: rank {self.rank} is not in a world of {self.world}; pass Dealing(group.rank, group.world)"
             )
-        if self.micro_batches < 0 or self.accumulate < 1:
-            raise ConfigError(
-                f"Dealing: micro_batches={self.micro_batches} must be at least 0, accumulate={self.accumulate}"
-                " at least"
-                " 1"
-            )
+        if self.micro_batches < 0:
+            raise ConfigError(f"Dealing: micro_batches={self.micro_batches}: must be at least 0")
+        if self.accumulate < 1:
+            raise ConfigError(f"Dealing: accumulate={self.accumulate}: must be at least 1")
 
     def deal(self, samples: list[int], state: SamplerState) -> list[Micro]:
         """Return this rank's micro-batches of the global batch that follows `state`.
@@ -258,10 +256,15 @@ class Dealing:
         ranks.
         """
         count = self.micro_batches
-        if self.dividing is Dividing.NO or self.busiest <= _WORTH_DIVIDING:
+        if self.dividing is Dividing.NO or not count:
             return 0
         # Each pass takes at most this many micro-batches.
-        passes = math.ceil(count / max(1, int(self.world * self.stretch)))
+        passes = math.ceil(count / max(1, int(min(count, self.world * self.stretch))))
+        if self.dividing is Dividing.LOCAL:
+            passes = max(passes, self.accumulate)
+        saves = self.dividing is Dividing.LOCAL and passes < -(-count // self.world)
+        if self.busiest <= _WORTH_DIVIDING and not saves:
+            return 0
         smallest = count // passes * (samples // count)
         # Otherwise a rank would be idle in a pass.
         return passes if smallest >= self.world else 0

@@ -145,7 +145,7 @@ def open_accumulator(targets: Targets, classes: int, each: Each, config: EvalCon
         return Accumulator(classes, config, each, apart=decisions)
     if config.pr is not PrKind.NONE:
         raise ConfigError(
-            f"eval.pr={config.pr.value}: needs targets that are classes, but they are {targets.value}; leave it out"
+            f"eval.pr={config.pr.value} needs class numbers as targets, but they are {targets.value}; leave it out"
         )
     return ValueAccumulator(each, decisions=decisions)
 

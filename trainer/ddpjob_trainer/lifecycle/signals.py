@@ -118,12 +118,12 @@ class StopRequest:
         """End this process if the ranks do not agree in time."""
         asked = time.monotonic()
         self._requested.set()
-        what = "has finished, writes its last output" if self._agreed.is_set() else "saves after this step"
-        print(f"SIGTERM: rank {self._group.rank} {what} and exits", file=sys.stderr, flush=True)
+        what = "has finished and writes its last output" if self._agreed.is_set() else "saves after this step"
+        print(f"SIGTERM: rank {self._group.rank} {what}, then exits", file=sys.stderr, flush=True)
         while (left := self._until(asked) - time.monotonic()) > 0:
             if self._agreed.wait(left):
                 return
-        waited = f"the other ranks do not respond within {self._patience():.1f} s"
+        waited = f"the other ranks did not respond within {self._patience():.1f} s"
         print(
             f"SIGTERM, and {waited}: rank {self._group.rank} exits without a checkpoint",
             file=sys.stderr,

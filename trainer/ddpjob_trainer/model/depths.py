@@ -53,9 +53,8 @@ def describe_shares(depths: Mapping[str, int], decay: float) -> str:
     ends = [[name for name, depth in depths.items() if depth == end] for end in (0, deepest)]
     first, last = (", ".join(names[:2]) + ", ..." * (len(names) > 2) for names in ends)
     return (
-        f"optim.layer_decay={decay}: {deepest + 1} groups, from {decay**deepest:.3g} of optim.lr ({first}) to"
-        " all of it"
-        f" ({last})"
+        f"optim.layer_decay={decay}: {deepest + 1} groups, whose learning rates rise from {decay**deepest:.3g} times"
+        f" optim.lr ({first}) to optim.lr ({last})"
     )
 
 

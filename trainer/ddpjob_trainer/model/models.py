@@ -34,7 +34,7 @@ def build_model(
     """
     if config.channels_last and len(shape) != 3:
         raise ConfigError(
-            f"model.channels_last: needs images (channels, height, width), but the data's samples have the shape"
+            f"model.channels_last needs images (channels, height, width), but the data's samples have the shape"
             f" {shape}; leave it out"
         )
     torch.manual_seed(seed)
@@ -152,7 +152,7 @@ def _network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> nn.Mo
     kind, _, name = config.name.partition(":")
     if len(shape) != 3 and (not name or kind in ("torchvision", "timm")):
         raise ConfigError(
-            f"model.name={config.name}: needs images (channels, height, width), but the data's samples have the shape"
+            f"model.name={config.name} needs images (channels, height, width), but the data's samples have the shape"
             f" {shape}; use your own model, model.name=package.module:function"
         )
     if config.name == "small_cnn":
@@ -247,7 +247,7 @@ def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, 
     except Exception as error:
         remedy = f"set {key} to the size that the model expects, such as 224, or use" if key else "take"
         raise ConfigError(
-            f"model.name={config.name}: cannot take images of {' x '.join(map(str, shape[1:]))}"
+            f"model.name={config.name} cannot take images of {' x '.join(map(str, shape[1:]))}"
             f" ({first_line(error).rstrip('.')}); {remedy} another model, such as resnet18_cifar"
         ) from error
 
@@ -311,7 +311,7 @@ def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
     model = build(shape, classes)
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model.name={name}: returned {type(model).__name__}; return a torch.nn.Module from"
+            f"model.name={name} returned {type(model).__name__}; return a torch.nn.Module from"
             " function(shape, classes), whose output for images (n, channels, height, width) is (n, classes)"
         )
     values = itertools.chain(model.named_parameters(), model.named_buffers())

@@ -60,19 +60,18 @@ class Loss:
         """
         if self._smoothing and self.name != "cross_entropy":
             raise ConfigError(
-                f"optim.label_smoothing={self._smoothing}: spreads a class over the others, but"
-                f" optim.loss={self.name} "
-                f"cannot do that; leave it out"
+                f"optim.label_smoothing={self._smoothing} has no effect on optim.loss={self.name}; leave it out, or set"
+                " optim.loss=cross_entropy"
             )
         mixed = next((key for key in ("mixup", "cutmix") if getattr(data, key)), "")
         if mixed and targets is not Targets.CLASSES:
             raise ConfigError(
-                f"data.{mixed}: mixes classes, and the targets of data.name={data.name} are {targets.value};"
+                f"data.{mixed} mixes classes, but the targets of data.name={data.name} are {targets.value};"
                 " leave it out"
             )
         if mixed and self._own is not None:
             raise ConfigError(
-                f"data.{mixed}: turns classes into fractions of classes, but optim.loss={self.name} does not support "
+                f"data.{mixed} turns classes into fractions of classes, but optim.loss={self.name} does not support "
                 f"that; leave it out, or set optim.loss=cross_entropy or bce"
             )
         fitting = {
@@ -82,7 +81,7 @@ class Loss:
         }[targets]
         if self._own is None and self.name not in fitting:
             raise ConfigError(
-                f"optim.loss={self.name}: does not support the targets of data.name={data.name}"
+                f"optim.loss={self.name} does not support the targets of data.name={data.name}"
                 f" ({targets.value}); set optim.loss to"
                 f" {', '.join([*fitting, 'package.module:function'])}"
             )
@@ -148,8 +147,8 @@ class Loss:
             return losses.float()
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, torch.Tensor) else type(losses).__name__
         raise ConfigError(
-            f"optim.loss={self.name}: returned {found} for {count} samples; return one loss per sample, of"
-            f" shape ({count},), such as by reduction='none' and the mean over each sample's values"
+            f"optim.loss={self.name} returned {found} for {count} samples; return one loss per sample, of"
+            f" shape ({count},), for example with reduction='none' and a mean over each sample's values"
         )
 
 

@@ -76,7 +76,7 @@ def check(config: OptimConfig) -> None:
         if not (math.isfinite(value := getattr(config, key)) and value >= 0):
             raise ConfigError(f"optim.{key}={value}: must be a finite number of at least 0")
     if config.nesterov and config.momentum == 0:
-        raise ConfigError("optim.nesterov: needs optim.momentum above 0; set it to 0.9, or leave optim.nesterov out")
+        raise ConfigError("optim.nesterov needs optim.momentum above 0; set it to 0.9, or leave optim.nesterov out")
     if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
         raise ConfigError(
             f"optim.betas={list(config.betas)}: must be two numbers that are at least 0 and below 1, for example"
@@ -96,10 +96,11 @@ def check(config: OptimConfig) -> None:
                 "optim.warmup_epochs: optim.schedule=one_cycle has its own warm-up; set optim.rise, and"
                 " optim.warmup_epochs=0"
             )
-        if not (0 < config.rise < 1 and 0 < config.start_factor <= 1):
+        if not 0 < config.rise < 1:
+            raise ConfigError(f"optim.rise={config.rise}: must be between 0 and 1, for example 0.3")
+        if not 0 < config.start_factor <= 1:
             raise ConfigError(
-                f"optim.rise={config.rise} must be between 0 and 1, optim.start_factor={config.start_factor} above 0"
-                " and at most 1, for example optim.rise=0.3 optim.start_factor=0.04"
+                f"optim.start_factor={config.start_factor}: must be above 0 and at most 1, for example 0.04"
             )
 
 

@@ -61,8 +61,8 @@ def build_own(name: str, groups: list[dict[str, Any]], lr: float, decay: float) 
         held = [weight for group in found.param_groups for weight in group["params"]]
         if sorted(map(id, held)) != sorted(map(id, wanted)) or not all("lr" in group for group in found.param_groups):
             raise ConfigError(
-                f"optim.name={name}: its param_groups must hold each given parameter once, and each group's lr, which"
-                " the schedule sets; pass the groups to torch.optim.Optimizer.__init__"
+                f"optim.name={name}: its param_groups must contain each given parameter once, and each group an lr,"
+                " which the schedule sets; pass the groups to torch.optim.Optimizer.__init__"
             )
         return found
 

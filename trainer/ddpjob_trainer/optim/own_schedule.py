@@ -29,7 +29,7 @@ def own_factor(name: str, epoch: float, epochs: int) -> float:
         factor = float(function(epoch, epochs))
     if not (math.isfinite(factor) and factor >= 0):
         raise ConfigError(
-            f"optim.schedule={name}: returned {factor} for epoch={epoch:g}, epochs={epochs}; return a finite factor of"
+            f"optim.schedule={name} returned {factor} for epoch={epoch:g}, epochs={epochs}; return a finite factor of"
             " optim.lr of at least 0"
         )
     return factor
@@ -46,7 +46,7 @@ def check_own(name: str, rate: Callable[[int], float], steps: Sequence[int], gro
     rates = [rate(consumed) for consumed in checked]
     if rates[::-1] != [rate(consumed) for consumed in checked[::-1]]:
         raise ConfigError(
-            f"optim.schedule={name}: returns different factors for the same epoch; compute them from its arguments"
+            f"optim.schedule={name} returns different factors for the same epoch; compute them from its arguments"
             " alone, because a restart repeats only some of the calls"
         )
     digest = hashlib.sha256(array("d", rates)).digest()
@@ -54,11 +54,11 @@ def check_own(name: str, rate: Callable[[int], float], steps: Sequence[int], gro
     if len(set(digests)) > 1:
         other = next(rank for rank, found in enumerate(digests) if found != digests[0])
         raise ConfigError(
-            f"optim.schedule={name}: returns different factors on ranks 0 and {other}; compute them from its arguments"
+            f"optim.schedule={name} returns different factors on ranks 0 and {other}; compute them from its arguments"
             " alone, without RANK, hash() or the machine's files"
         )
     top = max(range(len(rates)), key=rates.__getitem__)
     return (
         f"optim.schedule={name}: learning rate {rates[0]:.3g} at first, {rates[top]:.3g} at most (step"
-        f" {steps.index(checked[top]) + 1} of {len(steps)}), {rates[-1]:.3g} at last"
+        f" {steps.index(checked[top]) + 1} of {len(steps)}), {rates[-1]:.3g} at the end"
     )

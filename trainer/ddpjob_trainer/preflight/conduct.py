@@ -46,7 +46,7 @@ def conduct(config: Config, group: Group, publish: Callable[[PreflightReport], N
     """
     for key in ("join_seconds", "step_seconds"):
         if (seconds := getattr(config.preflight, key)) <= 0:
-            raise ConfigError(f"preflight.{key}: {seconds} is not above 0")
+            raise ConfigError(f"preflight.{key}={seconds}: must be above 0")
     # Every wait has a deadline, but torch's FileStore holds the GIL while it waits for a missing
     # folder. This timer does not need the GIL; it writes all threads' stacks and ends the process
     # with exit code 1.
@@ -130,8 +130,8 @@ class _Preflight:
 
         def find(check: Check) -> RankFinding:
             finding, problem = attempt(self._step, f"checking the {check.name}", lambda: check.find(context))
-            silent = "a mount, a name server or a driver does not respond there"
-            return finding or RankFinding(problem, Status.FAIL, silent if "no answer" in problem else check.remedy)
+            silent = "repair the mount, name server or driver on that node that does not respond"
+            return finding or RankFinding(problem, Status.FAIL, silent if "no response" in problem else check.remedy)
 
         with ThreadPoolExecutor(len(chosen) + 1) as pool:
             asked = pool.submit(attempt, self._step, "checking its own address", lambda: own_address(self._group))

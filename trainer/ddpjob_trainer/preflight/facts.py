@@ -263,7 +263,7 @@ def limits(context: Context) -> RankFinding:
     files, locked = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     needed = 256 + 8 * context.group.world + 64 * context.config.data.workers
     if files != resource.RLIM_INFINITY and files < needed:
-        remedy = f"raise it before the start: ulimit -n {max(65536, needed)}, or the container runtime's default"
+        remedy = f"raise this limit before training: ulimit -n {max(65536, needed)}, or the container runtime's default"
         return RankFinding(f"{files} open files, but {needed} may be needed", Status.WARN, remedy)
     if locked != resource.RLIM_INFINITY and _INFINIBAND.is_dir():
         remedy = "ulimit -l unlimited (container runtime: memlock=-1), or NCCL cannot use InfiniBand"
@@ -291,7 +291,7 @@ _SOFTWARE = "install {name} {norm} there, or run the same image (spec.image) on 
 _DEVICES = "start as many ranks per node as it has devices; see CUDA_VISIBLE_DEVICES and nvidia-smi there"
 _VISIBLE = "check that the node's devices are visible (driver, CUDA_VISIBLE_DEVICES, spec.gpusPerNode)"
 _KIND = f"{_VISIBLE}, or set train.backend=gloo for all"
-_WRITABLE = f"mount it writable for uid {os.getuid()}, or set checkpoint.dir to another folder"
+_WRITABLE = f"mount it writable for uid {os.getuid()}, or set checkpoint.dir to a different folder"
 _DATA, _COPY = "mount the data there, or correct data.dir (a DDPJob: storage.data)", "copy the data there again"
 CHECKS = (
     Check("versions", versions, same={
@@ -300,7 +300,7 @@ CHECKS = (
     }),
     Check("devices", device, _DEVICES, same={
         "device": (Status.FAIL, _KIND),
-        "model": (Status.WARN, "the slowest node sets the pace; use nodes of one kind"),
+        "model": (Status.WARN, "use nodes of the same kind, because the slowest node sets the pace"),
         "driver": (Status.WARN, "install the same driver"),
     }),
     Check("master address", master_address, "check MASTER_ADDR and the node's DNS", same={

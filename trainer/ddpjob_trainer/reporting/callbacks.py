@@ -120,7 +120,10 @@ class Callbacks:
                     self._own[name].load_state_dict(states[name])
         fresh, unused = [name for name in kept if name not in states], [name for name in states if name not in kept]
         return [
-            *(f"{_KEY}: {name} starts without a state, because the checkpoint has none of it" for name in fresh),
+            *(
+                f"{_KEY}: {name} starts without a state, because the checkpoint does not contain its state"
+                for name in fresh
+            ),
             *(f"{_KEY}: the checkpoint's state of {name} is not used" for name in unused),
         ]
 
@@ -141,7 +144,7 @@ def _check_counts(name: str, counts: Collection[int]) -> None:
     if len(counts) > 1:
         raise TrainingError(
             f"{_KEY}={name}: on_test_batch returned {' and '.join(map(str, sorted(counts)))} sums for different parts"
-            " of the test set; always return the same number, such as by torch.bincount(..., minlength=classes)"
+            " of the test set; always return the same number, for example with torch.bincount(..., minlength=classes)"
         )
 
 

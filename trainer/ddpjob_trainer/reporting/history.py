@@ -81,7 +81,7 @@ def read(run: Path) -> History:
         path = next((place / METRICS for place in near if (place / METRICS).is_file()), path)
     if not path.is_file():
         raise TrainerError(
-            f"{path} does not exist; name the run folder, which contains {METRICS} and which training names in its "
+            f"{path} does not exist; pass the run folder, which contains {METRICS}; training prints the folder in its "
             "first line"
         )
     folder = path.resolve().parent

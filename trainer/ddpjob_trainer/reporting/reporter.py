@@ -84,7 +84,7 @@ def open_log(run_dir: Path) -> MetricsLog:
     except OSError as error:
         raise TrainingError(
             f"{run_dir / METRICS} cannot be continued ({error.strerror}); make it readable and writable for uid"
-            f" {os.getuid()}, or set train.run_dir to another folder"
+            f" {os.getuid()}, or set train.run_dir to a different folder"
         ) from error
 
 
@@ -162,7 +162,8 @@ class Reporter:
         else:
             where = (
                 f"nothing is left to train, because the checkpoint of step {step} has {trained} complete epoch(s) and"
-                f" train.epochs={wanted}; raise it to continue, or set a different checkpoint.dir to start over"
+                f" train.epochs={wanted}; raise train.epochs to continue, or set a different checkpoint.dir to start"
+                " over"
             )
         ranks = "1 rank" if world == 1 else f"{world} ranks"
         folders = f"run folder {self._config.run_dir}, checkpoints {self._config.checkpoint_dir}"

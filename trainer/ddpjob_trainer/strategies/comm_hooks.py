@@ -16,7 +16,7 @@ def check(config: DdpConfig) -> None:
         return
     if config.ordered:
         raise ConfigError(
-            f"ddp.comm_hook={config.comm_hook.value}: compresses gradients, but ddp.ordered must be bit-exact; set "
+            f"ddp.comm_hook={config.comm_hook.value} compresses gradients, but ddp.ordered must be bit-exact; set "
             f"ddp.comm_hook=none or ddp.ordered=false"
         )
     if config.comm_hook is CommHook.POWERSGD and config.powersgd_rank < 1:

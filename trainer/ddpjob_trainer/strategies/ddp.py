@@ -60,7 +60,7 @@ class Ddp(Strategy):
         """Prepare the model. Raises ConfigError if settings are mutually exclusive."""
         comm_hooks.check(self.config.ddp)
         if self.config.ddp.ordered and self.config.amp.level in (AmpLevel.O2, AmpLevel.O3):
-            raise ConfigError("ddp.ordered: needs bit-exact float32 sums; set amp.level=O0 or O1, or ddp.ordered=false")
+            raise ConfigError("ddp.ordered needs bit-exact float32 sums; set amp.level=O0 or O1, or ddp.ordered=false")
         super().prepare(model, shape)
         # Faster cuDNN and cuBLAS kernels do not have a fixed order of addition.
         if self.config.ddp.ordered and self.device.type == "cuda":

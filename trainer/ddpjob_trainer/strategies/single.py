@@ -16,7 +16,7 @@ class Single(Strategy):
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         if group.world != 1:
             raise ConfigError(
-                f"strategy={config.strategy.value}: cannot use {group.world} ranks; set strategy=ddp, or start"
+                f"strategy={config.strategy.value} cannot use {group.world} ranks; set strategy=ddp, or start"
                 " one process"
             )
         super().__init__(config, group, device)

@@ -51,7 +51,7 @@ def refuse_scalars(model: nn.Module, strategy: str) -> None:
     """Raise ConfigError for a zero-dimensional parameter, because it could not be sharded."""
     if names := [name for name, weight in model.named_parameters() if not weight.dim()]:
         raise ConfigError(
-            f"strategy={strategy}: shards parameters along their first dimension, but {', '.join(names[:3])} of"
+            f"strategy={strategy} shards parameters along their first dimension, but {', '.join(names[:3])} of"
             " the model has no dimensions; give it the shape (1,), or set strategy=ddp"
         )
 

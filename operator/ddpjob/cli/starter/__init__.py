@@ -32,7 +32,7 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
         raise Mistake(f"{script}: the script's name must end in .py")
     if script.is_absolute() or ".." in script.parts:
         raise Mistake(
-            f"{script}: must be below this folder, because in a cluster it is relative to the image's working folder"
+            f"{script}: must be below this folder, because on a cluster it is relative to the image's working folder"
         )
     values = {"name": name, "image": image, "script": script.as_posix()}
     text = Template(_file(_MANIFEST.name)).substitute(
@@ -42,7 +42,7 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
     try:
         _create(_MANIFEST, text)
     except FileExistsError:
-        only = f"; `ddpjob init {script} --check` only reads the script" if script.is_file() else ""
+        only = f"; to only check the script, run `ddpjob init {script} --check`" if script.is_file() else ""
         raise Mistake(f"{_MANIFEST} already exists; remove it, or change to a different folder{only}") from None
     except OSError as error:
         raise Mistake(f"{_MANIFEST}: {error.strerror}") from error

@@ -182,7 +182,10 @@ class ApiServer:
             limit = min(LARGEST_PAGE, 2 * limit)
             total += len(text or b"")
             if of_a_job and self.largest_answer is not None and total > 2 * self.largest_answer:
-                raise AnswerTooLarge(f"{path}: the objects of this job have more than {2 * self.largest_answer} bytes")
+                raise AnswerTooLarge(
+                    f"{path}: the objects of this job take up more than {2 * self.largest_answer} bytes; "
+                    "read them with kubectl"
+                )
             with _parsing:
                 page = self._parsed(response, text)
                 found += map(shape, page.pop("items", None) or ())
@@ -263,7 +266,7 @@ class ApiServer:
         if answer is None:
             if response.status < 400:
                 raise Unreachable(
-                    f"the server at {self._where} is not an API server, because its answer is not a JSON object"
+                    f"the server at {self._where} is not an API server, because its response is not a JSON object"
                 )
             answer = {}
         if response.status >= 400:
@@ -336,7 +339,7 @@ class BearerServer(ApiServer):
         text: bytes = response.read(most + 1, decode_content=True)
         if len(text) > most:
             response.close()
-            raise AnswerTooLarge(f"{path}: the answer has more than {most} bytes; read it with kubectl")
+            raise AnswerTooLarge(f"{path}: the response has more than {most} bytes; read it with kubectl")
         return text
 
 

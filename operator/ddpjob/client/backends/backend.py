@@ -23,7 +23,7 @@ SILENCE_SECONDS = 15.0
 
 METRICS = "run/metrics.jsonl"
 """File with the measurements of the training, in the job's checkpoint folder."""
-METRICS_WRITERS = "the built-in trainer, and scripts that call ddpjob_report.report(step=...)"
+METRICS_WRITERS = "only the built-in trainer and scripts that call ddpjob_report.report(step=...) write it"
 METRICS_BYTES = 8 << 20
 
 

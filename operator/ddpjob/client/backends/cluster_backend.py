@@ -399,9 +399,10 @@ class ClusterBackend:
                 return found
         if pods:
             which = "no pod has" if len(pods) == len(running) else f"none of its first {len(pods)} pods has"
-            raise Mistake(f"{name}: {which} {METRICS} in its checkpoint folder; it is written by {METRICS_WRITERS}")
+            raise Mistake(f"{name}: {which} {METRICS} in its checkpoint folder; {METRICS_WRITERS}")
         raise Mistake(
-            f"{name}: no pod is running; `python -m ddpjob_trainer plot` plots {METRICS} in its checkpoint folder"
+            f"{name}: no pod is running; to plot the metrics, run `python -m ddpjob_trainer plot` on {METRICS} in the "
+            "job's checkpoint folder"
         )
 
     def _has_ended(self, pod: str) -> bool:
@@ -437,7 +438,7 @@ class ClusterBackend:
                 self.delete(name)
             except Mistake as other:
                 left = f"{str(mistake) or 'Ctrl-C'}; job {name} was created, but could not be deleted: {other}"
-                raise Mistake(f"{left}; `ddpjob delete {name}` deletes it") from mistake
+                raise Mistake(f"{left}; run `ddpjob delete {name}` to delete it") from mistake
             raise
         return name
 
@@ -481,7 +482,9 @@ class ClusterBackend:
     def kill(self, pod: str) -> None:
         body = self.api.existing(self.path("pods", pod))
         if body is None or LABEL_JOB not in body["metadata"].get("labels", {}):
-            raise Mistake(f"no pod {pod} of a job in {self.where}; `ddpjob describe JOB` lists the pods of a job")
+            raise Mistake(
+                f"there is no job pod {pod} in {self.where}; run `ddpjob describe JOB` to list the pods of a job"
+            )
         options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0,
                    "preconditions": {"uid": body["metadata"]["uid"]}}  # fmt: skip
         self.api.request("DELETE", self.path("pods", pod), body=options)
@@ -516,8 +519,8 @@ def _unreadable(name: str, checkpoints: Json) -> Mistake:
     """Return the reason why kept logs cannot be read if no pod of the job is running."""
     where = f"{checkpoints.get('mountPath') or '/checkpoints'}/{LOGS_FOLDER}"
     return Mistake(
-        f"{name}: no running pod can read {where}, which has the logs of ended pods; in a pod that mounts the volume, "
-        f"run `cat {where}/POD.*`"
+        f"{name}: no running pod can read {where}, which has the logs of terminated pods; in a pod that mounts the "
+        f"volume, run `cat {where}/POD.*`"
     )
 
 

@@ -174,7 +174,7 @@ def in_bucket(checkpoints: Json, folder: str, job: str, uid: str) -> KeptLogs:
 
     def explain(error: BucketError) -> Mistake:
         remedy = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL of this shell"
-        return Mistake(f"logs of ended pods cannot be read: {error}; {remedy}")
+        return Mistake(f"logs of terminated pods cannot be read: {error}; {remedy}")
 
     try:
         bucket = Bucket.open(

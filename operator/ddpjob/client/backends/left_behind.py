@@ -190,7 +190,7 @@ def describe_left_behind(found: LeftBehind) -> Iterator[str]:
     breaks = sum(len(line.incidents) for line in lines)
     yield f"Rounds:    {sum(line.world is not None for line in lines)}, with {count(breaks, 'break')}"
     if found.others:
-        yield f"Before it: {count(found.others, 'other job')} in this folder, not shown"
+        yield f"Earlier:   {count(found.others, 'other job')} in this folder, not shown"
     if found.unread:
         yield f"Not read:  {count(found.unread, 'line')}"
     yield ""
@@ -208,7 +208,10 @@ def describe_left_behind(found: LeftBehind) -> Iterator[str]:
 
 def _state(last: Line) -> str:
     if last.world is not None:
-        return f"unknown: round {last.round} began, and its end was not recorded (suspended, deleted or interrupted)"
+        return (
+            f"unknown: round {last.round} started, but its end was not recorded (the job was suspended, deleted or "
+            "interrupted)"
+        )
     return f"{'Complete' if last.ok else 'Stopped'}: {last.why}"
 
 

@@ -150,7 +150,7 @@ class PastJobs:
     def metrics(self, name: str) -> str:
         found = read_left_behind(self._folder_of(name)[0]).metrics
         if not found:
-            raise Mistake(f"{name}: there is no {METRICS}; it is written by {METRICS_WRITERS}")
+            raise Mistake(f"{name}: there is no {METRICS}; {METRICS_WRITERS}")
         return found
 
     def _refuse(self, *_: object) -> Any:

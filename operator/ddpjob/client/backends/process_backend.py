@@ -45,7 +45,7 @@ STOP_MARGIN = 15.0
 _POLL = 0.3
 _STARTED_SECONDS = 30.0
 """Maximum time in seconds until a new `ddpjob run` has written its record."""
-_STOPPED = "its `ddpjob run` was stopped; run the job again to resume"
+_STOPPED = "the job's `ddpjob run` was stopped; run the job again to resume"
 """Message of the condition Suspended of an interrupted job, whose runPolicy.suspend cannot be set
 to false."""
 
@@ -180,9 +180,11 @@ class ProcessBackend:
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
         if options.previous:
-            raise Mistake("--previous: a pod of this machine is never restarted; its successor has a different name")
+            raise Mistake(
+                "--previous: pods on this machine are replaced, not restarted; give the name of an earlier pod instead"
+            )
         if options.since is not None:
-            raise Mistake("--since: logs of this machine contain no timestamps; use --tail")
+            raise Mistake("--since: logs on this machine contain no timestamps; use --tail")
         folder, record = self.job_of_pod(pod.name)
         path = folder.run(record["local"]["run"]).pods / f"{pod.name}.log"
         if not path.is_file():
@@ -211,7 +213,7 @@ class ProcessBackend:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - METRICS_BYTES))
                 return file.read().decode(errors="replace")
         except FileNotFoundError:
-            raise Mistake(f"{path}: does not exist; it is written by {METRICS_WRITERS}") from None
+            raise Mistake(f"{path}: no such file; {METRICS_WRITERS}") from None
         except OSError as error:
             raise Mistake(f"{path}: {error.strerror}") from error
 
@@ -247,7 +249,8 @@ class ProcessBackend:
         elif set(spec) == {"runPolicy"} and set(spec["runPolicy"]) == {"suspend"}:
             self._ask(folder, "suspend" if spec["runPolicy"]["suspend"] else "resume", name)
         else:
-            raise Mistake(f"{', '.join(spec)}: cannot be changed in a job that runs on this machine; run it again")
+            changed = ", ".join(spec)
+            raise Mistake(f"{changed}: cannot change in a job on this machine; change the manifest and run it again")
 
     @_report_disk_errors
     def create(self, manifests: list[Json], *, fresh: bool = False) -> str:
@@ -271,7 +274,7 @@ class ProcessBackend:
     def _start(self, folder: JobFolder, code: list[Json], job: Json, *, fresh: bool) -> None:
         """Start `ddpjob run` in the background, and return once it has written its record."""
         if runner(folder) is not None:
-            raise Mistake(f"job {folder.name} is already running; `ddpjob stop {folder.name}` stops it")
+            raise Mistake(f"job {folder.name} is already running; run `ddpjob stop {folder.name}` to stop it")
         for file, text in (item for body in code for item in body.get("data", {}).items()):
             folder.code.mkdir(exist_ok=True)
             write_atomically(folder.code / file, text)
@@ -288,7 +291,9 @@ class ProcessBackend:
         deadline = time.monotonic() + _STARTED_SECONDS
         while (_record(folder) or {}).get("metadata", {}).get("uid") == before:
             if run.poll() is not None:
-                raise Mistake(output.read_text(errors="replace").strip() or f"`ddpjob run` ended with {run.returncode}")
+                raise Mistake(
+                    output.read_text(errors="replace").strip() or f"`ddpjob run` exited with code {run.returncode}"
+                )
             if time.monotonic() > deadline:
                 raise Mistake(f"`ddpjob run` (process {run.pid}) did not write a record; see {output}")
             time.sleep(0.1)
@@ -345,7 +350,7 @@ class ProcessBackend:
                 command, env=environment, capture_output=True, text=True, errors="replace", timeout=60, check=False
             )
         except subprocess.TimeoutExpired as error:
-            raise Mistake(f"pod {pod.name}: no answer within 60 s; try again") from error
+            raise Mistake(f"pod {pod.name}: no response within 60 s; try again") from error
         return ran.stdout + ran.stderr
 
     def stop(self, name: str, *, now: bool = False) -> bool:
@@ -360,7 +365,7 @@ class ProcessBackend:
             grace = (record["spec"].get("podTemplate", {}).get("spec") or {}).get("terminationGracePeriodSeconds", 30)
             try:
                 if not holds(folder, pid) and runner(folder) == pid:
-                    elsewhere = f"on another machine or in another container, as its process {pid}"
+                    elsewhere = f"on another machine or in another container, as process {pid}"
                     raise Mistake(f"job {name} runs {elsewhere}; stop it there")
                 _end(folder, pid, [0.0, 5.0] if now else [float(grace) + STOP_MARGIN, 5.0])
             except PermissionError as error:
@@ -374,7 +379,7 @@ class ProcessBackend:
     def _running(self, name: str) -> JobFolder:
         folder = self.folder(name)
         if runner(folder) is None:
-            raise Mistake(f"job {name} is not running; `ddpjob run` starts it")
+            raise Mistake(f"job {name} is not running; start it with `ddpjob run`")
         return folder
 
     def _ask(self, folder: JobFolder, verb: str, subject: str) -> None:
@@ -385,8 +390,8 @@ class ProcessBackend:
         if not processed:
             self._running(folder.name)  # The job may have ended meanwhile.
             raise Mistake(
-                f"the process that runs {folder.name} ({runner(folder)}) does not respond; "
-                f"`ddpjob stop --now {folder.name}` kills it"
+                f"the process that runs {folder.name} ({runner(folder)}) does not respond; run "
+                f"`ddpjob stop --now {folder.name}` to kill it"
             )
 
 

@@ -304,7 +304,7 @@ class LogFollower:
             return ""
         slots = sorted({pod.index for pod in every if pod.index is not None})
         there = f"the slots are {slots[0]} to {slots[-1]}" if slots else "no slot has a pod yet"
-        return f"no pod of slot {', '.join(map(str, self._chosen.indices))} of {self.job}; {there}"
+        return f"{self.job} has no pod in slot {', '.join(map(str, self._chosen.indices))}; {there}"
 
     def _is_over(self) -> bool:
         if not self.options.follow:

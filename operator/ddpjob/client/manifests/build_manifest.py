@@ -160,7 +160,7 @@ def _program(
         entry = os.fspath(request.entry) or next((name for name in _ENTRIES if (path / name).is_file()), "")
         if not entry or not (path / entry).is_file():
             raise Mistake(
-                f"{program}: is a folder; specify the script in it with entry (--entry), such as {_ENTRIES[0]}"
+                f"{program}: a folder needs an entry point; name its script with entry (--entry), such as {_ENTRIES[0]}"
             )
         if local:
             spec |= {"script": str((path / entry).absolute()), "workingDir": str(path.absolute())}
@@ -168,8 +168,8 @@ def _program(
         inside, found = Path(os.path.relpath(path / entry, path)).as_posix(), find_files(path)
         if inside not in found.files:
             raise Mistake(
-                f"entry (--entry) {entry}: is not copied from {program}; hidden files, caches, outputs, secrets, links "
-                f"to folders, and files that {IGNORE_FILE} or .gitignore lists are not copied"
+                f"entry (--entry) {entry}: not copied from {program}, like all hidden files, caches, outputs, secrets, "
+                f"links to folders, and files that {IGNORE_FILE} or .gitignore lists; choose a different script"
             )
         for note in found.notes():
             say(f"{program}: {note}")
@@ -329,7 +329,7 @@ def _joined(path: str, old: Any, value: Any) -> Any:
     Raises Mistake if it would replace a list from another option.
     """
     if isinstance(old, list):
-        raise Mistake(f"{path} (--set): is also set by another option; write the whole list in one of them")
+        raise Mistake(f"{path} (--set): also set by another option; write the whole list in one of them")
     if not isinstance(old, dict) or not isinstance(value, dict):
         return value
     return old | {key: _joined(f"{path}.{key}", old.get(key), below) for key, below in value.items()}

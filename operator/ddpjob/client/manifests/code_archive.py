@@ -325,7 +325,10 @@ def send(found: Found, source: str, place: CodePlace, say: Callable[[str], None]
         if upload:
             _upload(packed, place, say)
         else:
-            say(f"{packed.name} ({_size(packed.size)}) is not uploaded; `ddpjob submit` without --dry-run uploads it")
+            say(
+                f"{packed.name} ({_size(packed.size)}) is not uploaded; run `ddpjob submit` without --dry-run to "
+                "upload it"
+            )
     return {"archive": f"{place.url.rstrip('/')}/{packed.name}", "digest": f"sha256:{packed.sha256}"}
 
 

@@ -104,8 +104,8 @@ def _converted(manifest: Mapping[str, Any], runtimes: Sequence[Mapping[str, Any]
         if kind == "TrainJob":
             return _train_job(manifest, named_runtime(manifest, runtimes))
     except (AttributeError, TypeError, ValueError) as error:
-        raise Mistake(f"kind: {kind}: cannot be read: {error}") from error
-    raise Mistake(f"kind: {kind or 'missing'}: cannot be converted; only PyTorchJob, TrainJob and torchrun lines can")
+        raise Mistake(f"{kind} cannot be read: {error}") from error
+    raise Mistake(f"kind {kind or '(missing)'} cannot be converted; only PyTorchJob, TrainJob and torchrun lines can")
 
 
 def _complete(made: Conversion, script: str, image: str) -> None:
@@ -123,9 +123,9 @@ def _complete(made: Conversion, script: str, image: str) -> None:
     else:
         name = spec.get("image") or "IMAGE"
         made.notes.append(
-            "spec.script: the entry point is in the image, and is not known here. "
-            f"`docker inspect -f '{{{{.Config.Entrypoint}}}} {{{{.Config.Cmd}}}}' {name}` shows it; convert again with "
-            "--script, or write script, module or command"
+            "spec.script: missing, because the image defines the entry point; look it up with "
+            f"`docker inspect -f '{{{{.Config.Entrypoint}}}} {{{{.Config.Cmd}}}}' {name}`, then convert again with "
+            "--script, or set script, module or command"
         )
 
 
@@ -136,7 +136,7 @@ def _left_out(made: Conversion, manifest: Mapping[str, Any], known: Mapping[str,
         for name in path.split("."):
             here = (here.get(name) if isinstance(here, Mapping) else None) or {}
         made.notes += [
-            f"{path}.{name}: ".removeprefix("spec.") + "left out, because the field is not known here"
+            f"{path}.{name}: ".removeprefix("spec.") + "left out, because the field is unknown"
             for name, value in here.items()
             if name not in names and value not in (None, {}, [], "")
         ]
@@ -169,7 +169,7 @@ def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") 
     line = known.words if known is not None else line
     if not {"script", "module"} & made.job["spec"].keys() and (not line or _after_launcher(line) is None):
         raise Mistake(
-            f"{' '.join(words)}: is not a torchrun command line; write it as one (torchrun --nnodes=NODES "
+            f"{' '.join(words)}: not a torchrun command line; write it as one (torchrun --nnodes=NODES "
             f"--nproc-per-node=PROCESSES SCRIPT ARGS), or write a manifest with this line as spec.command"
         )
     return made
@@ -196,7 +196,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     replicas = spec.get("pytorchReplicaSpecs") or {}
     master, workers = (_wanted(replicas.get(name) or {}) for name in ("Master", "Worker"))
     if not master and not workers:
-        raise Mistake("spec.pytorchReplicaSpecs: has neither Master nor Worker")
+        raise Mistake("spec.pytorchReplicaSpecs: Master and Worker are both missing; add at least one of them")
     main = workers or master
     target["nodes"] = sum(int(part.get("replicas") or 1) for part in (master, workers) if part)
     template = main.get("template") or {}
@@ -234,8 +234,8 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     policies = {part.get("restartPolicy") for part in (master, workers) if part.get("restartPolicy")}
     if "ExitCode" in policies:
         notes.append(
-            "restartPolicy: ExitCode: codes from 1 to 127 failed the job at once; a DDPJob restarts within its budget. "
-            "recovery.rules: [{cause: ExitCode, exitCodes: [...], action: Fail}] fails it for the codes that you list"
+            "restartPolicy ExitCode: codes from 1 to 127 failed the job at once, but a DDPJob restarts within its "
+            "budget; to fail at once, write recovery.rules: [{cause: ExitCode, exitCodes: [...], action: Fail}]"
         )
     if policies == {"Never"}:
         target.setdefault("recovery", {})["maxRestarts"] = 0
@@ -275,7 +275,9 @@ def _policies(made: Conversion, policy: Mapping[str, Any]) -> None:
     if policy.get("backoffLimit") is not None:
         target.setdefault("recovery", {})["maxRestarts"] = policy["backoffLimit"]
     if scheduling := policy.get("schedulingPolicy"):
-        made.notes.append("runPolicy.schedulingPolicy: the scheduler places gangs; see spec.scheduling")
+        made.notes.append(
+            "runPolicy.schedulingPolicy: left out, because the scheduler places gangs; see spec.scheduling"
+        )
         if scheduling.get("queue"):
             made.notes.append(
                 f"runPolicy.schedulingPolicy.queue {scheduling['queue']}: left out; write Volcano's queue into the "
@@ -289,7 +291,7 @@ def _policies(made: Conversion, policy: Mapping[str, Any]) -> None:
                 f"scheduling.priorityClassName, which also applies to the pods"
             )
     if policy.get("managedBy"):
-        made.notes.append("runPolicy.managedBy: has no counterpart")
+        made.notes.append("runPolicy.managedBy: left out, because it has no counterpart")
 
 
 # --- TrainJob ---------------------------------------------------------------------------------------------------
@@ -323,7 +325,7 @@ def _train_job(manifest: Mapping[str, Any], runtime: Mapping[str, Any] | None) -
         ("initializer", initializers),
         ("labels", "belonged to the JobSet; write the ones that pods need in podTemplate.metadata"),
         ("annotations", "belonged to the JobSet; write the ones that pods need in podTemplate.metadata"),
-        ("managedBy", "has no counterpart"),
+        ("managedBy", "left out, because it has no counterpart"),
     ):
         if spec.get(name) and remedy:
             notes.append(f"{name}: {remedy}")
@@ -353,8 +355,8 @@ def _procs(made: Conversion, count: Any) -> None:
             spec["procsPerNode"] = int(text)
         if made.plain and int(text) > 1:
             notes.append(
-                f"procsPerNode: python started one process per pod, and the script itself started {text}; here "
-                f"torchrun starts {text}, so the script must not"
+                f"procsPerNode: python started one process per pod, and the script itself started {text}; now "
+                f"torchrun starts {text} processes, so remove this from the script"
             )
     elif made.plain:
         if gpus > 1:
@@ -365,7 +367,7 @@ def _procs(made: Conversion, count: Any) -> None:
     elif not gpus and {"script", "module"} & spec.keys():
         claims = _pod_spec(spec).get("resourceClaims")
         each = "device of resourceClaims" if claims else "CPU"
-        notes.append(f"procsPerNode: 1 here; torchrun started a process for each {each}, so write their number")
+        notes.append(f"procsPerNode: set to 1; torchrun started one process per {each}, so write their number")
 
 
 def _rendezvous(made: Conversion, settings: Iterable[tuple[str, Any]]) -> None:
@@ -407,8 +409,8 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
     _privileges(made, pod, container)
     if exposed := [str(c.get("name")) for c in sidecars if c.get("ports") and not pod.get("hostNetwork")]:
         notes.append(
-            f"ports of {', '.join(exposed)}: only the job's own pods reach them here; write network.isolate: false, or "
-            f"a NetworkPolicy for the label {LABEL_JOB}"
+            f"ports of {', '.join(exposed)}: only the job's own pods can reach them; to admit others, set "
+            f"network.isolate: false, or create a NetworkPolicy for the label {LABEL_JOB}"
         )
     secrets = pod.pop("imagePullSecrets", None)
     if secrets:
@@ -435,13 +437,13 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
         target["podTemplate"] = wanted
     if theirs := _their_labels(wanted):
         notes.append(
-            f"podTemplate: has {', '.join(theirs)}, which pods of a DDPJob do not have, so a selector with it matches "
-            f"no pods; they have the label {LABEL_JOB}, with the job's name"
+            f"podTemplate: pods of a DDPJob do not have the label {', '.join(theirs)}, so a selector with it matches "
+            f"no pods; use their label {LABEL_JOB}, whose value is the job's name"
         )
     if theirs := _their_labels(target.get("env")):
         notes.append(
-            f"env: reads {', '.join(theirs)}, which pods of a DDPJob do not have, so it is empty; torchrun sets RANK "
-            f"and GROUP_RANK (the number of the node) for the script"
+            f"env: pods of a DDPJob do not have the label {', '.join(theirs)}, so the variable is empty; read RANK or "
+            f"GROUP_RANK (the number of the node), which torchrun sets, in the script"
         )
 
 
@@ -495,7 +497,7 @@ def _words(container: Json, name: str) -> list[str]:
     if not isinstance(words, list):
         raise Mistake(f"{name}: must be a list, not {words!r}; write each word as an item")
     if wrong := [word for word in words if not isinstance(word, str)]:
-        raise Mistake(f"{name}: has {json.dumps(wrong[0])}, which is not text; put it in quotes")
+        raise Mistake(f"{name}: {json.dumps(wrong[0])} is not text; put it in quotes")
     return words
 
 
@@ -509,8 +511,8 @@ def _references(made: Conversion) -> None:
     for name, values in texts.items():
         if unset := dict.fromkeys(match[1] for text in values for match in _NOT_SET.finditer(text)):
             made.notes.append(
-                f"{name}: refers to {', '.join(unset)}, which are not set before the workers start; a script finds its "
-                f"rank and the group's address in its own environment"
+                f"{name}: the values use {', '.join(unset)}, but torchrun sets these variables only when a worker "
+                f"starts; read the rank and the group's address from the environment in the script"
             )
 
 
@@ -586,14 +588,17 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
             spec["args"] = list(args)
         return
     if line is None and not command and args[0].endswith(".py"):
-        made.notes.append(f"script: {args[0]} was the first of args, which the image's own entry point received")
+        made.notes.append(
+            f"script: taken from args[0] ({args[0]}), which used to be passed to the image's entry point; torchrun now "
+            "runs it directly"
+        )
         words = ["torchrun", *words]
     launched = _after_launcher(words)
     if launched is not None:
         if "torch.distributed.launch" in words and not {"--use-env", "--use_env"} & {*words}:
             made.notes.append(
-                "torch.distributed.launch: passed --local-rank to the script; here the script must read the variable "
-                "LOCAL_RANK"
+                "torch.distributed.launch: passed --local-rank to the script, but torchrun does not; read the variable "
+                "LOCAL_RANK in the script"
             )
         _torchrun(made, words[: len(words) - len(launched)], launched)
         return
@@ -614,17 +619,17 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
         spec["args"] = list(args)
     if not command:
         made.notes.append(
-            f"command: was taken from args, which the image's own entry point received as {args[0]}; if that does more "
-            f"than start it, write the entry point first"
+            f"command: taken from args ({args[0]} ...), which used to be passed to the image's entry point; if the "
+            f"entry point does more than start the command, put it first"
         )
     made.notes.append(
-        "command: runs as it is, so it must start torchrun itself (which reads the PET_ variables); with script or "
+        "command: runs unchanged, so it must start torchrun itself (which reads the PET_ variables); with script or "
         "module the operator sees each rank's failure"
     )
     if unset := dict.fromkeys(match[1] for word in words for match in _NOT_SET.finditer(word)):
         made.notes.append(
-            f"command: reads {', '.join(unset)}, which are not set here; leave out torchrun's options for nodes, ranks "
-            f"and addresses, because torchrun reads them from the PET_ variables"
+            f"command: uses {', '.join(unset)}, but these variables are not set; remove torchrun's options for nodes, "
+            f"ranks and addresses, because torchrun reads them from the PET_ variables"
         )
 
 
@@ -632,7 +637,7 @@ def _shell_words(line: str) -> list[str]:
     try:
         return shlex.split(line)
     except ValueError as error:
-        raise Mistake(f"{line}: is not a shell command: {error}") from error
+        raise Mistake(f"{line}: not a valid shell command ({error})") from error
 
 
 def _signs_of_shell(line: str) -> list[str]:
@@ -696,7 +701,7 @@ def _torchrun(made: Conversion, launcher: list[str], words: list[str]) -> None:
             position += 1
             value = words[position] if position < len(words) else ""
             if (not value and name != "role") or value.startswith("-"):  # TorchX writes --role ''
-                raise Mistake(f"{word} {value}: has no value, perhaps because a shell variable is not set")
+                raise Mistake(f"{word} {value}: the value is missing, perhaps because a shell variable is not set")
         position += 1
         if name in ("m", "module"):
             module = True
@@ -708,7 +713,7 @@ def _torchrun(made: Conversion, launcher: list[str], words: list[str]) -> None:
             nproc = value
         elif name == "max-restarts":
             if not value.isdigit():
-                raise Mistake(f"--max-restarts={value}: is not a number")
+                raise Mistake(f"--max-restarts={value}: must be a number")
             spec.setdefault("recovery", {})["maxRestarts"] = int(value)
         elif name == "rdzv-conf":
             pairs = (setting.partition("=") for setting in value.split(","))
@@ -733,13 +738,16 @@ def _torchrun(made: Conversion, launcher: list[str], words: list[str]) -> None:
         if spec["gpusPerNode"] != int(nproc):
             spec["procsPerNode"] = int(nproc)
     elif nproc in ("auto", "gpu", "xpu"):
-        made.notes.append(f"--nproc-per-node={nproc}: gpusPerNode decides; it is {spec.get('gpusPerNode', 1)} here")
+        made.notes.append(
+            f"--nproc-per-node={nproc}: the number of processes comes from gpusPerNode, which is "
+            f"{spec.get('gpusPerNode', 1)}; correct it if necessary"
+        )
     elif nproc == "cpu":
         spec["gpusPerNode"] = 0
         made.notes.append("--nproc-per-node=cpu: write procsPerNode, the number of processes")
     elif nproc is not None:
         made.notes.append(
-            f"--nproc-per-node={nproc}: is not a number; write procsPerNode, or leave it out for one process per GPU"
+            f"--nproc-per-node={nproc}: not a number; set procsPerNode, or leave it out for one process per GPU"
         )
 
 
@@ -748,7 +756,7 @@ def _nnodes(made: Conversion, value: str) -> None:
     if not least.isdigit() or (most and not most.isdigit()):
         if "nodes" in made.job["spec"]:
             return
-        made.notes.append(f"--nnodes={value}: is not a number here; write nodes")
+        made.notes.append(f"--nnodes={value}: not a number; set nodes")
         return
     nodes = int(most or least)
     spec = made.job["spec"]

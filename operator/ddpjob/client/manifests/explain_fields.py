@@ -70,8 +70,8 @@ def _unknown(names: list[str], depth: int, holder: Schema) -> str:
     where = ".".join(names[:depth]) or "DDPJob"
     if holder.get("x-kubernetes-preserve-unknown-fields"):
         return (
-            f"{'.'.join(names)}: {where} is defined by Kubernetes; `kubectl explain "
-            f"{_kubernetes(names)}` explains its fields"
+            f"{'.'.join(names)}: {where} is defined by Kubernetes; run `kubectl explain "
+            f"{_kubernetes(names)}` to see its fields"
         )
     if not known:
         return f"{'.'.join(names)}: {where} has no fields"

@@ -87,16 +87,16 @@ def _checked_name(function: Callable[..., Any]) -> str:
     if not inspect.isfunction(function):
         raise Mistake(f"{name}: not a function written with def; write one that calls it")
     if hasattr(function, "__wrapped__"):
-        raise Mistake(f"{name}: is decorated, and decorators are not copied to the job; pass the function without it")
+        raise Mistake(f"{name}: decorators are not copied to the job; pass the function without its decorator")
     if function.__name__ == "<lambda>":
         raise Mistake("a lambda has no source of its own; write a function with def")
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise Mistake(
-            f"{name}: is a coroutine or generator, and calling it does not run it; write a function that runs it"
+            f"{name}: calling a coroutine or generator function does not run it; write a function that runs it"
         )
     if inspect.isasyncgenfunction(function):
         raise Mistake(
-            f"{name}: is an asynchronous generator, and calling it does not run it; write a function that runs it"
+            f"{name}: calling an asynchronous generator function does not run it; write a function that runs it"
         )
     return function.__name__
 
@@ -114,7 +114,8 @@ def _check_source(function: Callable[..., Any], source: str) -> None:
         nodes = list(ast.walk(ast.parse(source)))
         top = symtable.symtable(source, SOURCE, "exec")
     except SyntaxError as error:
-        raise Mistake(f"{name}: its source cannot be read ({error.msg}); has its file changed since?") from error
+        why = f"{error.msg}; its file may have changed since it was imported, so import it again"
+        raise Mistake(f"{name}: its source cannot be read: {why}") from error
     if not any(isinstance(node, ast.FunctionDef) and node.name == name for node in nodes):
         raise Mistake(f"{name}: its source does not define a function with this name; write it with def")
     within = [symbol for table in _below(top) for symbol in table.get_symbols()]

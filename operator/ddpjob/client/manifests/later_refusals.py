@@ -117,7 +117,7 @@ def _one_file(script: str) -> Iterator[Problem]:
             f"starts, or write command: {command} instead of script",
         )
     if script.endswith(".ipynb"):
-        remedy = f"`jupyter nbconvert --to script {PurePosixPath(script).name}` converts it to a script"
+        remedy = f"run `jupyter nbconvert --to script {PurePosixPath(script).name}` to convert it"
         yield Problem("spec.script", f"{script} is a notebook, and torchrun starts only Python scripts; {remedy}")
     found = re.fullmatch(r"(?:python[0-9.]*\s+|torchrun\s+)?(\S+\.py)(\s.*)?", script)
     if found and found[1] != script:

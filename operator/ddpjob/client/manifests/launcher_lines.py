@@ -138,10 +138,13 @@ def _deepspeed(words: Sequence[str]) -> LauncherLine | None:
     line = _line(nodes, procs, options.rest, module=options.take("module") is not None)
     if options.take("no_local_rank") is None:
         line.notes.append(
-            "deepspeed: passed --local_rank to the script; here the script must read the variable LOCAL_RANK"
+            "deepspeed: passed --local_rank to the script, but torchrun does not; read the variable LOCAL_RANK in the "
+            "script"
         )
     if options.take("hostfile", "H") is not None and not nodes:
-        line.notes.append("deepspeed --hostfile: its hosts are not known here; write their number as nodes")
+        line.notes.append(
+            "deepspeed --hostfile: left out, because the file is not read; set nodes to the number of its hosts"
+        )
     options.drop("master_addr", "master_port", "node_rank", "no_ssh", "no_ssh_check", "force_multi", "save_pid")
     line.notes += [f"deepspeed --{name}: left out" for name in options.given]
     return line

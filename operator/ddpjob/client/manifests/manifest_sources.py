@@ -48,7 +48,9 @@ def standard_input() -> str:
         text: str = sys.stdin.buffer.read().decode("utf-8-sig")
         return text
     except UnicodeDecodeError as error:
-        raise BadInput(f"standard input: is not UTF-8 text (byte {error.start}); a manifest is a YAML file") from error
+        raise BadInput(
+            f"standard input: not UTF-8 text (invalid byte at offset {error.start}); expected a YAML manifest"
+        ) from error
 
 
 def refuse_address(source: str, command: str) -> None:
@@ -64,8 +66,8 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
     elif source.endswith(".py"):
         line = shlex.quote(source)
         yield BadInput(
-            f"{source}: is a script, not a manifest; `ddpjob init {line}` writes a manifest for it, and `ddpjob submit "
-            f"{line}` needs none"
+            f"{source}: a script, not a manifest; write a manifest with `ddpjob init {line}`, or submit the script "
+            f"with `ddpjob submit {line}`"
         )
     elif Path(source).is_dir():
         files = _files(Path(source))
@@ -77,11 +79,11 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
                     yield manifest
             except ManifestError as error:
                 # A folder may also hold manifests of other kinds.
-                if "contains no DDPJob" not in str(error):
+                if "no DDPJob found" not in str(error):
                     jobs += 1
                     yield BadInput(str(error))
         if not jobs:
-            yield BadInput(f"{source}: contains no DDPJob in its {len(files)} files that end in {', '.join(SUFFIXES)}")
+            yield BadInput(f"{source}: no DDPJob found in its {len(files)} files that end in {', '.join(SUFFIXES)}")
     else:
         yield from read_manifests(Path(source))
 
@@ -133,7 +135,7 @@ def read_job(source: str | Path, name: str | None = None) -> Json:
     fitting = [m for m in found if name is None or m.name == name]
     listed = ", ".join(m.name for m in found)
     if not fitting:
-        raise BadInput(f"{source}: contains no DDPJob named {name}; it contains {listed}")
+        raise BadInput(f"{source}: no DDPJob is named {name}; the names are {listed}")
     if len(fitting) > 1:
         raise BadInput(f"{source}: contains {len(fitting)} DDPJobs ({listed}); choose one with --name NAME")
     return checked(fitting[0])

@@ -79,7 +79,8 @@ def install_missing(requirements: list[str], folder: Path) -> None:
     replaced = [pin for pin in missing if pin.partition("==")[0].lower() in KEPT]
     if replaced:
         refuse(
-            f"they would replace the image's torch with {replaced[0]}; use an image that has it, or different versions"
+            f"installing them would replace the image's torch with {replaced[0]}; use an image that has it, or require "
+            "different versions"
         )
     if missing:
         run_pip(["--no-deps", "--target", str(partial), *missing])
@@ -99,11 +100,11 @@ def run_pip(words: list[str]) -> None:
             check=False, text=True, errors="replace",
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise ConnectionError(f"packages: pip did not end within {PIP_SECONDS} s") from None
+        raise ConnectionError(f"packages: pip did not finish within {PIP_SECONDS} s") from None
     if ran.returncode == 0:
         return
     lines = [line.strip() for line in ran.stdout.splitlines() if line.strip()]
-    reason = "; ".join(lines[-MOST_LINES:]) or f"pip ended with exit code {ran.returncode}"
+    reason = "; ".join(lines[-MOST_LINES:]) or f"pip exited with code {ran.returncode}"
     if "no such option" in reason:
         reason += "; the image needs pip 22.2 or later"
     if "Retrying (" in ran.stdout or "[Errno" in ran.stdout or ran.returncode < 0:

@@ -56,7 +56,7 @@ def _claims(backend: ClusterBackend, job: DDPJob) -> Iterator[str]:
             try:
                 backend.dry_run("persistentvolumeclaims", build_claim(job))
             except ApiRefusal as refusal:
-                yield f"its claim {name} ({FIELD}): {refusal}"
+                yield f"the job's claim {name} ({FIELD}): {refusal}"
         elif found is None:
             yield f"spec.storage: there is no claim {name} in namespace {backend.namespace}, or you may not read it"
         claim = read_claim(found) if found is not None else ClaimView(name=name, exists=name != job.made_claim)
@@ -87,4 +87,4 @@ def _refused(backend: ClusterBackend, pod: Json) -> Iterator[str]:
         if other is not None and "runAsNonRoot" in str(refusal):
             yield from _refused(backend, other)
         elif refusal.status != _EXISTS:  # checked after everything else
-            yield f"its pod {name}: {refusal}"
+            yield f"the job's pod {name}: {refusal}"

@@ -70,7 +70,7 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
         at = f"{script.where or path}, line {script.call.lineno}" if script.call else str(path)
         yield does
         if word in script.text:
-            yield f"{at}: has {word}, so nothing is missing"
+            yield f"{at}: {word} is there, so nothing is missing"
         else:
             yield f"{at}: add {arguments}"
             yield f"at the top: {needed}"

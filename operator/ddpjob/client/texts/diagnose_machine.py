@@ -85,7 +85,7 @@ def _ports() -> Diagnosis:
     except NoFreePorts as error:
         return Diagnosis(False, "ports: none are free", str(error))
     except OSError as error:
-        return Diagnosis(False, f"ports: {error.strerror}", "a job needs TCP ports of 127.0.0.1")
+        return Diagnosis(False, f"ports: {error.strerror}", "a job needs TCP ports on 127.0.0.1")
     return Diagnosis(True, "ports: free on 127.0.0.1")
 
 

@@ -103,10 +103,8 @@ def readable(body: Json) -> Iterator[None]:
         yield
     except ValidationError as error:
         fields = ", ".join(dict.fromkeys(".".join(["spec", *map(str, fault["loc"])]) for fault in error.errors()))
-        unread = (
-            f"this client cannot read {fields}, perhaps because the operator is newer; `ddpjob doctor` compares the two"
-        )
-        raise Mistake(f"{body['metadata']['name']}: {unread}") from error
+        why = "perhaps because the operator is newer; run `ddpjob doctor` to compare the two"
+        raise Mistake(f"{body['metadata']['name']}: this client cannot read {fields}, {why}") from error
 
 
 def warnings(bodies: Sequence[Json]) -> Iterator[str]:
@@ -362,7 +360,7 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     if isinstance(seen, int) and seen < meta.get("generation", 0):
         yield (
             f"This describes the job before its spec changed, because the operator has not acted on the change yet. If "
-            f"that lasts, `ddpjob events {name}` may show why; `ddpjob doctor` checks the operator."
+            f"that lasts, `ddpjob events {name}` may show why; run `ddpjob doctor` to check the operator."
         )
 
 
@@ -375,7 +373,7 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield f"{name}: its end was not recorded. It was suspended, deleted or interrupted, or it is still training."
         return
     if state == "Interrupted":
-        yield f"{name}: its `ddpjob run` was stopped before the end of the job."
+        yield f"{name}: its `ddpjob run` was stopped before the job finished."
         if status.restarts.recent:
             yield f"Last restart: {restart_line(status.restarts.recent[-1], now)}"
         yield "What to do: run it again; it resumes from its last checkpoint, if it has one."
@@ -392,7 +390,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         if doubt:
             yield f"{doubt[0].upper()}{doubt[1:]}."
         if not body["spec"].get("command") and status.progress.get("step") is None and not status.progress.get("epoch"):
-            yield f"Its program ended with exit code 0 and reported no step. `ddpjob logs {name}` shows what it did."
+            yield "Its program ended with exit code 0 and reported no step."
+            yield f"Run `ddpjob logs {name}` to see what it did."
         return
     if main is None:
         spare = f" and {count(status.spare, 'spare')}" if status.spare else ""
@@ -400,7 +399,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield from missing_pod(status, name, pods)
         changed = known_time(status.progress.get("updatedAt"))
         if changed is not None and (now - changed).total_seconds() >= QUIET_SECONDS:
-            yield f"This has not changed for {_since(changed, now)}. `ddpjob stacks {name}` shows where each rank is."
+            yield f"This has not changed for {_since(changed, now)}."
+            yield f"Run `ddpjob stacks {name}` to see where each rank is."
         if status.restarts.recent:
             yield f"Last restart: {restart_line(status.restarts.recent[-1], now)}"
         if again := began_again(status.progress):
@@ -444,7 +444,7 @@ def missing_pod(status: JobStatus, name: str, pods: Sequence[PodLine]) -> Iterat
         if slot.state is SlotState.RUNNING and pod not in there:
             yield (
                 f"Pod {pod} of slot {index} does not exist, which the status does not show yet. If that lasts, no "
-                f"operator acts on this job: `ddpjob doctor` checks it."
+                f"operator acts on this job; run `ddpjob doctor` to check it."
             )
             return
 

@@ -125,7 +125,7 @@ class MetricSeries:
         """
         if not self.starts or self.starts[0] <= 0 or min(self.made, default=0) <= self.starts[0]:
             return ""
-        return f"the curves begin after step {self.starts[0]}, where training continued from a checkpoint"
+        return f"the curves start after step {self.starts[0]}, where training continued from a checkpoint"
 
     def after_last_loss(self) -> str:
         """Return a note if the newest steps do not have a finite loss.

@@ -225,7 +225,8 @@ def _by_conditions(pod: PodView, hosts: Hosts) -> End | None:
         )
     if pod.status_reason in _ENDED_BY_HOST:
         return End(
-            Cause.EVICTED, f"pod {pod.name} was ended by its Kubernetes node: {pod.status_message or pod.status_reason}"
+            Cause.EVICTED,
+            f"pod {pod.name} was terminated by its Kubernetes node: {pod.status_message or pod.status_reason}",
         )
     if pod.status_reason and (not pod.main.ended or _is_rejected(pod)):
         why = ": ".join(part for part in (pod.status_reason, pod.status_message) if part)

@@ -144,7 +144,7 @@ def _why_it_stays(view: View, found: _Slow, slow: list[_Slow]) -> str:
     if spec.recovery.slow_ranks is SlowRanks.REPORT:
         return "recovery.slowRanks is Report"
     if found.cost is None or not spec.under_torchrun:
-        return "the time that the rank costs is not reported, or spec.command is set, so the rank is only reported"
+        return "the rank is only reported, because spec.command is set or the time that the rank costs is unknown"
     if len(slow) > max(1, SHARE * spec.nodes):
         return "more than a quarter of the pods are slow, so none of them is an exception"
     if found.index == 0 and spec.rendezvous.placement is Placement.MASTER:

@@ -84,7 +84,7 @@ def _restart_event(view: View, restart: Restart, meaning: str, *, failed: bool, 
 
 def _what_follows(view: View, restart: Restart, *, broken: bool) -> str:
     if restart.reason == Cause.COORDINATOR_LOST and not restart.round:
-        return f"; {'' if broken else 'training continues, and '}another coordinator takes over"
+        return f"; {'' if broken else 'training continues, and '}a new coordinator takes over"
     slot = view.status.slot(restart.index)
     if slot is None or restart.index is None:
         return ""

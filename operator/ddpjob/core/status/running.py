@@ -104,7 +104,7 @@ def judge_running(view: View, training: int | None, running_pods: int) -> tuple[
         return (
             status.holds(ConditionType.RUNNING),
             "GroupFinished",
-            "training has finished; the remaining pods are ending",
+            "training has finished; the remaining pods are terminating",
         )
     if report.state == CoordinatorState.RESTARTING and _has_just_broken(view):
         return False, GROUP_RESTARTS, f"{present}, and the group restarts"

@@ -152,8 +152,7 @@ def _check_limits(config: ReportConfig) -> None:
     if not (math.isfinite(peak) and peak >= 0):
         raise ConfigError(
             f"report.peak_flops={peak}: must be a finite number of at least 0, for example 989e12, or 0 to look"
-            " up the"
-            " GPU's name"
+            " it up by the GPU's name"
         )
 
 

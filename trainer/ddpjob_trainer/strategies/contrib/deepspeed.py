@@ -274,9 +274,10 @@ def settings(config: Config, group: Group) -> dict[str, Any]:
     _check(config)
     found: dict[str, Any] = {} if path is None else _read(path)
     if left_out := sorted(key for key in _DECIDED if found.pop(key, "auto") != "auto"):
-        instead = ", ".join(f"{key} (here: {_DECIDED[key]})" for key in left_out)
+        instead = ", ".join(dict.fromkeys(_DECIDED[key] for key in left_out))
+        text = f"deepspeed.config={path}: ignoring {', '.join(left_out)}, because the trainer controls these settings"
         if group.rank == 0:
-            print(f"deepspeed.config={path}: ignores {instead}, which the trainer decides", file=sys.stderr, flush=True)
+            print(f"{text}; set {instead} instead", file=sys.stderr, flush=True)
     zero = found.get("zero_optimization", {})
     if not isinstance(zero, dict):
         raise ConfigError(
@@ -285,7 +286,7 @@ def settings(config: Config, group: Group) -> dict[str, Any]:
     if zero.get("stage", stage) not in (stage, "auto"):
         raise ConfigError(
             f"deepspeed.config={path}: zero_optimization.stage is {zero['stage']}, but deepspeed.stage is"
-            f" {stage}; set deepspeed.stage={zero['stage']}, or leave it out of the file"
+            f" {stage}; set deepspeed.stage={zero['stage']}, or remove it from the file"
         )
     ours = {
         # The size is 1 per rank, so that DeepSpeed does not divide the losses, which are already
@@ -306,7 +307,7 @@ def _check(config: Config) -> None:
         raise ConfigError(f"deepspeed.stage: {stage} is unknown; use 0, 1, 2 or 3")
     if stage and config.optim.name not in (OptimizerName.SGD, OptimizerName.ADAMW):
         raise ConfigError(
-            f"optim.name={config.optim.name}: needs whole layers, but deepspeed.stage={stage} gives the"
+            f"optim.name={config.optim.name} needs whole layers, but deepspeed.stage={stage} gives the"
             " optimizer shards of them; set deepspeed.stage=0"
         )
     if stage == 3 and config.optim.ema_decay:
