@@ -229,7 +229,7 @@ def test_a_script_in_a_folder_that_the_user_cannot_open_is_reported(tmp_path: Pa
         (check_module, "pkg.missing", "no module named 'pkg.missing'"),
         (check_module, "train.inner", "'train' is not a package"),
         (check_module, "pkg", "without __main__.py"),
-        (check_command, "no-such-command", "not on PATH"),
+        (check_command, "no-such-command", "nor on PATH"),
     ],
 )
 def test_a_missing_program_is_reported_with_the_places_searched(check: object, name: str, why: str) -> None:
