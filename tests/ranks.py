@@ -177,8 +177,10 @@ def stop_at(step: int) -> Callable[[int], None]:
     def prepare(rank: int) -> None:
         import signal
 
+        from ddpjob_trainer.lifecycle import signals
         from ddpjob_trainer.reporting.ledger import Ledger
 
+        signals.PACE_SECONDS = 0.0  # Agree at each step.
         write = Ledger.step
 
         def step_and_signal(self: Ledger, number: int, taken: Any) -> None:

@@ -107,6 +107,7 @@ def run_rank(rank: int, world: int, port: int, stop: int | None, arguments: list
         return begin(self, save_due)
 
     signals.StopRequest.agreement = agreement  # type: ignore[method-assign]
+    signals.PACE_SECONDS = 0.0  # Agree at each step.
     try:
         code = train.run(config.load(None, arguments))
     except BaseException:

@@ -52,6 +52,8 @@ class Case:
 CASES = (
     Case("digits", "small_cnn, digits, batch 64", "digits", ("train.epochs=12",), 1, 23, 230),
     Case("resnet", "ResNet-18, CIFAR-10, batch 32", "cifar10", ("train.epochs=1", "data.batch=32"), 1, 1, 10),
+    Case("digits-2", "digits, 2 ranks", "digits", ("train.epochs=12",), 2, 23, 230),
+    Case("resnet-2", "ResNet-18, 2 ranks", "cifar10", ("train.epochs=1", "data.batch=32"), 2, 1, 10),
 )
 
 

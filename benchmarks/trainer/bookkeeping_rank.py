@@ -3,7 +3,7 @@
     python -m benchmarks.trainer.bookkeeping_rank FILE CONFIG WARM STEPS KEY=VALUE ...
 
 After each step, it takes a step of a bare loop (forward, backward, optimizer) on the same batch,
-with a copy of the model.
+with a copy of the model. With several ranks, this is a plain DDP loop, whose own threads count too.
 """
 
 from __future__ import annotations
@@ -163,6 +163,8 @@ class BareLoop:
         """Begin with the model's weights."""
         self._model = copy.deepcopy(model)
         self._optimizer = build_optimizer(self._settings.optim, list(self._model.named_parameters()))
+        if torch.distributed.is_initialized():
+            self._model = torch.nn.parallel.DistributedDataParallel(self._model)
 
     def see(self, item: Any) -> None:
         """Remember a batch for the next step."""
@@ -190,7 +192,7 @@ def main() -> int:
         meter.iterator(owner, name, part, bare.see)
     meter.context(BatchStatistics, "of_micro", "running statistics")
     prepare, update = Strategy.prepare, Strategy.update
-    state = {"taken": 0, "others": 0.0}
+    state = {"taken": 0, "others": 0.0, "bare": 0.0}
 
     def prepared(self: Strategy, model: torch.nn.Module, shape: tuple[int, ...]) -> None:
         prepare(self, model, shape)
@@ -204,14 +206,19 @@ def main() -> int:
         others = time.process_time() - time.thread_time()
         with meter.part(BARE):
             bare.step()
+        bares = time.process_time() - time.thread_time() - others
         if self.model.training:
             state["taken"] += 1
         if state["taken"] == warm:
             meter.take()
-            state["others"] = others
+            state["others"] = others + bares
+            state["bare"] = 0.0
         elif state["taken"] == warm + steps:
-            found = {**meter.take(), OTHER_THREADS: others - state["others"]}
+            found = {**meter.take(), OTHER_THREADS: others - state["others"] - state["bare"]}
+            found[BARE] += state["bare"] + bares
             path.write_text(json.dumps({part: seconds / steps for part, seconds in found.items()}))
+        else:
+            state["bare"] += bares
         return result
 
     Strategy.prepare, Strategy.update = prepared, updated  # type: ignore[method-assign]

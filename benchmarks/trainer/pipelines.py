@@ -55,7 +55,7 @@ CASES = (
     ),
     Case(
         "cifar-gpu-compiled", "cifar", "resnet18_cifar", 128, 100, 400, 5,
-        "GPU: CIFAR-10, ResNet-18, compiled", ("model.channels_last=true", "model.compile=true"), gpu=True,
+        "GPU: CIFAR-10, ResNet-18, compiled", ("model.channels_last=true", "model.compile=reduce-overhead"), gpu=True,
     ),
     Case(
         "resnet50-gpu", "bare", "torchvision:resnet50", 256, 20, 80, 0.97,

@@ -254,8 +254,9 @@ def test_a_step_that_is_not_finite_is_skipped_on_the_device() -> None:
     assert torch.equal(values[0], values[1]) and not torch.equal(values[1], values[2])
 
 
-def test_a_compiled_run_has_the_same_curve_on_the_gpu(reference: list[float], tmp_path: Path) -> None:
-    np.testing.assert_allclose(losses(trained(tmp_path, "model.compile=true", *WHOLE)), reference, rtol=5e-3)
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_run_has_the_same_curve_on_the_gpu(mode: str, reference: list[float], tmp_path: Path) -> None:
+    np.testing.assert_allclose(losses(trained(tmp_path, f"model.compile={mode}", *WHOLE)), reference, rtol=5e-3)
 
 
 def test_dali_decodes_the_same_images_as_the_workers(tmp_path: Path) -> None:

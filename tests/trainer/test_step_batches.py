@@ -15,6 +15,7 @@ from datasets import write_image_folder
 from ddpjob_trainer import config, train
 from ddpjob_trainer.data.dataset import Batch, MicroBatches
 from ddpjob_trainer.data.in_memory import MemoryData
+from ddpjob_trainer.data.sampler import Micro
 from ddpjob_trainer.distributed.process_group import Group, Reduction
 from ddpjob_trainer.strategies.strategy import Strategy
 from ranks import TINY
@@ -92,10 +93,12 @@ def test_the_next_epochs_first_batch_is_asked_for_before_the_evaluation(
 
 
 def test_each_step_has_one_separate_reduction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks also agree on the number of unreadable images at the end of a step."""
+    """The ranks also agree on the number of unreadable images. They begin to do so before the last
+    forward pass, which hides the exchange.
+    """
     write_image_folder(tmp_path / "images", 8)
     reductions: list[str] = []
-    begin, backward = Group.sum_begin, Strategy.backward
+    begin, backward, backward_one = Group.sum_begin, Strategy.backward, Strategy.backward_one
 
     def counted(self: Group, values: torch.Tensor) -> Reduction:
         reductions.append("sum")
@@ -105,13 +108,20 @@ def test_each_step_has_one_separate_reduction(tmp_path: Path, monkeypatch: pytes
         reductions.append("step")
         return backward(self, micro_batches, count)
 
+    def one(self: Strategy, micro: Micro, batch: Batch, count: int) -> torch.Tensor:
+        reductions.append("pass")
+        return backward_one(self, micro, batch, count)
+
+    monkeypatch.setattr(Strategy, "backward_one", one)
     monkeypatch.setattr(Group, "sum_begin", counted)
     monkeypatch.setattr(Strategy, "backward", step)
     arguments = [
         "data.name=imagefolder", f"data.dir={tmp_path / 'images'}", "data.image_size=8", "data.workers=0",
-        "data.batch=4", "model.width=4", "train.epochs=1", "train.log_every=100", "checkpoint.every_seconds=0",
+        "data.batch=4", "data.micro_batches=2", "model.width=4", "train.epochs=1", "train.log_every=100",
+        "checkpoint.every_seconds=0",
         "eval.pictures=false", f"checkpoint.dir={tmp_path / 'run'}",
     ]  # fmt: skip
     assert train.run(config.load(None, arguments)) == 0
     first, last = reductions.index("step"), len(reductions) - reductions[::-1].index("step") - 1
-    assert reductions[first:last] == ["step", "sum"] * reductions[first:last].count("step") and first < last
+    order = ["step", "pass", "sum", "pass"]
+    assert reductions[first:last] == order * reductions[first:last].count("step") and first < last

@@ -212,6 +212,11 @@ class Division:
             stretch,
         )
 
+    def full_sizes(self, state: SamplerState) -> set[int]:
+        """Return the sizes of this rank's micro-batches of a full global batch."""
+        samples = list(range(min(self.config.data.batch, self.data.train_size)))
+        return {len(micro.samples) for micro in self.dealing.deal(samples, state)}
+
     def steps_left(self, state: SamplerState) -> int:
         """Return the number of steps until the configured training is complete."""
         size, batch, epochs = self.data.train_size, self.config.data.batch, self.config.train.epochs - state.epoch

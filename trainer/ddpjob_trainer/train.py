@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import tee
@@ -40,7 +40,7 @@ from ddpjob_trainer.evaluation.evaluate import evaluate
 from ddpjob_trainer.lifecycle.fence import agree_on_incarnation
 from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE, Agreement, Due, StopRequest
 from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
-from ddpjob_trainer.model.models import build_model, is_own, is_tied_to_micro_batches
+from ddpjob_trainer.model.models import build_model, choose_layout, is_own, is_tied_to_micro_batches
 from ddpjob_trainer.optim.nonfinite import NonFiniteGuard
 from ddpjob_trainer.optim.optimizers import Position, learning_rate
 from ddpjob_trainer.optim.precision import Update, agree_on_amp
@@ -89,19 +89,24 @@ def run(config: Config) -> int:
 
 
 class _StepBatches:
-    """One step's micro-batches with their data, taken from the whole training's stream."""
+    """One step's micro-batches with their data, taken from the stream of the whole run."""
 
-    def __init__(self, micros: list[Micro], loaded: Iterator[tuple[Micro, Batch]]) -> None:
-        self._micros, self._loaded = micros, loaded
+    def __init__(
+        self, micros: list[Micro], loaded: Iterator[tuple[Micro, Batch]], complete: Callable[[], None]
+    ) -> None:
+        """`complete` is called as soon as the last micro-batch is loaded."""
+        self._micros, self._loaded, self._complete = micros, loaded, complete
 
     def __len__(self) -> int:
         return len(self._micros)
 
     def __iter__(self) -> Iterator[tuple[Micro, Batch]]:
-        for micro in self._micros:
+        for number, micro in enumerate(self._micros, 1):
             found, batch = next(self._loaded)
             if found is not micro:
                 raise AssertionError(f"expected micro-batch {micro.number}, but got {found.number} of a different step")
+            if number == len(self._micros):
+                self._complete()
             yield micro, batch
 
 
@@ -118,7 +123,7 @@ class Trainer:
         flops: float = 0.0,
         fingerprint: int = 0,
     ) -> None:
-        """Prepare the run. `flops` is per sample, and `fingerprint` is that of the data; 0 means
+        """Prepare the run. `flops` is per sample, and `fingerprint` identifies the data; 0 means
         unknown.
         """
         self.config, self.group, self.device = config, group, device
@@ -130,7 +135,8 @@ class Trainer:
         amp, self._float32_for = agree_on_amp(config.amp, device, group)
         self.strategy = open_strategy(replace(config, amp=amp), group, device)
         run_plan.check_fit(config, data, self.strategy)
-        model = build_model(config.model, data.shape, data.classes, config.data.seed, device)
+        layout = choose_layout(config.model, amp, data.shape, device)
+        model = build_model(layout, data.shape, data.classes, config.data.seed, device)
         self._notes = run_plan.check_optimizer(group, config, data, model)
         if is_own(config.model):  # It may draw from generators that have not been seeded.
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
@@ -160,6 +166,7 @@ class Trainer:
         self.ended_by: list[str] = []
         self.last_update = Update(0.0, False)
         self._first_pass = True
+        self._agreement: Agreement | None = None
         self._clock, self._window = self.strategy.clock, (0, 0)
         self._flops, self._peaks = flops, self._exchange_peaks()
 
@@ -196,6 +203,11 @@ class Trainer:
         began = time.monotonic()
         if self.division.dividing is Dividing.EXACT and self.sampler.dealing.passes(self.config.data.batch):
             self.strategy.share_parts()
+        if (region := self.strategy.region) is not None:
+            keys = self.config
+            raw = not (self._erasers or self._transform or mixup.is_wanted(keys.data))
+            normalize = self.data.defer_normalization() if raw else None
+            region.fix(self.division.full_sizes(self.sampler.state), keys.train.eval_batch, normalize)
         self.stop.listen()
         self.ledger.start(self.step, self.data.train_size, self.config.train.epochs, self.config.data.repeats)
         epoch, precision = self.sampler.state.epoch + 1, self.strategy.precision.name
@@ -241,15 +253,17 @@ class Trainer:
             step = next(self._steps)
             self.stacks.alive()
             self.profile.before(self.step + 1)
-            agreement = None if self.corrupt.possible else self.stop.agreement(self._save_due(step))
-            losses, counted, agreement = self._optimize(step, agreement)
+            self._agreement = None
+            if not self.corrupt.possible and self.stop.is_due(self._is_milestone(step)):
+                self._agreement = self.stop.agreement(self._save_due(step))
+            losses, counted = self._optimize(step)
             loss_sum, samples = loss_sum + losses, samples + counted
             self.sampler.done(step)
             self.step += 1
             if self.step % self.config.train.log_every == 0 or self.sampler.epoch_is_done:
                 self._report(loss_sum, samples)
                 loss_sum, samples = torch.zeros((), dtype=torch.float64, device=self.device), 0
-            stop, save = agreement.wait()
+            stop, save = self._agreement.wait() if self._agreement else (False, False)
             complete = self.sampler.epoch_is_done
             if complete:
                 self.sampler.next_epoch()
@@ -261,14 +275,19 @@ class Trainer:
                 break
         return stop or self._evaluate_if_due()
 
-    def _optimize(self, step: Step, agreement: Agreement | None) -> tuple[torch.Tensor, int | torch.Tensor, Agreement]:
+    def _optimize(self, step: Step) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Take one optimizer step.
 
-        Return this rank's sum of losses, the number of readable samples in the global batch, and
-        the agreement. Both numbers are zero if the step was skipped. If images may be unreadable,
-        the agreement also includes their number. In that case, the argument is None, and the
-        agreement is created here.
+        Return this rank's sum of losses, and the number of readable samples in the global batch.
+        Both are zero if the step was skipped. If images may be unreadable, the ranks begin to agree
+        on their number here, before the last forward pass. With other strategies, ranks may load
+        their data at different points between their messages, so they begin after all passes.
         """
+
+        def agree() -> None:
+            if self.corrupt.possible and self._agreement is None:
+                self._agreement = self.stop.agreement(self._save_due(step), self.corrupt.take())
+
         state, size = self.sampler.state, self.data.train_size
         at = Position(state.epoch * size + state.consumed, size, self.config.data.batch, self.config.train.epochs)
         self._rate = learning_rate(self.config.optim, at)
@@ -276,22 +295,22 @@ class Trainer:
         count = len(step.samples)
         self._clock.lap(StepPhase.OTHER)
         with run_plan.explain_sizes(self.config, self.data) if self._first_pass else nullcontext():
-            losses = self.strategy.backward(_StepBatches(step.micros, self._batches), count)
+            loaded = agree if self.strategy.divides else lambda: None
+            losses = self.strategy.backward(_StepBatches(step.micros, self._batches, loaded), count)
         self._first_pass = False
         self._clock.lap(self._end_of_passes)
         self._window = self._window[0] + 1, self._window[1] + self._count_computed(step)
         unreadable = 0
-        if agreement is None:
-            agreement = self.stop.agreement(self._save_due(step), self.corrupt.take())
-            unreadable = self.corrupt.add(agreement.unreadable())
+        agree()
+        if self.corrupt.possible and self._agreement is not None:
+            unreadable = self.corrupt.add(self._agreement.unreadable())
         if unreadable:
             self.ledger.unreadable(self.step + 1, unreadable)
             self.strategy.scale_gradients(count / max(1, count - unreadable))
         self.last_update = self.strategy.update(self._rate)
         self._clock.lap(StepPhase.UPDATE)
         samples = [number % size for number in step.mine] if self.sampler.repeats > 1 else step.mine
-        counted = self.guard.record(self.step + 1, samples, losses, count - unreadable, self.last_update)
-        return (*counted, agreement)
+        return self.guard.record(self.step + 1, samples, losses, count - unreadable, self.last_update)
 
     def _load(self, steps: Iterator[Step]) -> Iterator[tuple[Micro, Batch]]:
         """Yield each micro-batch of `steps` with its data, mixed if configured.
@@ -440,6 +459,11 @@ class Trainer:
     def _report_alive(self) -> None:
         self.stacks.alive()
         self.reporter.alive()
+
+    def _is_milestone(self, step: Step) -> bool:
+        """Whether a save may be due after exactly this step."""
+        every = self.config.checkpoint.every_steps
+        return step.after.consumed >= self.data.train_size or bool(every and (self.step + 1) % every == 0)
 
     def _save_due(self, step: Step) -> Due:
         complete = step.after.epoch + 1 if step.after.consumed >= self.data.train_size else None

@@ -7,13 +7,18 @@ from __future__ import annotations
 import os
 import signal
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import write_image_folder
 from ddpjob_trainer import train
 from ddpjob_trainer.commands.check_ledger import read, verify
+from ddpjob_trainer.distributed.process_group import Group, Reduction
+from ddpjob_trainer.lifecycle import signals
+from ddpjob_trainer.lifecycle.signals import StopRequest
 from machine import slowness
 from ranks import TINY, finish, good, metrics, start, steps, stop_torchrun, torchrun, until
 
@@ -72,6 +77,50 @@ def test_sigterm_to_one_rank_stops_all_with_75(tmp_path: Path) -> None:
     until(lambda: steps(tmp_path) > 3)
     os.kill(rank_pid(tmp_path, 2), signal.SIGTERM)
     assert [end.code for end in finish(ranks)] == [75, 75, 75]
+
+
+def test_ranks_agree_ten_times_a_second_and_skip_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Two(Group):
+        def sum_begin(self, values: torch.Tensor) -> Reduction:
+            return Reduction(values * 2, None)
+
+    now = [100.0]
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    stop, agreed = StopRequest(Two(0, 2)), []
+    seconds = [0.02] * 20 + [0.4] * 10 + [0.00001] * 150
+    for step, taken in enumerate(seconds):
+        now[0] += taken
+        if stop.is_due(certain=step == 7):
+            agreed.append(step)
+            assert stop.agreement().wait() == (False, False)
+    assert agreed[:4] == [0, 6, 7, 13] and set(range(25, 31)) < set(agreed)
+    assert max(after - before for before, after in pairwise(agreed)) == 11
+    for _ in range(20):  # The batches of an evaluation do not show how long steps are.
+        now[0] += 0.001
+        stop.agreement().wait()
+    assert stop.is_due(certain=False)
+    alone = StopRequest(Group())
+    for _ in range(5):
+        assert alone.is_due(certain=False)
+        alone.agreement().wait()
+
+
+def test_ranks_agree_where_a_save_is_due_after_exactly_that_step(tmp_path: Path) -> None:
+    def noted(rank: int) -> None:
+        signals.PACE_SECONDS = 1000.0
+        begin = train.Trainer._save_due
+
+        def due(self: train.Trainer, step: Any) -> Any:
+            with (tmp_path / f"agreed-{rank}").open("a") as file:
+                file.write(f"{self.step + 1} ")
+            return begin(self, step)
+
+        train.Trainer._save_due = due  # type: ignore[method-assign]
+
+    good(2, [*TINY, "checkpoint.every_steps=5", "checkpoint.keep=9", f"checkpoint.dir={tmp_path}"], prepare=noted)
+    assert [(tmp_path / f"agreed-{rank}").read_text() for rank in (0, 1)] == ["1 5 8 9 10 15 16 "] * 2
+    saved = sorted(int(path.stem.removeprefix("step-")) for path in tmp_path.glob("step-*.pt"))
+    assert {5, 10, 15, 16} & set(saved) and set(saved) <= {5, 8, 10, 15, 16}
 
 
 def test_sigterm_during_evaluation_keeps_the_epoch_and_evaluates_later(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 from ddpjob_trainer import config, train
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.model.models import build_model
+from ddpjob_trainer.model.models import build_model, choose_layout
+from ddpjob_trainer.strategies import step_region
 from ddpjob_trainer.strategies.registry import open_strategy
 from ranks import TINY, final_losses, good
 
@@ -42,7 +44,7 @@ def test_a_compiled_run_has_the_same_curve(tmp_path: Path) -> None:
         "train.threads=1",
     ]  # 2 steps of equal size, so one graph for training and one for evaluation
     good(1, [*keys, f"checkpoint.dir={tmp_path / 'plain'}"])
-    arguments = [*keys, "model.compile=true", f"checkpoint.dir={tmp_path}"]
+    arguments = [*keys, "model.compile=default", f"checkpoint.dir={tmp_path}"]
     code = (
         "import sys; from ddpjob_trainer import config, train; import torch;"
         "code = train.run(config.load(None, sys.argv[1:]));"
@@ -62,6 +64,91 @@ def test_a_compiled_run_has_the_same_curve(tmp_path: Path) -> None:
     assert saved.keys() == build_model(config.load(None, keys).model, (1, 8, 8), 10, 0).state_dict().keys()
 
 
+def counted(folder: Path) -> Callable[[int], None]:
+    """Return what a rank does before training: it compiles without generating code, fails if
+    anything is compiled again, and writes how many graphs there are.
+    """
+
+    import torch._dynamo as dynamo  # Here, because this takes seconds, and before ranks are forked.
+
+    def prepare(rank: int) -> None:
+        step_region.BACKEND = "eager"
+        dynamo.config.error_on_recompile = True
+        training = train.Trainer.train
+
+        def trained(self: train.Trainer) -> int:
+            code = training(self)
+            (folder / f"graphs-{rank}").write_text(str(dynamo.utils.counters["stats"]["unique_graphs"]))
+            return code
+
+        train.Trainer.train = trained  # type: ignore[method-assign]
+
+    return prepare
+
+
+OWN_IMAGES = """
+import torch
+
+
+def read(folder):
+    drawn = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (770, 1, 8, 8), generator=drawn, dtype=torch.uint8)
+    labels = torch.randint(0, 10, (770,), generator=drawn)
+    return (pixels[:650], labels[:650]), (pixels[650:], labels[650:]), 10
+
+
+def add_noise(images, labels, generator):
+    return images + torch.randn(images.shape, generator=generator), labels
+"""
+OWN = "data.name=compiled_images:read"
+
+
+@pytest.mark.parametrize(
+    ("world", "mode", "more"),
+    [
+        (1, "default", []),
+        (2, "reduce-overhead", [OWN]),
+        (1, "true", [OWN, "data.batch_transform=compiled_images:add_noise"]),
+    ],
+)
+def test_a_whole_training_compiles_one_graph_for_steps_and_one_for_evaluations(
+    world: int, mode: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last steps of both epochs and the last batches of both evaluations are smaller. The
+    results are the same to the bit.
+    """
+    (tmp_path / "compiled_images.py").write_text(OWN_IMAGES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    keys = [*TINY, "model.norm=batch", "data.micro_batches=2", "train.eval_batch=50", "data.batch=300", *more]
+    good(world, [*keys, f"checkpoint.dir={tmp_path / 'plain'}"])
+    good(
+        world,
+        [*keys, f"model.compile={mode}", f"checkpoint.dir={tmp_path / 'compiled'}"],
+        prepare=counted(tmp_path),
+    )
+    assert final_losses(tmp_path / "compiled" / "run") == final_losses(tmp_path / "plain" / "run")
+    assert [(tmp_path / f"graphs-{rank}").read_text() for rank in range(world)] == ["2"] * world
+
+
+@pytest.mark.parametrize(
+    ("device", "level", "shape", "name", "wanted"),
+    [
+        ("cuda", "O1", (3, 8, 8), "small_cnn", True),
+        ("cuda", "O0", (3, 8, 8), "small_cnn", False),
+        ("cpu", "O1", (3, 8, 8), "small_cnn", False),
+        ("cuda", "O1", (5,), "small_cnn", False),
+        ("cuda", "O1", (3, 8, 8), "mine:build", False),
+    ],
+)
+def test_channels_last_suits_images_in_16_bits_on_a_gpu(
+    device: str, level: str, shape: tuple[int, ...], name: str, wanted: bool
+) -> None:
+    keys = config.load(None, [f"amp.level={level}", f"model.name={name}"])
+    assert choose_layout(keys.model, keys.amp, shape, torch.device(device)).channels_last is wanted
+    chosen = config.load(None, ["model.channels_last=false", f"amp.level={level}"])
+    assert choose_layout(chosen.model, chosen.amp, shape, torch.device(device)).channels_last is False
+
+
 def test_without_a_compiler_the_message_has_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
@@ -71,10 +158,10 @@ def test_without_a_compiler_the_message_has_the_remedy(monkeypatch: pytest.Monke
         r" model.compile=false"
     )
     with pytest.raises(ConfigError, match=message):
-        train.run(config.load(None, [*ARGUMENTS, "model.compile=true", f"checkpoint.dir={tmp_path}"]))
+        train.run(config.load(None, [*ARGUMENTS, "model.compile=default", f"checkpoint.dir={tmp_path}"]))
     monkeypatch.setenv("CXX", "/nowhere/g++ -m64")
     with pytest.raises(ConfigError, match=r"no C\+\+ compiler \(/nowhere/g\+\+\)"):
-        build_model(config.load(None, ["model.compile=true"]).model, (1, 8, 8), 10, 0)
+        build_model(config.load(None, ["model.compile=default"]).model, (1, 8, 8), 10, 0)
 
 
 @pytest.mark.parametrize("world", [1, 2])

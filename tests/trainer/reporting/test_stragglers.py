@@ -588,7 +588,7 @@ def test_flops_of_synchronized_normalization_and_of_whole_numbers(
     plain = ["model.name=torchvision:resnet18"]
     found = [
         flops.flops_per_sample(config.load(None, [*plain, *more]), (3, 64, 64), 10)
-        for more in ([], ["model.sync_batchnorm=true"], ["model.compile=true"])
+        for more in ([], ["model.sync_batchnorm=true"], ["model.compile=default"])
     ]
     assert found[0] > 0 and found == found[:1] * 3
     (tmp_path / "words_of_flops.py").write_text(

@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
             content = list(_content(snapshot))
         except FileNotFoundError as error:
             if not os.path.lexists(one):
-                continue  # A training in progress has just deleted the checkpoint.
+                continue  # A running job has just deleted the checkpoint.
             row = _broken(one, f"not readable: {error.filename or one}: {error.strerror}")
         except CheckpointError as error:
             row = _broken(one, str(error))

@@ -56,7 +56,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "param_groups": ("optim.groups", " (PATTERN=RATE)"),
     "model_ema model_ema_decay ema": ("optim.ema_decay", " (such as 0.999, per step)"),
     "sync_bn syncbn use_sync_bn sync_batchnorm": ("model.sync_batchnorm", ""),
-    "torchcompile torch_compile": ("model.compile", ""),
+    "torchcompile torch_compile": ("model.compile", " (default, reduce-overhead or max-autotune)"),
     "print_freq log_interval log_every_n_steps logging_steps steps_per_print": ("train.log_every", " (steps)"),
     "val_batch_size eval_batch_size test_batch_size validation_batch_size per_device_eval_batch_size": (
         "train.eval_batch",

@@ -228,6 +228,20 @@ class NormName(enum.StrEnum):
     BATCH = "batch"
 
 
+class MemoryLayout(enum.StrEnum):
+    """A memory layout that depends on the device."""
+
+    AUTO = "auto"
+
+
+class CompileMode(enum.StrEnum):
+    """Modes of torch.compile."""
+
+    DEFAULT = "default"
+    REDUCE_OVERHEAD = "reduce-overhead"
+    MAX_AUTOTUNE = "max-autotune"
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ModelConfig:
     """The network."""
@@ -270,14 +284,15 @@ class ModelConfig:
     accumulation step of train.accumulate) instead of micro-batches. This adds one exchange per
     layer to the forward pass and one to the backward pass.
     """
-    channels_last: bool = False
+    channels_last: bool | MemoryLayout = MemoryLayout.AUTO
     """Memory layout (n, height, width, channels) for images and weights, which makes convolutions
-    faster on tensor cores in float16.
+    faster on tensor cores in float16. auto: true for images on a GPU that computes in 16 bits,
+    except for your own model.
     """
-    compile: bool = False
-    """torch.compile: the first steps take a minute or more. Later steps are faster if the device is
-    the bottleneck, but not if the host is, as with a small model on a fast GPU. Needs a C++
-    compiler.
+    compile: bool | CompileMode = False
+    """torch.compile, or one of its modes; true: default. The first steps take a minute or more.
+    reduce-overhead replays CUDA graphs, which helps if the host is the bottleneck, as with a small
+    model on a fast GPU. Needs a C++ compiler.
     """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,10 +75,16 @@ class Normalize:
         spread = torch.tensor(std, dtype=torch.float64)
         self._factor = (1 / (scale * spread)).float().view(1, -1, 1, 1).to(device)
         self._offset = (-torch.tensor(mean, dtype=torch.float64) / spread).float().view(1, -1, 1, 1).to(device)
+        self.deferred = False
+        """Whether images are normalized later, by `apply`, as part of a compiled step."""
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the normalized images."""
-        return images.float().mul_(self._factor).add_(self._offset)
+        """Return the normalized images, or the images themselves if this is deferred."""
+        return images if self.deferred else images.float().mul_(self._factor).add_(self._offset)
+
+    def apply(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the normalized images, and leave `images` as they are."""
+        return images.float() * self._factor + self._offset
 
 
 class DataSet(Protocol):
@@ -117,6 +123,16 @@ class DataSet(Protocol):
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
         """Yield one batch per list of test sample numbers, without augmentation."""
+
+    def defer_normalization(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return the function that normalizes images, and leave this to the caller from now on.
+
+        Return None if samples are stored as inputs.
+        """
+        if self.normalize is None:
+            return None
+        self.normalize.deferred = True
+        return self.normalize.apply
 
     def fingerprint(self) -> int:
         """Return a hash of the data.

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ddpjob_trainer.config import patterns
-from ddpjob_trainer.config.sections import ModelConfig, NormName
+from ddpjob_trainer.config.sections import AmpConfig, AmpLevel, MemoryLayout, ModelConfig, NormName
 from ddpjob_trainer.data.randomness import seed_draws
 from ddpjob_trainer.errors import ConfigError, TrainerError, first_line
 from ddpjob_trainer.own_functions import load_function
@@ -32,7 +33,7 @@ def build_model(
 
     Its weights depend only on `seed`. Raises ConfigError.
     """
-    if config.channels_last and len(shape) != 3:
+    if config.channels_last is True and len(shape) != 3:
         raise ConfigError(
             f"model.channels_last needs images (channels, height, width), but the data's samples have the shape"
             f" {shape}; leave it out"
@@ -52,7 +53,7 @@ def build_model(
         _freeze(model, config)
     if config.compile:
         _check_compiler()
-    if config.channels_last:
+    if config.channels_last is True:
         model = model.to(memory_format=torch.channels_last)
         model.register_forward_pre_hook(
             lambda _, inputs: tuple(images.contiguous(memory_format=torch.channels_last) for images in inputs)
@@ -73,6 +74,14 @@ def build_model(
             " any number of ranks), or use a model without dropout"
         )
     return model
+
+
+def choose_layout(config: ModelConfig, amp: AmpConfig, shape: tuple[int, ...], device: torch.device) -> ModelConfig:
+    """Return the configuration with a memory layout in place of `auto`; `amp` has its level."""
+    if config.channels_last is not MemoryLayout.AUTO:
+        return config
+    fits = device.type == "cuda" and amp.level is not AmpLevel.O0 and len(shape) == 3 and not is_own(config)
+    return replace(config, channels_last=fits)
 
 
 def _freeze(model: nn.Module, config: ModelConfig) -> None:

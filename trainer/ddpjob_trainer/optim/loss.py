@@ -93,11 +93,15 @@ class Loss:
         An unreadable sample has weight zero. Raises the same errors as `each`, and TrainingError
         for scores that would otherwise fail only in the first evaluation, hours later.
         """
+        return self.total(scores, batch.labels, batch.unreadable)
+
+    def total(self, scores: torch.Tensor, labels: torch.Tensor, unreadable: int) -> torch.Tensor:
+        """Return `sum` for labels of which some may be unreadable."""
         self._check_scores(scores)
-        targets = batch.labels[: len(scores)]
+        targets = labels[: len(scores)]
         if self.name == "cross_entropy":
             return loss_sum(scores, targets, self._smoothing)
-        if not batch.unreadable:
+        if not unreadable:
             return self.each(scores, targets).sum()
         readable = targets.sum(1) > 0 if targets.is_floating_point() else targets != UNREADABLE
         losses = self.each(scores, targets if targets.is_floating_point() else targets.clamp(min=0))

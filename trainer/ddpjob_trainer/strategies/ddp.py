@@ -37,7 +37,7 @@ _BUFFERS = (
 class Ddp(Strategy):
     """Each rank has the whole model. A group of one needs no wrapper."""
 
-    divides = True
+    divides = compiles_step = True
     _forget: Callable[[], None] | None = None
     """Clears the communication hook's state, if it has any."""
     _checked = False

@@ -13,6 +13,8 @@ from ddpjob_trainer.strategies.strategy import Strategy
 class Single(Strategy):
     """Training in one process, without a group."""
 
+    compiles_step = True
+
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         if group.world != 1:
             raise ConfigError(

@@ -26,6 +26,7 @@ from ddpjob_trainer.optim.optimizer_state import laid_out_as, load_named_optimiz
 from ddpjob_trainer.optim.optimizers import build_optimizer
 from ddpjob_trainer.optim.parameter_groups import set_learning_rate
 from ddpjob_trainer.optim.precision import Precision, Update
+from ddpjob_trainer.strategies.step_region import StepRegion, compiler_options
 
 State = dict[str, Any]
 """The whole training state; "average" exists only if optim.ema_decay is set:
@@ -77,6 +78,10 @@ class Strategy:
     parts: SharedParts | None = None
     stages = 1
     """Ranks r, r + stages, r + 2 * stages, ... do the same work; other ranks do different work."""
+    compiles_step = False
+    """Whether the whole step may be compiled, instead of the network only."""
+    region: StepRegion | None = None
+    """The compiled step, if model.compile is set."""
     depths: dict[str, int] | None = None
     """Depths of all the model's parameters, if optim.layer_decay needs them."""
 
@@ -122,15 +127,18 @@ class Strategy:
         if self.depths is None and self.config.optim.layer_decay != 1:
             self.depths = depths(model)
         self.model = self.precision.convert(model)
-        self.network = self.wrap(self.model)
+        mode = self.config.model.compile
+        if mode and self.compiles_step:
+            self.region = StepRegion(self.model, self.criterion, mode)
+        self.network = self.wrap(self.region or self.model)
         self.statistics = self.batch_statistics()
         own = dict(self.model.named_parameters())
         self.parameters = [pair for pair in self.precision.parameters(self.model) if own[pair[0]].requires_grad]
         self.optimizer = build_optimizer(self.config.optim, self.parameters, self.depths)
         if self.config.optim.ema_decay:
             self.average = self.moving_average()
-        if self.config.model.compile:
-            self.network.compile()
+        if mode and self.region is None:
+            self.network.compile(**compiler_options(mode))
 
     def moving_average(self) -> MovingAverage:
         """Return a moving average of the weights and of running statistics."""
@@ -157,6 +165,8 @@ class Strategy:
         call this together.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.region is not None:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         for number, (micro, batch) in enumerate(micro_batches, 1):
             with nullcontext() if number == len(micro_batches) else self.without_exchange():
                 total += self.backward_one(micro, batch, count)
@@ -171,7 +181,11 @@ class Strategy:
             # If statistics cover all ranks' samples, a micro-batch that does not count must not
             # contribute to them.
             images = batch.images if micro.counts or not self.config.model.sync_batchnorm else batch.images[:0]
-            loss = self.loss(self.network(images), batch, micro)
+            if self.region is None:
+                loss = self.loss(self.network(images), batch, micro)
+            else:
+                summed = self.network(images, batch.labels, batch.unreadable)
+                loss = summed if micro.counts else summed * 0.0
         weighted = self.weighted(loss, count)
         if apart := self.waits_apart:
             self.clock.lap(StepPhase.FORWARD)
@@ -242,7 +256,7 @@ class Strategy:
         Ranks with the same `data_share.part` call this together.
         """
         with self.precision.autocast():
-            outputs: torch.Tensor = self.model(images)
+            outputs: torch.Tensor = self.model(images) if self.region is None else self.region.scores(images)
         return outputs
 
     def train_mode(self, training: bool) -> None:

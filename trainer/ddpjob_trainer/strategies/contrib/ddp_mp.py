@@ -24,6 +24,7 @@ class DdpMp(Ddp):
     The model keeps its modules and names.
     """
 
+    compiles_step = False
     divides = False  # The layers draw from several devices' generators.
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:

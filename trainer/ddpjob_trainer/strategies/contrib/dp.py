@@ -18,6 +18,8 @@ class Dp(Single):
     device. This is therefore the only strategy whose results depend on the number of devices.
     """
 
+    compiles_step = False
+
     def seed(self, key: int) -> None:
         """Seed every device's generator."""
         super().seed(key)

@@ -1,0 +1,77 @@
+"""A step as one region for torch.compile: normalization, model and loss.
+
+Problem: if only the model is compiled, the other parts of a step remain single launches, and a
+batch of a different size compiles everything again. The last batch of each epoch has such a size,
+and so does the last batch of an evaluation.
+
+Rule: a region is compiled for the sizes of a full batch only. All other batches run eagerly, with
+the same weights. Padding them instead would change the statistics of batch normalization.
+
+Example: 203 samples and data.batch=32 have six compiled steps and one eager step of 11 per epoch.
+Training and evaluation are compiled once each, and never again.
+
+In the mode reduce-overhead, torch replays a region as CUDA graphs. The optimizer stays outside: its
+fused kernels take one launch, and its learning rate is not part of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpjob_trainer.config.sections import CompileMode
+from ddpjob_trainer.optim.loss import Loss
+
+BACKEND = "inductor"
+"""torch.compile's code generator. Tests that only count compilations use a faster one."""
+
+
+def compiler_options(mode: bool | CompileMode) -> dict[str, Any]:
+    """Return the arguments of torch.compile for `model.compile`."""
+    options: dict[str, Any] = {"backend": BACKEND, "dynamic": False}
+    return {**options, "mode": mode.value} if isinstance(mode, CompileMode) else options
+
+
+class StepRegion(nn.Module):
+    """Maps a batch to its sum of losses, compiled if the batch has a full size."""
+
+    def __init__(self, model: nn.Module, criterion: Loss, mode: bool | CompileMode) -> None:
+        super().__init__()
+        self.model, self._criterion = model, criterion
+        self._normalize: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._sizes: Collection[int] = ()
+        self._tested = 0
+        self._fast_losses = torch.compile(self._losses, **compiler_options(mode))
+        self._fast_scores = torch.compile(self._scores, **compiler_options(mode))
+
+    def fix(
+        self, sizes: Collection[int], tested: int, normalize: Callable[[torch.Tensor], torch.Tensor] | None
+    ) -> None:
+        """Set the sizes of full batches in training (`sizes`) and evaluation (`tested`).
+
+        Images are passed to `normalize` first, if it is given.
+        """
+        self._sizes, self._tested, self._normalize = sizes, tested, normalize
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor, unreadable: int = 0) -> torch.Tensor:
+        """Return the sum of losses of a batch."""
+        if len(images) in self._sizes and not unreadable:
+            return self._fast_losses(images, labels)
+        return self._losses(images, labels, unreadable)
+
+    def scores(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the model's output, which later calls do not overwrite."""
+        if len(images) != self._tested:
+            return self._scores(images)
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        return self._fast_scores(images).clone()
+
+    def _losses(self, images: torch.Tensor, labels: torch.Tensor, unreadable: int = 0) -> torch.Tensor:
+        return self._criterion.total(self._scores(images), labels, unreadable)
+
+    def _scores(self, images: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.model(images if self._normalize is None else self._normalize(images))
+        return scores
