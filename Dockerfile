@@ -1,13 +1,14 @@
-# Two images: `docker build --target operator .` and `docker build --target trainer .` (buildah builds them as well, with a
-# BASE_IMAGE).
-# All packages come from the lock files in locks/, with the hash of each file; `make locks` renews them.
-# BASE_IMAGE: a Debian-like image with python3 >= 3.11 and its venv module. TORCH_INDEX_URL: the index of torch instead of
-# the default one, for instance with wheels for another accelerator, or for the CPU only (a tenth of the size). From such an
-# index the locked versions of torch and torchvision are installed, and what they need, without hashes.
+# Two images: `docker build --target operator .` and `docker build --target trainer .` (buildah can
+# build them too, with a BASE_IMAGE).
+# All packages are installed from the lock files in locks/, which contain the hash of each file;
+# `make locks` renews them. BASE_IMAGE: a Debian-like image with python3 >= 3.11 and its venv
+# module. TORCH_INDEX_URL: a different index for torch, for example with wheels for another
+# accelerator, or with CPU-only wheels (a tenth of the size). From such an index, the locked
+# versions of torch and torchvision and their dependencies are installed without hashes.
 ARG BASE_IMAGE=base
 
-# --- base: a stage, because Dependabot raises what a FROM names, and nothing else. A release needs its digest
-# (scripts/release_notes.py).
+# --- base: a separate stage, because Dependabot updates only images that a FROM names. A release
+# needs the digest (scripts/release_notes.py).
 FROM python:3.12-slim AS base
 
 # --- code: this repository's packages as a wheel.
@@ -24,8 +25,8 @@ COPY trainer trainer
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 
 # --- operator-build: a virtual environment without pip. The root filesystem will be read-only, so the bytecode of the
-# operator's imports is compiled here. The synchronous API classes of the client (24 MB) are removed, but not its models:
-# the operator uses asyncio only.
+# operator's imports is compiled here. The client's synchronous API classes (24 MB) are removed,
+# because the operator uses only asyncio; its models stay.
 FROM ${BASE_IMAGE} AS operator-build
 COPY locks/operator.txt /locks/
 RUN python3 -m venv --without-pip /opt/venv && python3 -m venv /opt/build \
@@ -48,8 +49,9 @@ EXPOSE 8080 9090
 ENTRYPOINT ["python3", "-m", "ddpjob.controller"]
 
 # --- trainer: torch, and the compiler and headers with which torch.compile builds its kernels. The user cannot write
-# bytecode, so it is compiled here, on all cores, except for the packages' own tests. Removed: the static libraries of
-# NVIDIA's profiler beside triton's shared ones (170 MB), needed only to link another profiler.
+# bytecode, so it is compiled here, on all cores, except for the packages' own tests. NVIDIA's
+# static profiler libraries in triton (170 MB) are removed, because they are needed only to link
+# another profiler.
 FROM ${BASE_IMAGE} AS trainer
 LABEL org.opencontainers.image.title="DDPJob trainer" org.opencontainers.image.licenses="Apache-2.0"
 RUN apt-get update \
@@ -57,7 +59,8 @@ RUN apt-get update \
  && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends gcc g++ libc6-dev ${headers} \
  && rm -rf /var/lib/apt/lists/* /var/cache/apt/archives/*.deb
 ARG TORCH_INDEX_URL=
-# Else what pip downloads stays in the image beside what it installs: gigabytes. Empty where a folder is mounted there.
+# Otherwise pip's downloads, which are gigabytes, would stay in the image. Leave it empty
+# if pip's cache folder is a mount.
 ARG PIP_NO_CACHE_DIR=1
 COPY locks/torch.txt /locks/
 RUN python3 -m venv /opt/venv \

@@ -1,50 +1,56 @@
-# Two commands to begin with:
-#   make demo         trains digits on this machine, kills a node in the middle and shows the recovery (Python 3.11 or newer)
-#   make test         lint and all tests; those on a real Kubernetes are skipped, with the reason, where none can run
-# The tests in parts (tests/README.md):
-#   make unit         half a minute: units and the quick part of the simulation
-#   make unit-operator  the same for the operator, the client and the dashboard alone: installs no torch
+# Start with these two commands:
+#   make demo         train on digits on this machine, kill a node halfway and show the recovery (Python 3.11 or newer)
+#   make test         lint and all tests; cluster tests are skipped, with the reason, on a machine that cannot run one
+# Parts of the tests (tests/README.md):
+#   make unit         half a minute: unit tests and the quick part of the simulation
+#   make unit-operator  the same, only for the operator, the client and the dashboard; does not install torch
 #   make test-local   everything that needs neither root nor Kubernetes
-#   make test-cluster those on a real Kubernetes alone (root, Go)
-#   make test-gpu     what only GPUs can show, on those of this machine; writes build/gpu-results.json
-# And:
-#   make matrix       the runtime's tests on every Python from 3.9 and torch from 2.6 that this machine can get;
-#                     MATRIX="--python=3.9 --torch=none" chooses rows, MATRIX=--all takes every pair and all tests
+#   make test-cluster only the tests on a real Kubernetes cluster (root, Go)
+#   make test-gpu     tests that need a GPU, on this machine's GPUs; writes build/gpu-results.json
+# Other commands:
+#   make matrix       the runtime's tests with every Python from 3.9 and torch from 2.6 that this machine can get;
+#                     MATRIX="--python=3.9 --torch=none" selects rows, MATRIX=--all runs every pair and all tests
 #   make lint         ruff, mypy, import-linter
-#   make locks        renew the lock files, by which CI (LOCKED=1), the images and the release install
-#   make docs         the documentation as a site in build/site, links checked; no network
-#   make cluster-up   start the test cluster, or find it running; prints how to use it (root, Go)
+#   make locks        renew the lock files, from which CI (LOCKED=1), the images and the release install
+#   make docs         build the documentation site in build/site and check its links, without the network
+#   make cluster-up   start the test cluster unless it is running, and print how to use it (root, Go)
 #   make cluster-down
-#   make demo-cluster digits on the test cluster, by Helm and kubectl
+#   make demo-cluster train on digits on the test cluster, with Helm and kubectl
 PYTHON ?= python3
 VENV ?= .venv
-# An index of smaller torch wheels (CPU only), where one can be reached.
+# An index with smaller, CPU-only torch wheels, if one is available.
 TORCH_INDEX_URL ?=
-# 1: the versions and hashes of locks/dev.txt, as in CI. Otherwise the newest that pyproject.toml allows.
+# 1: install the versions and hashes in locks/dev.txt, as CI does. Otherwise, install the newest
+# versions that pyproject.toml allows.
 LOCKED ?=
-# More of pytest's options, for instance: make test PYTEST=--durations=20
+# Additional options for pytest, for example: make test PYTEST=--durations=20
 PYTEST ?=
-# Options of make matrix.
+# Options for make matrix.
 MATRIX ?=
-# Tests that run at once: twice the processors of a small machine, since many wait for a process or a timer.
+# Number of parallel tests: twice the processors of a small machine, because many tests wait for a
+# process or a timer.
 WORKERS ?= 4
-# The same for the cluster's tests: each has a cluster of its own.
+# The same for cluster tests: each worker has its own cluster.
 CLUSTERS ?= 3
 
-# Bytecode is written at the first import: compiling all of torch and sympy would take a minute for modules that nobody imports. Where the
-# environment forbids to write it, each process would compile what it imports, which doubles the time that torch takes.
+# Bytecode is written at the first import, because compiling all of torch and sympy would take a
+# minute, mostly for modules that are never imported. If the environment forbids writing bytecode,
+# each process compiles its imports, which doubles torch's import time.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL = $(VENV)/bin/python scripts/install.py
-# uv checks the hashes of a constraint, too. pip refuses a checkout beside hashes, so nothing is installed without uv.
+# uv also checks the hashes in a constraint file. pip refuses to install a checkout together with
+# hashes, so uv is required.
 LOCK = $(if $(LOCKED),--constraint locks/dev.txt)
 TORCH = $(if $(LOCKED),$(shell grep -oE '^torch(vision)?==[0-9.]+' locks/dev.txt),"torch>=2.6,<3" "torchvision>=0.21,<1")
 DEMO_READY = $(VENV)/.ddpjob-demo
 DEV_READY = $(VENV)/.ddpjob-dev
 OPERATOR_READY = $(VENV)/.ddpjob-operator
 IN_VENV = $(VENV)/bin/python -m
-# A module runs in one worker, in the order of tests/conftest.py: pytest-xdist's own order leaves modules of few long tests for the end.
+# Each module runs in one worker, in the order set by tests/conftest.py. pytest-xdist's own order
+# would run modules with few long tests last.
 TESTS = $(IN_VENV) pytest --dist=loadfile --no-loadscope-reorder $(PYTEST)
-# Two workers per processor, since half of the time is spent waiting; and each takes single tests of others' modules at the end.
+# Two workers per processor, because half of the time is spent waiting. At the end, idle workers
+# take single tests from other workers' modules.
 QUICK_TESTS = $(TESTS) --dist=worksteal --numprocesses=$(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN)) -m "not slow"
 TESTCLUSTER = PYTHONPATH=tests:tests/cluster $(IN_VENV) testcluster
 
@@ -59,7 +65,7 @@ demo: $(DEMO_READY)
 unit: $(DEV_READY)
 	$(QUICK_TESTS) tests/unit tests/simulation $(wildcard tests/runtime)
 
-# Torch is hidden where it is installed: a test that imports it fails here on every machine, not in a small environment alone.
+# If torch is installed, it is hidden, so that a test that imports it fails on every machine.
 unit-operator: $(OPERATOR_READY)
 	DDPJOB_WITHOUT_TORCH=1 $(QUICK_TESTS) tests/unit tests/simulation tests/controller
 
@@ -69,9 +75,10 @@ test-local: $(DEV_READY)
 test-cluster: $(DEV_READY)
 	$(TESTS) --numprocesses=$(CLUSTERS) tests/cluster
 
-# In two parts: tests that keep the processor busy would disturb those of the cluster, which measure how fast it reacts.
-# The chart's tests take the Helm of the cluster: where the second part built the first one, they run once more.
-# What failed is named at the very end: the output is long, and who reads a CI's record sees its last lines.
+# Runs in two parts, because tests that keep the processor busy would disturb the cluster tests,
+# which measure reaction times. The chart tests use the test cluster's Helm: if the second part has
+# just built it, they run again. Failures are listed at the very end, because the output is long and
+# readers of a CI log look at its last lines.
 test: SHELL = /bin/bash -o pipefail
 test: lint
 	@mkdir -p build
@@ -85,7 +92,7 @@ test: lint
 test-gpu: $(DEV_READY)
 	$(IN_VENV) pytest -m gpu $(PYTEST) tests/gpu
 
-# Its rows have environments of their own: neither torch nor any other package is needed here.
+# Each row has its own environment, so this one needs neither torch nor any other package.
 matrix: | $(VENV)/bin/python
 	TORCH_INDEX_URL="$(TORCH_INDEX_URL)" $(VENV)/bin/python scripts/matrix.py $(MATRIX)
 
@@ -95,11 +102,12 @@ lint: $(DEV_READY)
 	$(IN_VENV) mypy operator/ddpjob runtime/ddpjob_runtime runtime/ddpjob_pod runtime/ddpjob_report runtime/ddpjob_bucket trainer/ddpjob_trainer
 	$(VENV)/bin/lint-imports
 
-# uv is in the environment when anything has been installed there.
+# Once anything has been installed in the environment, it contains uv.
 locks: $(DEV_READY)
 	$(IN_VENV) scripts.lock
 
-# Not --quiet: it would swallow the warnings that --strict counts. The variable silences a notice of the theme about its successor.
+# --quiet would hide the warnings that --strict counts. The variable hides the theme's notice about
+# its successor.
 docs: $(DEV_READY)
 	NO_MKDOCS_2_WARNING=1 $(IN_VENV) mkdocs build --strict
 	@echo "build/site/index.html"
@@ -129,7 +137,8 @@ $(OPERATOR_READY): pyproject.toml | $(VENV)/bin/python
 
 $(DEV_READY): pyproject.toml $(DEMO_READY)
 	$(INSTALL) $(LOCK) -e ".[dev]"
-	# The test cluster's pods see this environment read-only: what they import must have its bytecode already, or each start compiles it.
+	# The test cluster's pods mount this environment read-only, so the bytecode of their imports must
+	# exist; otherwise each start would compile it again.
 	$(VENV)/bin/python -c 'import torch, torch._dynamo, torch.distributed.run, torch.utils.data, torchvision.models, deepspeed'
 	$(VENV)/bin/python -c 'import torch.distributed.fsdp, torch.distributed.pipelining, torch.distributed.rpc, sklearn.datasets, matplotlib.pyplot'
 	@touch $@

@@ -72,5 +72,5 @@ def free_port() -> int:
 
 
 def exit_on_sigterm() -> None:
-    """Make SIGTERM raise SystemExit, so that every started process is ended on the way out."""
+    """Make SIGTERM raise SystemExit, so that every started process is stopped on the way out."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

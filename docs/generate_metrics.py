@@ -24,37 +24,39 @@ ALERTS = DOCS.parent / "charts" / "ddpjob-operator" / "monitoring" / "alerts.yam
 _HEAD = """\
 # Metrics and alerts
 
-Made from the code by `python docs/generate_metrics.py`. Do not edit this page. How to scrape, show and alert on
-them: [monitoring](monitoring.md).
+Made from the code by `python docs/generate_metrics.py`. Do not edit this page.
+[Monitoring](monitoring.md) explains how to scrape these metrics, draw them and alert on them.
 
-Series of a job have the labels `namespace` and `job_name`, whoever exports them. A figure that several export has
-one name: `max by (namespace, job_name) (...)` joins them.
+A job's series have the labels `namespace` and `job_name`, whichever program exports them. If
+several programs export the same figure, it has the same name: `max by (namespace, job_name) (...)`
+combines them.
 """
 _OPERATOR = """\
 ## The operator
 
-At `metrics.port` (9090) of each replica. Counters and histograms begin at 0 with each process, and each event is
-counted once, by the replica that acts: sum `rate` or `increase` over the replicas. At most {most} jobs have series of
-their own; a job that is deleted takes its series with it. The Python client's own `process_...` and `python_...` are
-there as well.
+On `metrics.port` (9090) of each replica. Counters and histograms start at 0 with each process. Each
+event is counted once, by the replica that acts, so sum `rate` or `increase` over the replicas. At
+most {most} jobs have their own series, and the series of a deleted job disappear. The Python
+client's `process_...` and `python_...` metrics are exported too.
 """
 _COORDINATOR = """\
 ## The coordinators
 
-At port `rendezvous.port` + 1 (29401, named `coordinator`) of each job's coordinator.
+On port `rendezvous.port` + 1 (29401, named `coordinator`) of each job's coordinator.
 """
 _TRAINER = """\
 ## The built-in trainer
 
-At `report.prometheus_port` of rank 0, if that is set.
+On `report.prometheus_port` of rank 0, if it is set.
 """
 _ALERTS = """\
 ## Alerts
 
-Of `charts/ddpjob-operator/monitoring/alerts.yaml`. What to do: the section of each in
-[troubleshooting](troubleshooting.md#alerts). Each fires in the case of `tests/unit/monitoring/alerts_test.yaml` that is
-named here, which promtool plays with its waits, in a real Prometheus (`tests/unit/monitoring/test_prometheus.py`), and
-most of them by faults on real pods ([monitoring](monitoring.md#alerts)).
+These are the alerts in `charts/ddpjob-operator/monitoring/alerts.yaml`. For each of them, a section
+of [troubleshooting](troubleshooting.md#alerts) says what to do. The table names the case in
+`tests/unit/monitoring/alerts_test.yaml` in which promtool makes the alert fire, waits included.
+Each alert also fires in a real Prometheus (`tests/unit/monitoring/test_prometheus.py`), and most
+were triggered by faults on real pods ([monitoring](monitoring.md#alerts)).
 """
 
 

@@ -20,10 +20,10 @@ _HEAD = """\
 # API reference: `{api}`, kind `{kind}`
 
 Made from `{crd}` by `python docs/generate_reference.py`. Do not edit this page.
-The same texts are shown by `kubectl explain {singular}.spec`. An example of each kind of job is in `examples/`.
+`kubectl explain {singular}.spec` shows the same texts. `examples/` has an example of each kind of job.
 
-"**No**" in the column "while it runs": the API server refuses the change; set `spec.runPolicy.suspend` to true, change
-the field, set it back to false.
+"**No**" in the column "while it runs" means that the API server refuses the change: set
+`spec.runPolicy.suspend` to true, change the field, and set it back to false.
 """
 
 

@@ -22,11 +22,12 @@ BEGIN, END = "<!-- limits: begin -->", "<!-- limits: end -->"
 _HEAD = """\
 # Keys of the trainer
 
-Made from `trainer/ddpjob_trainer/config` by `python docs/generate_trainer.py`. Do not edit this page.
+Made from `trainer/ddpjob_trainer/config` by `python docs/generate_trainer.py`. Do not edit this
+page.
 
-Write a key as an argument, `optim.lr=0.05`, or in its section of the YAML file of `--config`. An argument has
-precedence over the file, the file over the environment variable, and that over the default. `--help` prints the same
-texts.
+Write a key as an argument (`optim.lr=0.05`), or in its section of the YAML file that `--config`
+names. Arguments take precedence over the file, the file over environment variables, and those over
+defaults. `--help` prints the same texts.
 """
 
 

@@ -48,7 +48,7 @@ images = ((torch.tensor(digits.images).float() / 16 - 0.3053) / 0.3761).unsqueez
 labels = torch.tensor(digits.target).to(device)
 
 
-# 3. The model. It normalizes each image by itself, so the division among ranks changes nothing.
+# 3. The model. It normalizes each image separately, so the division among ranks changes nothing.
 def convolution(inputs, outputs):
     return nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.GroupNorm(4, outputs), nn.ReLU()
 

@@ -30,7 +30,7 @@ def images(folder):
 
 # data.batch_transform=own_parts:blend
 def blend(images, labels, generator):
-    """Mix each image with another one, by a share of its own, together with the classes."""
+    """Mix each image and its class with another one's. Each image has its own share."""
     share = torch.rand(len(labels), 1, generator=generator, device=labels.device)
     partner = torch.randperm(len(labels), generator=generator, device=labels.device)
     classes = nn.functional.one_hot(labels, 10).float()
@@ -40,7 +40,7 @@ def blend(images, labels, generator):
 
 # train.callbacks=own_parts:PrecisionOfThree,own_parts:EarlyStopping
 class PrecisionOfThree:
-    """A metric: how many of the test images that are taken for a 3 are one."""
+    """A metric: the share of the test images classified as 3 that really are a 3."""
 
     def on_test_batch(self, scores, targets):
         guessed = scores.argmax(1) == 3
@@ -51,7 +51,7 @@ class PrecisionOfThree:
 
 
 class EarlyStopping:
-    """End the training after two evaluations in a row without a lower loss."""
+    """End training after two evaluations in a row without a lower loss."""
 
     best, waited = float("inf"), 0
 

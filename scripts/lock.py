@@ -4,7 +4,7 @@ Each lock file lists every package that an installation needs, on any platform a
 pyproject.toml allows, with one version and the SHA-256 of each of its files. It does not name an
 index.
 
-    dev.txt       what CI tests with (`LOCKED=1`); its versions are those of the files below
+    dev.txt       what CI tests with (`LOCKED=1`); its versions match the files below
     operator.txt  the operator's image
     torch.txt     the trainer's image: torch, torchvision and what they need. A separate layer, which is
                   skipped if TORCH_INDEX_URL names other wheels of torch
@@ -43,7 +43,7 @@ package has several requirements with markers.
 
 
 def pins(name: str) -> dict[str, set[str]]:
-    """Return the versions of each package in the lock file of this name."""
+    """Return the versions of each package in the lock file with this name."""
     found: dict[str, set[str]] = {}
     for package, version in PINNED.findall((LOCKS / name).read_text()):
         found.setdefault(package, set()).add(version)

@@ -405,7 +405,7 @@ def _code_archives() -> Target:
 
 
 class _StorageInfo:
-    """Stands for torch's class of this name in a pickle."""
+    """Stands for torch's class with this name in a pickle."""
 
     def __init__(self, name: str) -> None:
         self.relative_path, self.offset, self.length = name, 0, 10

@@ -225,7 +225,7 @@ def network_cut(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
             backend.heal(nodes[0])
 
 
-# In Standard, a replacement pod is ready before the group would continue without it.
+# In Standard mode, a replacement pod is ready before the group would continue without it.
 ELSEWHERE = ("standard-shrink", "fast-slow-rank")
 ON_CLUSTER = tuple(
     case for case in CASES if case.name == FLOOR or (case.system is not System.STOCK and case.name not in ELSEWHERE)

@@ -34,7 +34,7 @@ NONE, AUTO, EACH = "none", "auto", "1"
 
 
 class Keeping(Fast):
-    """A group in mode Fast whose nodes keep the state in memory after every `every` steps."""
+    """A group in Fast mode whose nodes keep the state in memory after every `every` steps."""
 
     script = TRAINING
 

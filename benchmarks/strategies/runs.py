@@ -1,4 +1,4 @@
-"""Runs one training of a case, and measures it from its metrics.jsonl."""
+"""Runs a case once, and measures the run from its metrics.jsonl."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def prefer_older():
 
 
 def leave_out_momentum():
-    """Keep the optimizer's state of the first copy in memory instead of the current one."""
+    """Make every later copy in memory carry the first copy's optimizer state."""
     take = rank_snapshots.RankSnapshots.take
 
     def without(self, step, make, own=None):

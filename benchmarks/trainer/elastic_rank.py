@@ -1,6 +1,6 @@
 """One rank of `elasticity`: trains, and writes each step's processor seconds, except the first two.
 
-The seconds are those of the computing thread. Because ranks share cores here, gloo's thread polls
+Only the computing thread's time is measured. Because ranks share cores here, gloo's thread polls
 continuously while it waits for a lock whose owner is waiting for a core. That takes up to 0.2 s of
 a 0.9 s step, which a rank with its own device would not spend.
 

@@ -137,7 +137,7 @@ class Bucket:
         self.term = 0
         self._slow = False
         self._failed = set[str]()
-        """Data prefixes of uploads that were given up. Each attempt has its own prefix."""
+        """Data prefixes of abandoned uploads. Each attempt has its own prefix."""
 
     @classmethod
     def open(cls, url: str, *, endpoint: str = "", region: str = "") -> Bucket:
@@ -194,7 +194,7 @@ class Bucket:
     def fetch(self, entry: Stored, folder: Path) -> Path:
         """Download a checkpoint into the folder, either completely or not at all.
 
-        An existing checkpoint of the same name is replaced. Raises BucketError, OSError.
+        An existing checkpoint with the same name is replaced. Raises BucketError, OSError.
         """
         manifest = self.manifest(entry)
         target = folder / manifest.name
@@ -623,7 +623,7 @@ class _Watched(io.FileIO):
 
 
 def _is_of(name: str, file: File) -> bool:
-    """Whether `publish` could have written this manifest entry for a checkpoint of that name."""
+    """Whether `publish` could have written this manifest entry for a checkpoint with that name."""
     parts = file.path.split("/")
     named = parts[0] == name and all(_NAME.fullmatch(part) for part in parts)
     return named and type(file.size) is int and file.size >= 0 and isinstance(file.sha256, str)

@@ -7,7 +7,7 @@ for hours. Neither may stop training or fill the disk. Therefore:
   delete a checkpoint that was replaced while it waited.
 - A failed upload is retried after 1, 2, 4, ... 60 s, and after at most 5 s while the process waits
   for its last upload. A newer checkpoint replaces the failed one.
-- If files have vanished, their upload is given up (`lost`).
+- If files have vanished, their upload is abandoned (`lost`).
 
 Example: step 100 is being uploaded when 200 and 300 are saved. 300 replaces 200, and 200 is
 released. 300 is uploaded once 100 is complete or has failed.
@@ -87,7 +87,7 @@ class Uploads:
         self.failures = 0
         """Number of consecutive failed uploads."""
         self.lost = False
-        """Whether the last upload was given up."""
+        """Whether the last upload was abandoned."""
         self._behind_since: float | None = None
         self._thread = threading.Thread(target=self._work, name="checkpoint-upload", daemon=True)
         self._thread.start()

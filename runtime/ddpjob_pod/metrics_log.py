@@ -1,4 +1,4 @@
-"""Writes a training's measurements to metrics.jsonl, for `ddpjob plot` and the dashboard.
+"""Writes a run's measurements to metrics.jsonl, for `ddpjob plot` and the dashboard.
 
 Each line is a JSON object with the event, its time and its numbers:
 

@@ -16,7 +16,7 @@ INTERVAL_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
 
 
 class Outbox:
-    """Keeps the newest figure of each name until the thread that runs `_work` takes it."""
+    """Keeps the newest figure for each name until the thread that runs `_work` takes it."""
 
     def __init__(self, thread: str) -> None:
         self._pending: dict[str, Any] = {}
@@ -57,7 +57,8 @@ def next_pause(pause: float, sent: bool) -> float:
 def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
     """Merge figures.
 
-    A newer figure replaces an older one of its name. Only the last MAX_FIGURES metrics are kept.
+    A newer figure replaces an older one with the same name. Only the last MAX_FIGURES metrics are
+    kept.
     """
     both = {**older, **newer}
     if "metrics" in older and "metrics" in newer:

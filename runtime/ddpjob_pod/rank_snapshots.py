@@ -1,4 +1,4 @@
-"""Copies the training's state into the node's memory after steps, and restores it at startup.
+"""Copies the training state into the node's memory after steps, and restores it at startup.
 
 `snapshot_store` explains the problem, the rule and the order of states. This module handles tensors
 and ranks.
@@ -12,7 +12,7 @@ runs, and then the slot is marked complete.
 **Private states.** Costs and private states go to all ranks. That takes milliseconds on the
 network, more than the copy itself. So with "auto", a background thread completes the slot when
 everything has arrived, usually early in the next step. `settle` waits for the thread. If `settle`
-is called before each step of an optimizer (`settles_early`), no step is made before the copy of the
+is called before each step of an optimizer (`settles_early`), no step is taken until the copy of the
 previous step is complete. So the interval still limits how many steps are repeated after a loss.
 Otherwise, and with a sharded state, the step waits for the exchange.
 
@@ -346,7 +346,7 @@ class Restored:
     owns: dict[int, bytes]
     """Each rank's private state; empty if ranks have none."""
     made: Moment | None
-    """The last step made before the restart, if any node knows it."""
+    """The last step completed before the restart, if any node knows it."""
 
 
 @dataclass
@@ -607,7 +607,7 @@ class RankSnapshots:
             self._store.note_made(Moment(self._order, step))
 
     def note(self, step: int) -> None:
-        """Record that a step was made, for callers that take its state during the next step."""
+        """Record that a step is complete, for callers that take its state during the next step."""
         if step == self._last:
             return
         self._last = step
@@ -622,7 +622,7 @@ class RankSnapshots:
         """Record a step, if `note` has not done so, and copy the state after it if that is due.
 
         Args:
-            step: number of steps made since training began.
+            step: number of steps completed since training began.
             make: function that returns the state, a tree of tensors, numbers, text and containers.
             own: function that returns this rank's private state; None if ranks have none.
 

@@ -1,4 +1,4 @@
-"""Keeps the training's newest states in a node's memory, where they outlive its workers.
+"""Keeps the newest training states in a node's memory, where they outlive its workers.
 
 Problem: a restart repeats all steps since the last checkpoint, and a checkpoint after each step is
 too expensive. A copy into memory costs a hundredth as much, but the memory must outlive the
@@ -20,9 +20,9 @@ The slot to overwrite is not always the older one. If another node lacked its pa
 state, the job has restarted from an older one. Then the abandoned newer state is overwritten
 (`begin`).
 
-Example: a part has slots at steps 40 and 50, but another node's part has only 40. All ranks
-continue from
-40. The next copy overwrites step 50, because step 40 is needed until a later copy is complete.
+Example: a part has slots at steps 40 and 50, but another node's part has only 40. So all ranks
+continue from step 40. The next copy overwrites step 50, because step 40 is needed until a later
+copy is complete.
 
 States are ordered by incarnation (generation, round) first, and by step second. A node that was
 partitioned may hold a higher step of an older round. The job has continued without it, from an
@@ -75,7 +75,7 @@ class Moment:
 
     order: Order
     step: int
-    """Steps made since the training began."""
+    """Steps completed since training began."""
 
 
 @dataclass(frozen=True)
@@ -180,12 +180,12 @@ class SnapshotStore:
                 path.unlink(missing_ok=True)
 
     def keep_only(self, parts: Container[str]) -> None:
-        """Delete all states of other parts."""
+        """Delete the states of all parts except `parts`."""
         self.drop({match[1] for _, match in self._slots() if match[1] not in parts})
 
     @property
     def made(self) -> Moment | None:
-        """The last step that a worker of this node made; None if there is none or it is unknown."""
+        """The last step that a worker on this node completed; None if none or unknown."""
         try:
             magic, generation, round_, step = _MADE.unpack((self.folder / "made").read_bytes()[: _MADE.size])
         except (OSError, struct.error):
@@ -193,7 +193,7 @@ class SnapshotStore:
         return Moment((generation, round_), step) if magic == _MAGIC else None
 
     def note_made(self, moment: Moment) -> None:
-        """Record the last step that was made.
+        """Record the last completed step.
 
         A kill in the middle leaves the previous step or, for a new order, perhaps no step.
         """

@@ -1,9 +1,8 @@
 """Finds lagging ranks. In each step, all other ranks wait for them.
 
-A rank that is 30 % slower than the others makes the whole training 30 % slower. The training's
-figures do not show which rank it is, because every rank's step takes equally long. The ranks
-therefore compare how long they work without waiting (the trainer's `step_clock.py`, and
-`own_work.py` for scripts).
+A rank that is 30 % slower than the others makes the whole job 30 % slower. The figures do not show
+which rank it is, because every rank's step takes equally long. The ranks therefore compare how long
+they work without waiting (the trainer's `step_clock.py`, and `own_work.py` for scripts).
 
 - A rank's slowdown is its own seconds per step divided by the median rank's. In a pipeline, a rank
   is compared only with ranks of the same stage, because stages do different work.

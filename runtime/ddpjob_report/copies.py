@@ -204,7 +204,7 @@ def _check_parts(path: Path) -> None:
             try:
                 found.load()
             except Exception:
-                continue  # A different format, or that of a later torch: copy it unchanged.
+                continue  # A different format, or a later torch's: copy it unchanged.
         lacking = sorted(name for name in found.names if not (index.parent / name).exists())
         if lacking:
             raise ValueError(

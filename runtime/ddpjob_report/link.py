@@ -27,7 +27,7 @@ class Link(Outbox):
         super().__init__("ddpjob-report")
 
     def add(self, figures: dict[str, Any]) -> None:
-        """Queue figures, and record when their step was made, because figures are posted later."""
+        """Queue figures, and record when their step ended, because figures are posted later."""
         self._note_step(figures)
         super().add(figures)
 

@@ -21,7 +21,7 @@ def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | No
     """Return the whole checkpoint with the highest number at the end of its name.
 
     The number precedes the file's extension. If numbers are equal, the highest version counts,
-    because Lightning appends -v1, -v2, ... if a file of that name exists. In a job with a bucket,
+    because Lightning appends -v1, -v2, ... if a file with that name exists. In a job with a bucket,
     all ranks get the bucket's newest checkpoint. Otherwise, or while the bucket is empty, return
     None if each node has its own folder, because ranks would resume from different steps.
     """

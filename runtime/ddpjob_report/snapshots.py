@@ -45,7 +45,7 @@ class Snapshots:
     All ranks must create one.
 
     Attributes:
-        step: steps made before the restored state; 0 if there was none. If you then load a
+        step: steps completed before the restored state; 0 if there was none. If you then load a
             checkpoint of your own, set it to the checkpoint's step, and begin there.
         restored: whether there was a state in memory.
 

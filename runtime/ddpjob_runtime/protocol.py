@@ -187,9 +187,9 @@ HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 6.0
 """A connection that has been silent for this long counts as dead."""
 RECONNECT_SECONDS = 30.0
-"""How long a member in mode Standard continues without its coordinator, which may only be
+"""How long a member in Standard mode continues without its coordinator, which may only be
 suspended. Workers need the coordinator's store only for a new round. When the coordinator has
-ended, the operator replaces all pods. In Fast, a member continues as long as its workers run.
+ended, the operator replaces all pods. In Fast mode, a member continues as long as its workers run.
 Without workers, it waits as long as for its first coordinator.
 """
 
@@ -254,7 +254,7 @@ MAX_STRAGGLERS = 8
 ROUND = "round"
 """Key of a progress report: the sender's round, GENERATION.ROUND as in a worker's DDPJOB_FENCE."""
 UNGROUPED = "ungrouped"
-"""Key of the step counter's reports: true if the program makes steps without having formed a group
+"""Key of the step counter's reports: true if the program takes steps without having formed a group
 with the other ranks.
 """
 UNCOUNTABLE = "uncountable"
@@ -291,7 +291,7 @@ CHECKPOINT_TIME = "checkpointTime"
 COPY_STEP, COPY_TIME, COPY_BEHIND = "copyStep", "copyTime", "copyBehind"
 """Metrics of copies in a bucket: the newest copy's step, when it was saved (Unix seconds), and how
 many seconds a checkpoint has existed only on its machine, without any upload. Reports with only
-these metrics are sent in the background, so they do not show that the script makes steps.
+these metrics are sent in the background, so they do not show that the script is taking steps.
 """
 
 
@@ -437,8 +437,8 @@ class Command(Word):
 def kept_log_name(pod: str, uid: str) -> str:
     """Return the name of a pod's kept log.
 
-    The name contains the beginning of the job's UID, because a later job of the same name has pods
-    with the same names.
+    The name contains the beginning of the job's UID, because a later job with the same name has
+    pods with the same names.
     """
     return f"{pod}.{(re.sub('[^0-9a-f]', '', uid) + '0' * 8)[:8]}.log"
 
@@ -605,8 +605,8 @@ def read_start(value: Any) -> dict[str, Any]:
     """Return where training continued; empty if the value is malformed.
 
     Training continued after step `step`, from one of SOURCES (`source`). `made` is the last step
-    made before the restart; it is missing if unknown. `seconds` is the time until that step was
-    made again; it is missing before that.
+    completed before the restart; it is missing if unknown. `seconds` is the time until that step
+    was repeated; it is missing before that.
     """
     if not isinstance(value, dict) or value.get("source") not in SOURCES or not _is_count(value.get("step")):
         return {}
@@ -856,7 +856,7 @@ class Recovery(Record):
     """How the job recovers.
 
     `last_seconds` is the time from the last break to the next step. `down_since` is when the group
-    stopped making steps.
+    stopped taking steps.
     """
 
     last_seconds: Optional[float] = None

@@ -770,7 +770,7 @@ class StepCounter:
                 self.made = made
             if knows_state and counts[key] <= 2 and len(counts) == 1:
                 state = getattr(optimizer, "state", None)
-                # Loading replaces the state. DCP makes an empty step before loading.
+                # Loading replaces the state. DCP takes an empty step before loading.
                 self.loaded = self.loaded or (counts[key] == 2 and id(state) != self.state)
                 self.state, self.has_state = id(state), isinstance(state, dict) and bool(state)
 

@@ -14,20 +14,20 @@ NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 def protections(text: str) -> list[str]:
     """Return the rows of the tables about prevented actions and about limits."""
-    heads = r"^\| (?:cannot|what a tenant chooses \| bound) \| held by \|\n\|(?: --- \|)+\n"
+    heads = r"^\| (?:cannot|what a tenant chooses \| bound) \| tested by \|\n\|(?: --- \|)+\n"
     tables = re.findall(heads + r"((?:\|.*\n)+)", text, flags=re.MULTILINE)
     return [row for table in tables for row in table.splitlines()]
 
 
 def test_the_protections_are_found() -> None:
     assert len(protections(TEXT)) >= 15
-    assert protections("| cannot | held by |\n| --- | --- |\n| a | b |\n\n| c | d |\n") == ["| a | b |"]
+    assert protections("| cannot | tested by |\n| --- | --- |\n| a | b |\n\n| c | d |\n") == ["| a | b |"]
 
 
 @pytest.mark.parametrize("row", protections(TEXT), ids=lambda row: row[2:40])
-def test_a_protection_names_the_test_that_holds_it(row: str) -> None:
-    _, held_by = row.strip("| ").rsplit(" | ", 1)
-    assert NAMED.search(held_by), f"name the test that holds it as `tests/PATH.py::FUNCTION`: {row}"
+def test_a_protection_names_its_test(row: str) -> None:
+    _, tested_by = row.strip("| ").rsplit(" | ", 1)
+    assert NAMED.search(tested_by), f"name the test as `tests/PATH.py::FUNCTION`: {row}"
 
 
 @pytest.mark.parametrize(("path", "function"), sorted(set(NAMED.findall(TEXT))))

@@ -89,7 +89,7 @@ def run(config: Config) -> int:
 
 
 class _StepBatches:
-    """One step's micro-batches with their data, taken from the whole training's stream."""
+    """One step's micro-batches with their data, taken from the stream of the whole run."""
 
     def __init__(
         self, micros: list[Micro], loaded: Iterator[tuple[Micro, Batch]], complete: Callable[[], None]
@@ -123,7 +123,7 @@ class Trainer:
         flops: float = 0.0,
         fingerprint: int = 0,
     ) -> None:
-        """Prepare the run. `flops` is per sample, and `fingerprint` is that of the data; 0 means
+        """Prepare the run. `flops` is per sample, and `fingerprint` identifies the data; 0 means
         unknown.
         """
         self.config, self.group, self.device = config, group, device

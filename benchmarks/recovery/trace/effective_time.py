@@ -6,9 +6,9 @@ Effective time is the share of a job's time in which new steps are taken:
 
 `c` is the share of a step that the system costs (copies, checkpoints, agreement). `p` is the mean
 pause per failure, `r` the mean number of repeated steps, and `s` the time of a step; times are in
-seconds. Failures are a Poisson process with rate L. If one occurs during a pause, the pause begins
-again. A pause of d = p + r * s therefore takes (exp(L * d) - 1) / L on average until it ends
-without another failure. Between two pauses, 1 / L of new work is done. The quotient is exp(-L * d).
+seconds. Failures are a Poisson process with rate L. If one occurs during a pause, the pause starts
+over. A pause of d = p + r * s therefore takes (exp(L * d) - 1) / L on average until it ends without
+another failure. Between two pauses, 1 / L of new work is done. The quotient is exp(-L * d).
 
 p, r and c were measured with two nodes. The result does not include costs that grow with the number
 of nodes, such as forming a larger group or a slower first step.

@@ -95,7 +95,7 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- .Values.key.existingSecret | default (printf "%s-key" (include "operator.name" .)) -}}
 {{- end -}}
 
-{{- /* The operator's rights to jobs and their objects, for a ClusterRole or for a Role in each namespace. */ -}}
+{{- /* The operator's permissions on jobs and their objects, for a ClusterRole or for a Role in each namespace. */ -}}
 {{- define "operator.rules" -}}
 - apiGroups: [ddpjob.io]
   resources: [ddpjobs]

@@ -181,7 +181,7 @@ def _fits(image: str, pattern: str) -> bool:
 
 
 def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
-    """Check the CRD's rules against the job with its class's values.
+    """Check the job, with its class's values, against the CRD's rules.
 
     A forbidden combination may come partly from the job and partly from the class.
     """
@@ -246,8 +246,11 @@ def _spec(name: str, spec: Any) -> Json:
 
 
 def _limits(name: str, limits: Any) -> ClassLimits:
-    if not isinstance(limits, Mapping) or not limits.keys() <= set(_LIMITS):
-        raise ValueError(f"{name}.limits: must be a mapping of {', '.join(_LIMITS)}")
+    if not isinstance(limits, Mapping):
+        raise ValueError(f"{name}.limits: must be a mapping with the keys {', '.join(_LIMITS)}")
+    for key in limits:
+        if key not in _LIMITS:
+            raise ValueError(f"{name}.limits.{key}: unknown; the keys are {', '.join(_LIMITS)}")
     for key, least in (("maxNodes", 1), ("maxGpusPerNode", 0)):
         value = limits.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:

@@ -375,7 +375,7 @@ class Notification:
     time: _Time
     state: NotificationState = NotificationState.PENDING
     message: Annotated[str, _OMIT_EMPTY] = ""
-    """The reason why the notification was given up."""
+    """Why the notification was abandoned."""
 
 
 @dataclass(frozen=True, kw_only=True)

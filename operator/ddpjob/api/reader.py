@@ -183,7 +183,7 @@ def _jobs(label: str, documents: list[Document]) -> list[Manifest]:
 
 
 def _is_other_kind(manifest: Mapping[str, Any]) -> bool:
-    """Whether this is clearly an object of another kind, not a DDPJob with a typo."""
+    """Whether this object clearly has another kind, and is not a DDPJob with a typo."""
     ours = str(manifest.get("apiVersion", "")).split("/")[0] == API_VERSION.split("/")[0]
     return not ours and str(manifest.get("kind", "")).lower() != KIND.lower()
 

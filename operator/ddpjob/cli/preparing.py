@@ -316,7 +316,7 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
 
 
 def _describe_earlier(backend: ProcessBackend, name: str, *, fresh: bool) -> str:
-    """Describe what happens to a finished job of this name, or to checkpoints under this name."""
+    """Describe what happens to a finished job with this name, or to its checkpoints."""
     from ddpjob.client.rerun_jobs import where_it_begins
 
     try:

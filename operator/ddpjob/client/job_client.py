@@ -176,7 +176,7 @@ def if_allowed(read: Callable[[str], list[_Item]], job: str, faults: list[str]) 
 class Client:
     """Jobs in a namespace of a cluster, or on this machine, with the same methods and results.
 
-    The backend "kubernetes" uses the kubeconfig and the rights of its user. The backend "local"
+    The backend "kubernetes" uses the kubeconfig and its user's rights. The backend "local"
     uses the jobs of this machine, in $DDPJOB_RUNS or ./runs. `namespace` and `context` default to
     those of the kubeconfig.
 

@@ -41,7 +41,7 @@ def _line(points: Sequence[tuple[float, float]]) -> str:
 
 
 class MetricCurve:
-    """A number drawn over the steps, for notebooks and browsers."""
+    """A metric plotted over the steps, for notebooks and browsers."""
 
     def __init__(self, name: str, points: Sequence[tuple[float, float]], restarts: Sequence[int] = ()) -> None:
         finite = [(step, number) for step, number in points if math.isfinite(number)]

@@ -1,4 +1,4 @@
-"""Reruns a finished job under the same name and with the same spec.
+"""Reruns a finished job with the same name and spec.
 
 On this machine, the job's last manifest runs again in the background. A cluster cannot restart a
 finished job, so the job is deleted and created again. Checkpoints on volumes and in buckets are

@@ -8,7 +8,7 @@ nothing changes.
   policies and budgets is read; and a finished job's spec loses the parts that pods are made from.
   This bounds the operator's memory, because users choose how large their objects are.
 - An object belongs to the job whose uid is in its labels or owner references. Names do not count,
-  because a job that was deleted and recreated under its name does not own objects of its
+  because a job that was deleted and recreated with the same name does not own objects of its
   predecessor.
 - A change wakes the job that it concerns. The wake-up is urgent if a user has changed the job, if a
   pod has ended, is about to end or is gone, or if Kueue has changed a Workload. The operator's own

@@ -47,7 +47,7 @@ class HostWatch(Informer[HostView]):
     async def list(self) -> None:
         """List the nodes, and report all changes in the list together.
 
-        1,000 new nodes are thus reported as a single change.
+        This way, 1,000 new nodes are reported as a single change.
         """
         self._listing = True
         try:

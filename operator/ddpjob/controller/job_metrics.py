@@ -251,7 +251,7 @@ def _count_restarts(old: JobStatus, new: JobStatus, account: _Account) -> None:
         reason = _known_cause(restart)
         if number < fresh:
             RESTARTS.labels(reason, str(restart.counted).lower()).inc()
-        # Losing a coordinator in mode Fast does not begin a round, because training continues.
+        # Losing a coordinator in Fast mode does not begin a round, because training continues.
         before = known.get(_identity(restart))
         timed = restart.seconds is not None and (number < fresh or (before is not None and before.seconds is None))
         if timed and restart.round and restart.reason not in PLANNED:

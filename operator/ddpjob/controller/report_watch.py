@@ -4,12 +4,12 @@ A reconcile reads the reports kept here and never waits for a coordinator. Coord
 images, so one that hangs, floods or lies must harm only its own job. Still, a break should wake its
 job within a moment, even with a thousand jobs.
 
-- The coordinator holds a request until it has news, or for `progress_seconds`. A quiet job thus
-  costs one request every 10 s, and proportionally fewer with more than JOBS jobs.
+- The coordinator holds a request until it has news, or for `progress_seconds`. So a quiet job costs
+  one request every 10 s, and proportionally fewer with more than JOBS jobs.
 - News is a change that affects decisions (`_news`): a break, a different state or round, or
   different members, but not the step. It wakes the job, but not twice within WAKE_SECONDS.
-- The first BURST requests are PAUSE seconds apart, later ones SLOW_PAUSE. A coordinator that always
-  has news is thus asked once a second.
+- The first BURST requests are PAUSE seconds apart, later ones SLOW_PAUSE. So a coordinator that
+  always has news is asked once a second.
 - All coordinators' reports together stay below READ_BYTES per second. Only coordinators with large
   reports wait to meet this limit, for at most LONGEST_SHARE.
 - If a coordinator stops responding, its last report is valid for STALE_SECONDS and is then dropped.
@@ -173,7 +173,7 @@ class ReportWatch:
 
         At that rate, it takes a certain time to read the last report of every coordinator, and a
         certain time to read equally many reports of this `size`. The wait is the shorter of the
-        two. A large report thus waits only if many reports are large, and a small report never
+        two. So a large report waits only if many reports are large, and a small report never
         waits for large ones.
         """
         self._bytes += size - followed.size

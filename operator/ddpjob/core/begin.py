@@ -11,7 +11,7 @@ current generation still fits the job, and if not, how much of it must be replac
 - A different spec.nodes or spec.spares resizes the generation in place. Additional nodes join
   through a later restart by the coordinator. Fewer nodes restart the group now. A new generation is
   needed only for a `command`, or if missing pods could not join their peers.
-- A key that another operator has replaced does not return by itself (`slots.is_superseded`).
+- A key that another operator has replaced does not return on its own (`slots.is_superseded`).
 - Nothing changes while podTemplate has faults, or if the group has already finished its work.
 - A gang that holds nodes but cannot train gives them up (`yield_room`).
 

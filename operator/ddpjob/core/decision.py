@@ -81,7 +81,7 @@ class CreateNode:
 
 @dataclass(frozen=True)
 class DeletePod:
-    """Deletes a pod. The uid is a precondition, so a newer pod of that name is never deleted."""
+    """Deletes a pod. The uid is a precondition, so a newer pod with that name is never deleted."""
 
     name: str
     uid: str

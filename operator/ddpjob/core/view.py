@@ -97,7 +97,7 @@ class View:
 
     @cached_property
     def trained(self) -> bool:
-        """Whether the job has ever made a step, according to its status or last report."""
+        """Whether the job has ever completed a step, according to its status or last report."""
         if self.status.trained:
             return True
         known = (self.status.progress, self.reported_progress)

@@ -259,7 +259,7 @@ def remembered(
     """Return the hosts that were `found`, with the operator's memory of them from `before`.
 
     The operator remembers when each host became ready, not ready or unhealthy, and which hosts were
-    deleted. A host that was never seen counts as unknown, not as deleted, because it may be newer
+    deleted. A host that was never seen is unknown, not deleted, because it may be newer
     than the list. If a host is already unhealthy when it is first seen, the beginning of the fault
     is unknown.
     """
@@ -407,7 +407,7 @@ class World:
     """Short hash of the key from which the jobs' tokens are derived. Pods reject each other if
     their tokens come from different keys."""
     is_sole_operator: bool = False
-    """Whether this operator holds the Lease of the job's namespace, so that no other one acts
+    """Whether this operator holds the Lease for the job's namespace, so that no other one acts
     there."""
     has_token: bool = False
     """Whether the Secret with the token has been created. The operator cannot read it, so it may

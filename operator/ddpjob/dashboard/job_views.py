@@ -214,7 +214,7 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
         lost += over - broke
         again = min(following, over + _repeated_seconds(restart))
         add(over, again, "repeat", f"{count(restart.repeated_steps or 0, 'step')} repeated: {duration(again - over)}")
-        # Losing a spare, or a coordinator in mode Fast, does not begin a round.
+        # Losing a spare, or a coordinator in Fast mode, does not begin a round.
         at, number = again, restart.round or number
     running = status.condition(ConditionType.RUNNING)
     if not restarts and running is not None and running.status:

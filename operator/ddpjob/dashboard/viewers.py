@@ -455,7 +455,7 @@ def _own_form(request: web.Request) -> None:
 def _cookie(request: web.Request) -> str:
     """Return the name of the session cookie.
 
-    With TLS, only this host can set a cookie of this name. On loopback, the name differs between
+    With TLS, only this host can set a cookie with this name. On loopback, the name differs between
     ports.
     """
     own = own_port(request)

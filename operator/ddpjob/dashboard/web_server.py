@@ -385,7 +385,7 @@ class Dashboard:
     async def log(self, request: web.Request) -> web.StreamResponse:
         """Send a log's lines as JSON events; send `end` when there will be no more.
 
-        The log is that of one pod or of the whole job.
+        Covers one pod or the whole job.
         """
         key, view, pod = _key(request), _view(request), request.query.get("pod", "")
         if view.log_streams >= LOG_STREAMS:

@@ -7,7 +7,7 @@ order of the calls is therefore fixed, and every call may be made twice.
 1. The status, guarded by the version that was read. It holds everything that a later reconcile must
    know: attempts, counts and causes. If there is a conflict, nothing is done.
 2. Deletions, which make room in a quota. They carry the uid, so a repeated deletion cannot hit an
-   object that has since been created under the same name.
+   object that has since been created with the same name.
 3. Creations. Names are deterministic, so a repeated creation finds its object and changes nothing.
 4. Messages to the coordinator, which may be lost: each reconcile sends them again until the
    coordinator's report shows that they have arrived. Then notifications.

@@ -55,7 +55,7 @@ class Refused(Exception):
 class NameTaken(Exception):
     """An object with this name exists and belongs to a different owner.
 
-    The owner may be an earlier job of the same name. The message names the owner.
+    The owner may be an earlier job with the same name. The message names the owner.
     """
 
 

@@ -42,7 +42,7 @@ class LocalPlatform(Platform):
         """Return a folder that differs from every namespace's folder.
 
         Its name contains the machine and the folder of runs. A trial run must neither continue nor
-        supersede the job of this name in a cluster or in another folder.
+        supersede the job with the same name in a cluster or in another folder.
         """
         machine = re.sub(r"[^a-z0-9-]", "-", socket.gethostname().lower())
         runs = hashlib.sha256(os.fsencode(str(self.checkpoint_path))).hexdigest()[:8]

@@ -12,7 +12,7 @@ from ddpjob.api.job_status import JobStatus
 from ddpjob.core.world import coordinator_pod_name, node_pod_name
 
 COORDINATOR_HOSTNAME = "coordinator"
-"""Hostname of every coordinator pod in mode Fast."""
+"""Hostname of every coordinator pod in Fast mode."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,8 @@ class Platform:
     def coordinator_host(self, job: DDPJob, status: JobStatus) -> str:
         """Return the coordinator's host name, which every pod of the job can resolve.
 
-        In mode Standard it changes with the generation, because a name server may still return an
-        old address. In mode Fast it is the same for every coordinator of the job, because nodes
+        In Standard mode it changes with the generation, because a name server may still return an
+        old address. In Fast mode it is the same for every coordinator of the job, because nodes
         outlive their coordinator and look up the next one.
         """
         if job.spec.fast:
@@ -83,8 +83,8 @@ class Platform:
 
     @property
     def cluster(self) -> str:
-        """A short hash that distinguishes this operator's jobs from jobs of the same name in other
-        clusters.
+        """A short hash that distinguishes this operator's jobs from jobs with the same name in
+        other clusters.
         """
         return self.key_mark
 

@@ -314,7 +314,7 @@ def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> d
     """
     spec = job.spec
     store = ("c10d", platform.store_host(job, status), spec.rendezvous.port, "0.1")
-    # In mode Fast the coordinator forms the group, so there is no store and nothing to wait for.
+    # In Fast mode the coordinator forms the group, so there is no store and nothing to wait for.
     fast = ("ddpjob", platform.coordinator_host(job, status), spec.rendezvous.endpoint_port, "0.02")
     backend, host, port, interval = fast if spec.fast else store
     waits = [

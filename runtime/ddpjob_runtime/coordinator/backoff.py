@@ -6,8 +6,9 @@ between failures, however, should not wait at all.
 
 - After the first failure in a row there is no wait. After the second, the group waits `initial`
   seconds. Each later wait is twice as long as the previous one, up to `maximum`.
-- A row ends when the job makes a step beyond the furthest one so far, or when a round has run for
-  HEALTHY_SECONDS. A step that only repeats work lost since the last checkpoint does not end a row.
+- A row ends when the job completes a step beyond the furthest one so far, or when a round has run
+  for HEALTHY_SECONDS. A step that only repeats work lost since the last checkpoint does not end a
+  row.
 - Only failures of the job itself count. After a lost node the next round begins at once.
 
 Example, initial=10 and maximum=300. The script fails at step 120 each time, after 20 s:

@@ -4,7 +4,7 @@
 
 - `round_sequence`, `formation` and `round`: when a round begins, breaks and ends;
 - `evidence` and `first_cause`: which event broke it;
-- `hang` and `standstill`: whether a group that makes no steps hangs;
+- `hang` and `standstill`: whether a group that completes no steps is hung;
 - `takeover`: how a new coordinator finds the members' round;
 - `witnesses`: whether an unreachable host is declared lost early.
 
@@ -135,7 +135,7 @@ class Coordinator:
             return ToMember.DONE, {}
         if self._stop is not None:
             return ToMember.STOP, self._stop
-        if self.rounds.over:  # The member is looking for the next coordinator, and `stop` would end its workers.
+        if self.rounds.over:  # The member seeks the next coordinator; `stop` would stop its workers.
             return ToMember.ERROR, {"why": f"this coordinator has stopped: {self.exit_why}"}
         why = self.members.why_refused(pod, index, attempt)
         return None if why is None else (ToMember.STOP, {"ok": False, "why": why, "fenced": True})
@@ -215,7 +215,7 @@ class Coordinator:
         self.rounds.finished(member, number)
 
     def failure(self, member: Member, number: int | None, failure: WorkerFailure) -> None:
-        """Record that a worker of the member has ended by itself."""
+        """Record that a worker of the member has exited on its own."""
         self.rounds.failed(member, number, failure)
         self._advance()
 
@@ -316,7 +316,7 @@ class Coordinator:
             self._advance()
 
     def stop(self, ok: bool, why: str) -> None:
-        """Make every member end its workers, and begin no more rounds."""
+        """Make every member stop its workers, and begin no more rounds."""
         if self.rounds.over:
             return
         self._stop = {"ok": ok, "why": why}

@@ -1,4 +1,4 @@
-"""Asks members to end their workers, and fences late members."""
+"""Asks members to stop their workers, and fences late members."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ saving.
 
 
 class Drains:
-    """Asks members to end their workers, and calls `fence(late)` with the late members."""
+    """Asks members to stop their workers, and calls `fence(late)` with the late members."""
 
     def __init__(self, members: Members, loop: Loop, fence: Callable[[list[Member]], None]) -> None:
         self._members, self._loop, self._fence = members, loop, fence
 
     def ask(self, member: Member, why: str, planned: bool) -> None:
-        """Ask `member` to end its workers. If `planned`, it may use its grace period to save."""
+        """Ask `member` to stop its workers. If `planned`, it may use its grace period to save."""
         seconds = member.grace + PLANNED_SLACK if planned else DRAIN_SECONDS
         if member.drain(self._loop.now() + seconds, planned):
             self._loop.later(seconds + 0.001, self._check)

@@ -78,7 +78,7 @@ class Evidence:
     def verdict(self, finishes: list[Finish], ended_at: float | None) -> Verdict | None:
         """Return the cause known so far.
 
-        `ended_at` is when members were first asked to end their workers.
+        `ended_at` is when members were first asked to stop their workers.
         """
         if self._known is not None:
             return self._known

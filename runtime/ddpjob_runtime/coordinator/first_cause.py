@@ -5,9 +5,9 @@ may be 1. The order in which reports arrive does not show the cause, because a c
 reported before the error that caused it.
 
 1. Each failure gets a suspicion (`_suspicion`): 0 for a worker's own error, 1 for an abort, 2 for a
-   communication error, and 3 for any failure after the members were asked to end their workers. The
-   higher it is, the more likely the failure is a consequence. The least suspicious failure counts,
-   and among equals the earliest.
+   communication error, and 3 for any failure after the members were asked to stop their workers.
+   The higher it is, the more likely the failure is a consequence. The least suspicious failure
+   counts, and among equals the earliest.
 2. If members were lost or have left, only workers' own errors compete with these losses, by time.
    Suspicious failures are then consequences. So are deaths by signal, because a pod's workers end
    with the pod.
@@ -55,7 +55,7 @@ class Source:
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """A worker process that has ended by itself. `time` is in seconds on the coordinator's clock.
+    """A worker process that has exited on its own. `time` is in seconds on the coordinator's clock.
 
     `oom` means that it was killed at the container's memory limit. `init` means that it could not
     even start, and that a retry would not help.
@@ -138,7 +138,7 @@ def _suspicion(failure: WorkerFailure, ended_at: float | None) -> int:
     - 1: an abort, which communication libraries use when a peer is gone, or an NCCL error about
       this rank's own device.
     - 2: a communication error.
-    - 3: any failure after the members were asked to end their workers.
+    - 3: any failure after the members were asked to stop their workers.
     """
     if ended_at is not None and failure.time > ended_at + ORDER_SECONDS:
         return 3
@@ -164,7 +164,8 @@ def first_cause(
 ) -> Verdict | None:
     """Return the cause of a broken round; None if nothing is known to have gone wrong.
 
-    `ended_at` is when the members were asked to end their workers. Later failures are consequences.
+    `ended_at` is when the members were asked to stop their workers. Later failures are
+    consequences.
     """
     causes = [f for f in failures if _own(f, losses, ended_at)]
     first_failure = min(causes, key=lambda f: (_suspicion(f, ended_at), f.time)) if causes else None

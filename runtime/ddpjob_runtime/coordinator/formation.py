@@ -7,7 +7,7 @@ nodes:
 - A round of `nodes` nodes begins at once; a round of fewer than `min_nodes` never begins.
 - In between, the first round waits FIRST_GRACE, because pods start at different times.
 - A later round begins at once if as many nodes are ready as the last round had. With fewer, it
-  waits SHRINK_GRACE, which is 10 s in Standard and 0 in Fast, where a restart is cheap.
+  waits SHRINK_GRACE, which is 10 s in Standard mode and 0 in Fast mode, where a restart is cheap.
 - A running round that could have more nodes is restarted. If the joiners complete the group, the
   round is restarted FILL_SECONDS after it began; otherwise after GROW_SECONDS, because every
   restart costs steps.

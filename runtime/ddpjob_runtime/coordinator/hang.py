@@ -1,4 +1,4 @@
-"""Decides when to look at a job that makes no step, when to report it, and when to end its round.
+"""Decides when to look at a job that completes no steps, when to report it, and when to stop it.
 
 If one rank stops, all others wait for it in a collective, and nothing fails: the job holds its GPUs
 but does nothing. From outside, that looks like a long evaluation or a slow checkpoint. So time
@@ -14,15 +14,15 @@ alone only raises a suspicion, and the ranks' activity decides:
 - **hangAfterSeconds** ends the round after that time even without a proof. If the script's steps
   are not counted, silence proves nothing, so the ranks' stacks are compared, and all ranks must
   have been idle for that time.
-- A group that moves but makes no step is reported as overdue after max(300 s, 20 times the longest
-  gap), and is never ended without hangAfterSeconds.
+- A group that is active but completes no steps is reported as overdue after max(300 s, 20 times the
+  longest gap). Without hangAfterSeconds, its round is never ended.
 
 Example, with steps of 0.5 s: rank 1 deadlocks in its data loader. The first look comes after 15 s,
 the step is reported as overdue at 20 s, and the round ends at 25 s: "no step for 25 s: rank 1 in
 wait (...), the other ranks wait for it". An evaluation of 60 s gets four looks, each of which shows
 processor time or transferred bytes, so nothing is reported.
 
-A hang counts as a first cause, like any other: docs/decisions/0010. Why hangs are ended
+A hang is treated as a first cause, like any other: docs/decisions/0010. Why hung rounds are stopped
 automatically: docs/decisions/0024.
 """
 
@@ -44,7 +44,7 @@ UNKNOWN = {START: 600.0, TRAINING: 60.0}
 UNKNOWN_ACTIVITY = 120.0
 """Minimum number of seconds without a report while an activity's pace is unknown."""
 LEAST_AT_START = 60.0
-"""Minimum number of seconds for the start of a round, once an earlier round has made a step."""
+"""Minimum number of seconds for the start of a round, if an earlier one has completed a step."""
 LOOK_EVERY, MOST_BETWEEN_LOOKS = 5.0, 30.0
 
 OVERDUE_SECONDS = 300.0
@@ -98,14 +98,14 @@ class HangWatch:
         self._usual = UsualGaps()
         self._reports, self._longest_gap, self._longest_start = 0, 0.0, 0.0
         self.since: float | None = None
-        """When the last step was made, or the round began to run; None while no round runs."""
+        """When the last step was completed or the round started running; None between rounds."""
         self.activity = TRAINING
         """The script's reported activity between steps, such as evaluating."""
         self._in_round = 0
         self._suspicion: Suspicion | None = None
 
     def configure(self, hang_after: float | None, hangs: Hangs) -> None:
-        """Set the limit, and whether hung rounds are ended."""
+        """Set the limit, and whether hung rounds are stopped."""
         self.hang_after, self.hangs = hang_after, hangs
 
     def begin(self, now: float) -> None:
@@ -117,7 +117,7 @@ class HangWatch:
         self.since = self._suspicion = None
 
     def step(self, now: float) -> None:
-        """Record that the job has made a step or reported some other activity."""
+        """Record that the job has completed a step or reported some other activity."""
         if self.since is None:
             return
         gap = now - self.since

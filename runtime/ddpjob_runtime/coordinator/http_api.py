@@ -16,7 +16,7 @@ from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator import metrics, progress
 from ddpjob_runtime.coordinator.coordinator import Coordinator
 from ddpjob_runtime.coordinator.loop import within
-from ddpjob_runtime.protocol import Command, Hangs, Report
+from ddpjob_runtime.protocol import Command, Hangs, Report, is_number
 
 NONCE, PROOF = protocol.NONCE_HEADER.lower(), protocol.PROOF_HEADER.lower()
 MAX_HEADERS = 16 * 1024
@@ -225,9 +225,10 @@ def _size(coordinator: Coordinator, content: Any) -> None:
 def _patience(coordinator: Coordinator, content: Any) -> None:
     with_hangs = isinstance(content, dict) and "hangs" in content
     _fields(content, {"backoff": list, "hangAfter": object, **({"hangs": str} if with_hangs else {})})
-    numbers = [*content["backoff"], *([] if content["hangAfter"] is None else [content["hangAfter"]])]
-    if len(content["backoff"]) != 2 or any(isinstance(n, bool) or not isinstance(n, (int, float)) for n in numbers):
-        raise ValueError("backoff: must be two numbers of seconds; hangAfter: a number of seconds or null")
+    if len(content["backoff"]) != 2 or not all(map(is_number, content["backoff"])):
+        raise ValueError("backoff: must be two numbers, [INITIAL, MAXIMUM] in seconds")
+    if content["hangAfter"] is not None and not is_number(content["hangAfter"]):
+        raise ValueError("hangAfter: must be a number of seconds or null")
     if (hangs := content.get("hangs")) not in (None, *Hangs):
         raise ValueError(f"hangs: must be one of {', '.join(Hangs)}, not {hangs!r:.80}")
     initial, maximum = content["backoff"]

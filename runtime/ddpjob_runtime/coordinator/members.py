@@ -35,7 +35,7 @@ class Member:
         requested.
         """
         self.drain_by: float | None = None
-        """The deadline for ending its workers, if the member was asked to end them."""
+        """The deadline for stopping its workers, if the member was asked to stop them."""
         self.drain_planned = False
         """Whether the workers may save before they end."""
         self.given_up = False
@@ -118,7 +118,7 @@ class Member:
         self._become(MemberState.LOST)
 
     def drain(self, until: float, planned: bool) -> bool:
-        """Set the deadline for ending the member's workers, and return True.
+        """Set the deadline for stopping the member's workers, and return True.
 
         If an earlier deadline applies, return False instead.
         """

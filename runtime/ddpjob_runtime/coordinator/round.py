@@ -3,10 +3,10 @@
 A round ends in one of two ways. It succeeds when the last member's workers have all ended with 0.
 Or it breaks, once, at the first of these events: a worker's failure, the loss or departure of a
 member, a hang, or a change in the group's size. torchrun cannot replace one rank of a running
-group, so a break ends all workers, and the next round starts new ones. A break has two concurrent
+group, so a break stops all workers, and the next round starts new ones. A break has two concurrent
 parts, so that finding the cause does not delay the restart:
 
-- The workers are ended. Members get `restart`, and reply `ready` when their workers are gone. A
+- The workers are stopped. Members get `restart`, and reply `ready` when their workers are gone. A
   planned end (a resize, or a node that leaves) lets workers save first. A planned end can become
   unplanned, but not the reverse.
 - The cause is judged, once. SETTLE_SECONDS after the break, the verdict is final if it is sure and
@@ -78,7 +78,7 @@ class Round:
         self._evidence = Evidence()
         self._running_since: float | None = None
         self.broken_at: float | None = None
-        self._ended_at: float | None = None  # when members were first asked to end workers
+        self._ended_at: float | None = None  # when members were first asked to stop their workers
         self.ended_planned = False
         """Whether members were asked for a planned end of their workers, which may then save."""
         self._dump: HangDump | None = None
@@ -118,7 +118,7 @@ class Round:
 
     @property
     def can_hang(self) -> bool:
-        """Whether all members of the round should be making steps."""
+        """Whether all members of the round should be taking steps."""
         return not self.broken and not self._finished
 
     def holds(self, member: Member) -> bool:
@@ -232,7 +232,7 @@ class Round:
     # ---- break
 
     def fail(self, member: Member, failure: WorkerFailure) -> None:
-        """Handle a worker that has ended by itself. The member then ends its other workers.
+        """Handle a worker that has exited on its own. The member then stops its other workers.
 
         Exit code 0 is not a failure, but it may be the cause of failures reported with it.
         """
@@ -312,7 +312,7 @@ class Round:
         self._end_workers(why, planned=True)
 
     def hang(self, why: str) -> None:
-        """Break a hung round: ask for the stacks of all ranks, then end the workers.
+        """Break a hung round: ask for the stacks of all ranks, then stop the workers.
 
         `why` includes the time since the last step.
         """
@@ -397,7 +397,7 @@ class Round:
         self._loop.later(SETTLE_SECONDS, self._judge_if_clear)
 
     def _end_workers(self, why: str, planned: bool = False) -> None:
-        """Ask all members to end their workers, unless an earlier request is at least as urgent."""
+        """Ask all members to stop their workers, unless an earlier request is as urgent."""
         if self._owner.over or (self._ended_at is not None and (planned or not self.ended_planned)):
             return
         self._ended_at = self._loop.now() if self._ended_at is None else self._ended_at

@@ -5,7 +5,7 @@ sets an alarm for whatever will be due later.
 
 Two rounds must never run at the same time, because both would write checkpoints, and an old worker
 may still hold the GPU that a new worker needs. So a round forms only when no member of the last
-round can have workers. A member that does not end its workers in time is fenced: it is dismissed
+round can have workers. A member that does not stop its workers in time is fenced: it is dismissed
 permanently, and the group continues without it. Otherwise, one frozen node would stop the job
 forever.
 
@@ -259,7 +259,7 @@ class Rounds:
         return f"no step for {self._now() - (self.watch.since or 0.0):.0f} s{said}"
 
     def _counts_steps(self) -> bool:
-        """Whether silence means that the job makes no steps.
+        """Whether silence means that the job is not taking steps.
 
         This is so if steps were counted, unless the counter has since reported that it can no
         longer count.
@@ -355,7 +355,7 @@ class Rounds:
         self._loop.changed()
 
     def failed(self, member: Member, number: int | None, failure: WorkerFailure) -> None:
-        """Record that a worker of the member has ended by itself."""
+        """Record that a worker of the member has exited on its own."""
         current = self.current
         if current is None or number != current.number or current.judged or self.over:
             return
@@ -385,7 +385,7 @@ class Rounds:
     # ---- ends
 
     def drain(self, member: Member, why: str, planned: bool = False) -> None:
-        """Ask a member to end its workers and report `ready`. A late member is fenced."""
+        """Ask a member to stop its workers and report `ready`. A late member is fenced."""
         self._drains.ask(member, why, planned)
 
     def _fence_late(self, late: list[Member]) -> None:

@@ -16,8 +16,8 @@ checked:
 
 Example: node 3's machine loses power after its last heartbeat at 0.0 s.
 
-    6.0  "node train-3-0 is silent; checking whether it is alive" 7.0  its kernel has acknowledged
-    nothing: the member is lost, and its round breaks
+    6.0  "node train-3-0 is silent; checking whether it is alive"
+    7.0  its kernel has acknowledged nothing: the member is lost, and its round breaks
 
 With a ready spare, `witnesses` decides within a second.
 """
@@ -127,7 +127,7 @@ class Strangers:
         self._open.pop(writer, None)
 
     def complain(self, text: str) -> None:
-        """Log what a stranger did, but so rarely that strangers cannot fill the log."""
+        """Log what a stranger did, rate-limited so that strangers cannot fill the log."""
         moment = time.monotonic()
         if moment < self._logged + LOGGED_EVERY:
             self._unlogged += 1

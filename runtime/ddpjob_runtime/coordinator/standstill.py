@@ -51,7 +51,7 @@ only watch, such as NCCL's, stay below that."""
 PATIENCE = {
     WaitKind.STOPPED: 60.0, WaitKind.STORAGE: 120.0, WaitKind.ASLEEP: 120.0, WaitKind.TRACED: float("inf"),
 }  # fmt: skip
-"""How many seconds ranks must stand still if they wait for something that often ends by itself. A
+"""How many seconds ranks must stand still if they wait for something that often ends on its own. A
 traced process waits for its debugger.
 """
 

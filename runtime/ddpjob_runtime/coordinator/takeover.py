@@ -25,7 +25,7 @@ end after 5 s, and round 7 would break with the cause PeerLost.
 A member from a later round than the adopted one supersedes it, and members of the earlier round are
 drained. Round numbers cannot collide (NUMBERS_PER_ATTEMPT).
 
-Why a lost coordinator costs no step in Fast: docs/decisions/0008.
+Why a lost coordinator costs no step in Fast mode: docs/decisions/0008.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Resume:
     world: int
     state: MemberState
     planned: bool = False
-    """Whether the member was asked to end that round's workers, which may save before they end."""
+    """Whether the member was asked to stop that round's workers; they may save before exiting."""
 
     @property
     def has_workers(self) -> bool:

@@ -21,7 +21,7 @@ Example with 8 nodes and a spare. The host of rank 3 loses its network at 0.0 s:
 
     0.60  ranks 2 and 4 report rank 3; this coordinator sends all 9 members a heartbeat
     0.95  only rank 3 has not acknowledged it: rank 3 is lost, and the spare takes its place
-    5.00  the network is back. The member reports with its old round, ends its workers, and is ready
+    5.00  the network is back. The member reports its old round, stops its workers, and is ready
 
 Why: docs/decisions/0025.
 """

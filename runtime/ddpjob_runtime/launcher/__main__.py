@@ -384,7 +384,7 @@ def require_torchrun() -> Any:
     Raises InitFailure if the image lacks torchrun, because a retry would not help.
     """
     try:
-        with lean_torch.for_rendezvous():  # In mode Fast, all of torch has been imported already.
+        with lean_torch.for_rendezvous():  # In Fast mode, all of torch has been imported already.
             run = import_torchrun()
             lacks = torch_parts.missing()
     except Exception as error:  # includes OSError, when a CUDA library is missing

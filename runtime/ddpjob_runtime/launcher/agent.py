@@ -6,13 +6,13 @@ begins:
 
 - A worker's failure is reported at once, with its error file. Workers that this launcher has ended
   are not reported, because their errors are consequences.
-- `restart` ends all workers and their sessions with SIGTERM, and with SIGKILL after the grace
+- `restart` stops all workers and their sessions with SIGTERM, and with SIGKILL after the grace
   period. The launcher then waits until the kernel has removed them, because they may hold the
   device. In a planned restart, workers have the pod's grace period to save.
 - A worker that exits with EXIT_STEPPED_ASIDE has saved. Its node waits for its other workers.
 
 Example: rank 5 fails on node 1. Node 1 reports the ValueError and ends its other workers. Nodes 0
-and 2 get `restart` and end their workers within 0.3 s (Fast). All three then send `ready`.
+and 2 get `restart` and stop their workers within 0.3 s (Fast mode). All three then send `ready`.
 
 This module overrides or calls these parts of torch.distributed.elastic (2.6 and later):
 `_rendezvous`, `_start_workers`, `_stop_workers`, `_monitor_workers` and `_exit_barrier` of
@@ -84,7 +84,7 @@ RESTART_GRACE = {Mode.STANDARD: 2.0, Mode.FAST: 0.3}
 class CoordinatedAgent(LocalElasticAgent):
     """torchrun's agent for one launcher.
 
-    `parameters()` returns the parameters of torchrun's own rendezvous (mode Standard). The
+    `parameters()` returns the parameters of torchrun's own rendezvous (Standard mode). The
     remaining arguments come from torchrun.
     """
 
@@ -179,7 +179,7 @@ class CoordinatedAgent(LocalElasticAgent):
         self._ended = {rank: h.proc.returncode for rank, h in handlers.items() if h.proc.poll() is not None}
 
     def _end_workers(self, context: Any, death_sig: signal.Signals) -> bool:
-        """End the workers, and return whether they and their children are gone.
+        """Stop the workers, and return whether they and their children are gone.
 
         They get SIGTERM, and SIGKILL after the grace period. No worker may start while a worker of
         an earlier round, or its child, still holds the device. After SIGKILL, torch itself waits
@@ -352,12 +352,13 @@ def restarts_before(number: int) -> int:
 
 
 def _ask_to_end(handler: Any, number: signal.Signals) -> None:
-    """Signal a worker and its children, as torchrun does, or only the worker.
+    """Send the signal to a worker and its children, as torchrun does, or only to the worker.
 
-    A Python worker that handles the signal gets it without its children, because it needs its
-    data-loader processes to complete the step after which it saves. Those are killed when the
-    worker has ended. Any other program that handles the signal, such as a shell with a trap, may be
-    waiting for the training that it started. Raises ProcessLookupError if the worker has ended.
+    A Python worker that handles the signal is signalled alone, because its data-loader processes
+    must survive until it has completed its step and saved. They are killed once the worker has
+    exited. Any other program that handles the signal, such as a shell with a trap, is signalled
+    with its children, because it may be waiting for the training that it started. Raises
+    ProcessLookupError if the worker has exited.
     """
     try:
         pid = handler.proc.pid
@@ -447,7 +448,7 @@ def send_failure(
     error_file: str,
     kernel_killed: bool,
 ) -> None:
-    """Report a worker that ended by itself, with the content of its error file.
+    """Report a worker that exited on its own, with the content of its error file.
 
     `kernel_killed` indicates whether the kernel killed this worker, or another process in the
     container, to free memory.
@@ -474,7 +475,7 @@ def send_failure(
 
 
 def signal_name(code: int) -> str | None:
-    """Return the name of the signal that ended a process; None if it ended by itself."""
+    """Return the name of the signal that killed a process; None if it exited on its own."""
     if code >= 0:
         return None
     try:

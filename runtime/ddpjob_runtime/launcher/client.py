@@ -1,19 +1,19 @@
 """The launcher's connection to the coordinator, kept alive and renewed by threads.
 
-A round continues without its coordinator, so a broken connection must neither end the workers nor
+A round continues without its coordinator, so a broken connection must neither stop the workers nor
 lose information for the coordinator.
 
 - The coordinator's name is resolved at each attempt, because a new coordinator has a new address.
   Before a hello, the coordinator proves that it knows the job's token.
 - Lines that cannot be sent wait for the next welcome. Notes are part of every hello. Failures of
   the current round are sent again to the same coordinator, because a link may lose them.
-- In Standard, a node gives up after RECONNECT_SECONDS. In Fast, a node with workers never gives up;
-  a node without workers gives up after torchrun's join timeout.
-- In Fast, a coordinator that was replaced may still be running. So `_look` checks whether the name
-  leads to a later coordinator, and `_place` never goes back to an earlier one.
+- In Standard mode, a node gives up after RECONNECT_SECONDS. In Fast mode, a node with workers never
+  gives up; a node without workers gives up after torchrun's join timeout.
+- In Fast mode, a coordinator that was replaced may still be running. So `_look` checks whether the
+  name leads to a later coordinator, and `_place` never goes back to an earlier one.
 
-Example, in Fast: the coordinator's pod is replaced. The connection breaks, attempts fail for 8 s,
-and the hello to the new pod reports round 7, rank 2, Running. The workers have not noticed
+Example, in Fast mode: the coordinator's pod is replaced. The connection breaks, attempts fail for 8
+s, and the hello to the new pod reports round 7, rank 2, Running. The workers have not noticed
 anything.
 
 Why: docs/decisions/0008.
@@ -118,7 +118,7 @@ class MemberClient:
             socket.getaddrinfo("localhost", None)
         self._thread.start()
         threading.Thread(target=self._guard, args=(self._beat,), name="ddpjob-heartbeat", daemon=True).start()
-        if self._mode == Mode.FAST:  # In Standard, the name differs in each generation.
+        if self._mode == Mode.FAST:  # In Standard mode, the name differs in each generation.
             threading.Thread(target=self._guard, args=(self._look,), name="ddpjob-lookup", daemon=True).start()
 
     # ---- for the agent

@@ -271,7 +271,7 @@ class _Unpacked:
 def unpack(archive: Path, folder: Path, most: int = MOST_UNPACKED_BYTES, most_files: int = MOST_CODE_FILES) -> int:
     """Unpack an untrusted .tar.gz into a folder, and return the number of files.
 
-    An existing file of the same name is replaced, so that an interrupted call can be repeated.
+    An existing file with the same name is replaced, so that an interrupted call can be repeated.
     Files get mode 644, or 755 if their owner may execute them. Raises BadArchive, OSError.
     """
     names, count = set[str](), 0

@@ -84,7 +84,7 @@ class Unfit(Exception):
 
 
 class FetchAbandoned(Exception):
-    """The fetch was given up, because the data is no longer needed."""
+    """The fetch was cancelled because the data is no longer needed."""
 
 
 def take_keys(what: str) -> dict[str, str]:
@@ -376,7 +376,7 @@ class Fetch:
         target = self._folder / remote.name
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir() and not target.is_symlink():
-            target.rmdir()  # The bucket previously had a folder of this name.
+            target.rmdir()  # The bucket previously had a folder with this name.
         part.replace(target)
         line = json.dumps([remote.name, remote.etag, remote.size, target.stat().st_mtime_ns])
         with self._lock:

@@ -50,7 +50,7 @@ SILENT_SECONDS = 0.5
 REPEAT_SECONDS = 1.0
 """Seconds after which a silent neighbour is reported again, in case a report was lost."""
 STALL_SECONDS = 0.5
-"""If a tick is this late, this process or its host was stopped, and the measurement begins again.
+"""If a tick is this late, this process or its host was stopped, and the measurement restarts.
 """
 GREETING_SECONDS = 2.0
 """How long both sides of a connection may take to prove that they know the token."""
@@ -168,7 +168,7 @@ class Neighbours:
         self._wanted = place
 
     def run(self) -> None:
-        """Tick until this process ends. A bug here ends only the watch."""
+        """Tick until this process ends. An exception here does not stop the launcher."""
         try:
             while True:
                 time.sleep(TICK_SECONDS)

@@ -16,7 +16,7 @@ from ddpjob_runtime.launcher.shutdown import log
 
 MAX_BYTES = 4 << 20
 """Maximum size of the file in bytes. A full file is renamed to .ddpjob-rounds.jsonl.1, replacing
-any earlier file of that name."""
+any earlier file with that name."""
 _WAITING = 100
 _CLOSE_SECONDS = 2.0
 """Time limit in seconds for writing the remaining lines at the end. An unresponsive volume must not

@@ -2,7 +2,7 @@
 
 Signals, the coordinator's `stop`, a lost coordinator and errors may all end the launcher, on
 different threads and at the same time. The first caller decides the exit code, and the others
-sleep. The order is fixed: announce the departure, end the workers, close the connection, clean up,
+sleep. The order is fixed: announce the departure, stop the workers, close the connection, clean up,
 write the termination log. If a step fails, the next ones still run.
 
 Example: SIGTERM arrives while a worker fails. The launcher sends `leaving`, gives the workers the
@@ -52,7 +52,7 @@ class Shutdown:
         grace: float = 0.0,
         announce: Callable[[], None] | None = None,
     ) -> NoReturn:
-        """End the workers (SIGTERM, `grace`, SIGKILL), write the termination log, and exit with
+        """Stop the workers (SIGTERM, `grace`, SIGKILL), write the termination log, and exit with
         `code`.
         """
         if not self._once.acquire(blocking=False):

@@ -9,7 +9,7 @@ version.
     run.config_from_args                                workers start through worker.py
     elastic.multiprocessing.api.
         _terminate_process_handler                      signals reach only the launcher
-        get_subprocess_handler                          workers are forked (mode Fast)
+        get_subprocess_handler                          workers are forked (Fast mode)
     elastic.multiprocessing.errors.ProcessFailure.
         __post_init__                                   a damaged error file is ignored
 

@@ -64,7 +64,7 @@ def test_a_broken_checkpoint_is_reported_with_an_exit_code(
     lines = capsys.readouterr().out.splitlines()
     assert (
         "BROKEN: truncated" in lines[1]
-        and lines[2].endswith("whole")
+        and lines[2].endswith("intact")
         and "BROKEN: incomplete (the manifest is missing)" in lines[3]
     )
 
@@ -87,7 +87,7 @@ def test_a_checkpoint_that_training_deletes_meanwhile_is_left_out(
     (tmp_path / "step-000000024.pt").symlink_to(tmp_path / "moved.pt")
     assert main([str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].endswith("whole") and "BROKEN: not readable" in lines[2] and "No such file" in lines[2]
+    assert lines[1].endswith("intact") and "BROKEN: not readable" in lines[2] and "No such file" in lines[2]
 
 
 def test_every_checkpoint_has_a_row_even_if_another_one_is_broken(
@@ -108,7 +108,7 @@ def test_every_checkpoint_has_a_row_even_if_another_one_is_broken(
     assert main([str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()[1:]
     assert [line.split()[0][5:14].lstrip("0") for line in lines] == list("1234567"), "one row each, in order"
-    said = ["its manifest is damaged", "UnpicklingError", "whole", "KeyError", "incomplete", "BROKEN", "BROKEN"]
+    said = ["its manifest is damaged", "UnpicklingError", "intact", "KeyError", "incomplete", "BROKEN", "BROKEN"]
     assert all(text in line for text, line in zip(said, lines, strict=True)), lines
     assert "0 + 25%" in lines[2] and "\x1b" not in "".join(lines)
 

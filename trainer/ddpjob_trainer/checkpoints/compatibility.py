@@ -216,8 +216,8 @@ def has_average(found: Any) -> bool:
 def weights_in(found: Any, path: Path, *, average: bool, key: str = "checkpoint.load") -> dict[str, torch.Tensor]:
     """Return the model's tensors, by name, from the content of `path`.
 
-    With `average`, return their moving average instead, if there is one. The names are those of the
-    plain model, as in this trainer's checkpoints. In other files, the parts added by
+    With `average`, return their moving average instead, if there is one. Tensors have the plain
+    model's names, as in this trainer's checkpoints. In other files, the parts added by
     DistributedDataParallel (`module.`) and torch.compile (`_orig_mod.`) are removed from names.
     Raises CheckpointError.
     """

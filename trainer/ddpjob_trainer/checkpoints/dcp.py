@@ -174,7 +174,7 @@ def read(path: Path, layout: Layout | None = None, fetch: Fetch | None = None) -
 
     If `layout` gives a DTensor for a tensor, the result contains this rank's shard in that layout;
     other tensors are complete. `fetch` is called with the names of files before they are read, and
-    makes sure that they exist. A rank whose folder lacks files thus gets only the files that it
+    makes sure that they exist. So a rank whose folder lacks files gets only the files that it
     reads. Raises CheckpointError if this node does not see the folder or its content does not match
     its manifest, and the errors that `fetch` raises.
     """

@@ -114,7 +114,7 @@ def plan(images: Folder, size: int) -> list[list[PackedImage]]:
 
 
 def _keep_plan(path: Path, planned: list[list[PackedImage]]) -> None:
-    """Record the plan. Raises DataError if the folder holds shards of a different plan.
+    """Record the plan. Raises DataError if the folder holds shards from a different plan.
 
     Plans differ if the images differ, or the size of shards.
     """

@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
             content = list(_content(snapshot))
         except FileNotFoundError as error:
             if not os.path.lexists(one):
-                continue  # A training in progress has just deleted the checkpoint.
+                continue  # A running job has just deleted the checkpoint.
             row = _broken(one, f"not readable: {error.filename or one}: {error.strerror}")
         except CheckpointError as error:
             row = _broken(one, str(error))
@@ -59,10 +59,10 @@ def main(arguments: list[str]) -> int:
             row = _broken(one, f"not readable: {type(error).__name__}: {first_line(error)}")
         rows.append(row)
     print("\n".join(map(_printable, _align([_HEAD, *rows]))))
-    whole = all(row[-1].startswith("whole") for row in rows)
-    if single and whole:
+    intact = all(row[-1].startswith("intact") for row in rows)
+    if single and intact:
         print("\n".join(map(_printable, content)))
-    return 0 if whole else 1
+    return 0 if intact else 1
 
 
 def _row(path: Path, *, best: bool) -> tuple[Snapshot, tuple[str, ...]]:

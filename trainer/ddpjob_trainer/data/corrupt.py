@@ -78,7 +78,7 @@ class CorruptCount:
 def check_test_images(unreadable: int, size: int, config: DataConfig) -> None:
     """Raise DataError if all test images, or more than data.corrupt_limit allows, were unreadable.
 
-    A result on the remaining images would be that of a different test set, but could count as the
+    A result on the remaining images would refer to a different test set, but could count as the
     best.
     """
     if unreadable > config.corrupt_limit * size or unreadable == size:

@@ -53,7 +53,7 @@ class ImageData(DataSet):
 
     Training images get a random resized crop, a flip and, if configured, RandAugment. Test images
     are cropped to their center. An image that cannot be decoded is replaced with a copy of another
-    image in its batch. It gets the label UNREADABLE, and thus weight zero.
+    image in its batch. It gets the label UNREADABLE, and so weight zero.
     """
 
     def __init__(

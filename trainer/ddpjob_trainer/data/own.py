@@ -1,8 +1,8 @@
 """The user's own data set, named by a function: `data.name=package.module:function`.
 
-All numbers that the user's code draws for a sample from Python's, numpy's and torch's generators
-(augmentation) are a function of (seed, epoch, sample). They are thus the same on any number of
-ranks and in any worker process.
+The user's code may draw random numbers for a sample from Python's, NumPy's and torch's generators,
+for example for augmentation. They depend only on (seed, epoch, sample), so they are the same on any
+number of ranks and in any worker process.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def _without_signals() -> Iterator[None]:
 
 
 def _stay_with_the_rank(_: int) -> None:
-    """Make sure that only the rank ends its workers.
+    """Make sure that only the rank stops its workers.
 
     torchrun's SIGTERM and Ctrl-C go to the rank's process group. If a worker ended at that point,
     the rank would abort before it has saved. On Linux, the kernel kills the worker once the rank is

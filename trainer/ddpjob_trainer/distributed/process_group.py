@@ -31,7 +31,7 @@ class Group:
     local_rank: int = 0
     local_world: int = 1
     process_group: Any = None
-    """The torch process group; None means that of all ranks."""
+    """The torch process group; None means the group of all ranks."""
 
     @classmethod
     def from_env(cls) -> Group:

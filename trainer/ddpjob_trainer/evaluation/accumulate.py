@@ -54,7 +54,7 @@ class Evaluation:
     """Metrics of the user's callbacks, by name."""
 
     def scalars(self) -> dict[str, float]:
-        """Return every number under its name in logs."""
+        """Return every number, keyed by its name in the logs."""
         numbers = {"accuracy": self.accuracy, "top5": self.top5, "mae": self.mae, "rmse": self.rmse, "f1": self.f1}
         values = {"loss": self.loss} | {name: value for name, value in numbers.items() if value is not None}
         if self.curves is not None:
@@ -212,8 +212,8 @@ class Accumulator:
     def reduce(self, group: Group, counted: int, unreadable: int = 0) -> Evaluation:
         """Return the result over all ranks. All ranks must call this together.
 
-        `counted` is this rank's number of added samples, and `unreadable` that of unreadable ones.
-        Raises TrainingError if a different number of samples has been added.
+        `counted` is how many samples this rank has added, and `unreadable` how many it could not
+        read. Raises TrainingError if a different number of samples has been added.
         """
         if counted != self._added:
             raise TrainingError(

@@ -152,7 +152,7 @@ class Owner:
     def is_rival_of(self, other: Owner) -> bool:
         """Return whether the two owners must not use the folder at the same time.
 
-        A job that is recreated under the same name continues in its folder.
+        A job that is recreated with the same name continues in its folder.
         """
         other_name = (self.namespace, self.name) != (other.namespace, other.name)
         return self.job != other.job and (other_name or self.is_elsewhere(other))

@@ -16,7 +16,7 @@ def depths(model: nn.Module) -> dict[str, int]:
     """Return the depth of each parameter by name, from 0 (nearest to the input) without gaps.
 
     For timm's models, the depth comes from their own `group_matcher`, as in timm's
-    param_groups_layer_decay. For other models, the rules are those of BEiT's and MAE's get_layer_id
+    param_groups_layer_decay. For other models, the rules follow get_layer_id in BEiT and MAE
     for transformers. The stem (tokens, positions, patches, everything registered before the first
     block) has depth 0. Each block in the model's sequences is one deeper. Parameters between two
     blocks belong to the next block, and those after the last block (normalization, head) are one

@@ -102,12 +102,12 @@ def _layers(model: nn.Module, *names: str) -> list[Layer]:
 
 
 class Stage(nn.Module):
-    """Consecutive layers under their names in the whole model."""
+    """Consecutive layers, keyed by their names in the whole model."""
 
     def __init__(self, layers: list[Layer]) -> None:
         super().__init__()
         # A plain list, so that this line does not register the layers. They are registered below,
-        # under their names.
+        # by name.
         self._layers = [layer.module for layer in layers]
         for layer in layers:
             *path, last = layer.name.split(".")

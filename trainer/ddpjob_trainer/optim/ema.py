@@ -65,7 +65,7 @@ class MovingAverage:
             torch._foreach_copy_(self._tensors, self._averages)
 
     def put_back(self) -> None:
-        """Restore the weights, if the averages are in their place."""
+        """Restore the original weights, if the averages have replaced them."""
         if self._aside is not None:
             torch._foreach_copy_(self._tensors, self._aside)
             self._aside = None

@@ -32,7 +32,7 @@ _RANKS = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """The extent of a training: its epochs, total steps, and training samples per epoch.
+    """The size of a training run: its epochs, total steps, and training samples per epoch.
 
     `round` is the current round of restarts.
     """

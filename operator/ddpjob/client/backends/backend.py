@@ -66,7 +66,7 @@ class NotKnown(Unreachable):
 
 
 class NoSuchJob(Mistake):
-    """There is no job of this name."""
+    """There is no job with this name."""
 
 
 class OutagePatience:

@@ -251,8 +251,8 @@ class ClusterBackend:
     def _without_deleted_job(self, name: str, pods: list[Json]) -> list[Json]:
         """Return the pods without those of a deleted job.
 
-        A deleted job's pods exist until they have terminated, possibly next to pods of a new job of
-        the same name.
+        A deleted job's pods exist until they have terminated, possibly next to pods of a new job
+        with the same name.
         """
         uids = {pod["metadata"]["labels"].get(LABEL_UID) for pod in pods}
         if len(uids) < 2 and not any("deletionTimestamp" in pod["metadata"] for pod in pods):
@@ -274,7 +274,7 @@ class ClusterBackend:
         return f"{found[-1].reason}: {found[-1].message}" if found else ""
 
     def events(self, name: str) -> list[Happened]:
-        # A cluster also keeps events of earlier jobs of this name.
+        # A cluster also keeps events of earlier jobs with this name.
         uid = self.job(name)["metadata"]["uid"]
         return self._events(f"involvedObject.kind={KIND},involvedObject.name={name},involvedObject.uid={uid}")
 
@@ -453,7 +453,7 @@ class ClusterBackend:
     def _create_map(self, body: Json) -> None:
         """Create a ConfigMap whose name contains a digest of its content.
 
-        A deleted job's ConfigMap of the same name may still exist for a while.
+        A deleted job's ConfigMap with the same name may still exist for a while.
         """
         end = time.monotonic() + _LEAVING_SECONDS
         while True:

@@ -300,7 +300,7 @@ class ProcessBackend:
 
     @_report_disk_errors
     def resumes(self, name: str) -> bool:
-        """Whether the next run of this name would continue from a checkpoint."""
+        """Whether the next run with this name would continue from a checkpoint."""
         return job_folder(name).is_resumable()
 
     @_report_disk_errors

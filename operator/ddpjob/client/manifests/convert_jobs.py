@@ -86,7 +86,7 @@ class Conversion:
 def convert(
     manifest: Mapping[str, Any], runtimes: Sequence[Mapping[str, Any]] = (), *, script: str = "", image: str = ""
 ) -> Conversion:
-    """Convert a manifest of another operator. Raises Mistake for an unknown kind.
+    """Convert another operator's manifest. Raises Mistake for an unknown kind.
 
     `runtimes` are the runtimes that a TrainJob may name. `image` replaces the manifest's image, and
     `script` is the entry point if only the image defines it.

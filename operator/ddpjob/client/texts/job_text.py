@@ -382,7 +382,7 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield from _without_status(body, now)
         return
     if status.holds(ConditionType.COMPLETE):
-        ran = took(body, now)  # Unknown if the job made its last step while it was being suspended.
+        ran = took(body, now)  # Unknown if the last step ended during a suspension.
         yield f"{name} is complete{f': it ran for {ran}' if ran else ''}."
         complete = status.condition(ConditionType.COMPLETE)
         doubt = complete.message.partition(", but ")[2] if complete is not None else ""

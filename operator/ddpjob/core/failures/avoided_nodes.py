@@ -47,7 +47,7 @@ def find_avoided_nodes(
     """Return the hosts to avoid, sorted by name.
 
     These are the hosts that are still avoided, and newly suspect hosts. `trained` is true once the
-    job has made a step. `faults` are host faults in addition to the restarts in the status.
+    job has completed a step. `faults` are host faults in addition to the restarts in the status.
     """
     fresh = {entry.node: entry for entry in _suspects((*status.restarts.recent, *faults), now, trained=trained)}
     kept = {entry.node: entry for entry in status.avoided_nodes if entry.until > now}

@@ -11,7 +11,7 @@ them may be wrong.
   program is running. That counts unless the coordinator has lost most of its members, because then
   the coordinator itself is partitioned (`World.deaf_since`).
 
-The earlier of the two times counts (`lost_since`). The pod is given up when it has been silent for
+The earlier of the two times counts (`lost_since`). The pod is abandoned when it has been silent for
 `recovery.nodeLostAfterSeconds` (`is_given_up`), or at once if someone has marked its host as out
 of service. A pod that ends or reconnects before then is not lost.
 
@@ -19,7 +19,7 @@ Example with a limit of 30 s, in which a machine loses power:
 
      0  the coordinator hears from the pod for the last time
     10  the coordinator reports it as lost, with the time 0
-    30  the pod is given up, and its slot gets the next attempt
+    30  the pod is abandoned, and its slot gets the next attempt
     40  Kubernetes reports the host as not ready, which has no effect
 
 The slot keeps the time (`lostSince`), so a new operator continues the count (docs/decisions/0002).
@@ -57,10 +57,10 @@ def is_out_of_service(pod: PodView, world: World) -> bool:
 
 
 def is_given_up(view: View, pod: PodView, since: datetime | None) -> bool:
-    """Whether a pod that has been silent since `since` is given up.
+    """Whether a pod that has been silent since `since` is to be abandoned now.
 
     The pod may stay silent for recovery.nodeLostAfterSeconds, unless its host is out of service. A
-    pod that is alive (`since` is None) is never given up.
+    pod that is alive (`since` is None) is never abandoned.
     """
     patience = timedelta(seconds=view.job.spec.recovery.node_lost_after_seconds)
     return since is not None and (view.now >= since + patience or is_out_of_service(pod, view.world))

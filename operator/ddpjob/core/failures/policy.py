@@ -2,7 +2,7 @@
 
 A restart helps after a lost node, but not if the program itself is wrong. It is impossible to know
 for certain which of the two has happened. The defaults therefore consider the cause, and whether
-the job has ever made a step. Users who know better write `recovery.rules`.
+the job has ever completed a step. Users who know better write `recovery.rules`.
 
 1. The first of `recovery.rules` that matches the cause and exit code decides (`evaluate_rules`)
    whether to fail the job, restart and count, or restart without counting.
@@ -123,7 +123,7 @@ def evaluate_rules(spec: JobSpec, cause: Cause, exit_code: int | None, *, traine
     """Return the ruling of the first matching rule. If no rule matches, the defaults decide.
 
     `exit_code` is the code that a shell would show (128 + N for signal N, see `shell_code`).
-    `trained` is true once the job has made a step. Before that, a program that cannot start or
+    `trained` is true once the job has completed a step. Before that, a program that cannot start or
     rejects its configuration fails the job, because a restart cannot help.
     """
     for number, rule in enumerate(spec.recovery.rules):
@@ -207,8 +207,8 @@ def names_program_error(message: str) -> bool:
 def find_lost_device(spec: JobSpec, message: str, *, trained: bool) -> str:
     """Return the words in a failure's message that show a lost device; empty if there are none.
 
-    If the job neither requests a device nor has made a step, it may never have had a device, so the
-    message is ignored.
+    If the job neither requests a device nor has completed a step, it may never have had a device,
+    so the message is ignored.
     """
     found = _LOST_DEVICE.search(message) if trained or spec.gpus_per_node else None
     return found[0] if found else ""

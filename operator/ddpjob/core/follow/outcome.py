@@ -2,8 +2,8 @@
 
 Done. Under torchrun, a node exits with 0 only once every node of the group has finished, because
 the launchers wait for each other. One node with exit code 0 therefore proves that the whole group
-has made its last step (`is_done`). From then on no pod is replaced, and the other pods have FINISH
-to exit. A `command` has no such barrier, so all of its nodes must succeed.
+has completed its last step (`is_done`). From then on no pod is replaced, and the other pods have
+FINISH to exit. A `command` has no such barrier, so all of its nodes must succeed.
 
 Failed. A restart is pointless in these cases, in this order (`find_failure`):
 
@@ -59,7 +59,7 @@ def is_finished(ends: Ends) -> bool:
 
 
 def is_done(ends: Ends) -> bool:
-    """Whether the group has made its last step. Some of its pods may not have ended yet."""
+    """Whether the group has completed its last step. Some of its pods may not have ended yet."""
     return is_finished(ends) or is_let_go(ends)
 
 
@@ -84,7 +84,7 @@ def is_let_go(ends: Ends) -> bool:
 
 
 def settle(view: View) -> View | None:
-    """Return the view of a group that has made its last step; None if it has not."""
+    """Return the view of a group that has completed its last step; None if it has not."""
     ends = find_ends(view)
     if is_finished(ends):
         return ends.view

@@ -5,7 +5,7 @@ operator dies in between. Three kinds of entries are added to the attributed res
 
 - A pod that is alive, but whose device or host is broken, is replaced (`judge_failing`). The entry
   is a consequence of the failure that revealed the fault.
-- The loss of the coordinator is a restart of its own. In mode Fast the group continues to train
+- The loss of the coordinator is a restart of its own. In Fast mode the group continues to train
   without a coordinator, so the loss neither counts nor breaks the group.
 - Hosts that have become suspect are avoided from now on.
 
@@ -103,7 +103,7 @@ def _replace_failing(ends: Ends, restarts: list[Restart]) -> tuple[dict[int, End
 def _coordinator_restart(view: View, ended: Ended) -> Restart:
     """Return the restart for a lost coordinator.
 
-    In mode Fast, training continues without it, so its loss does not begin a round. The exception
+    In Fast mode, training continues without it, so its loss does not begin a round. The exception
     is a coordinator that cannot be replaced alone, because the pods need a new generation.
     """
     end, fast = ended.end, view.job.spec.fast and can_replace(view)

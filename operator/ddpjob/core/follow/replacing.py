@@ -3,7 +3,7 @@
 If possible, each lost pod is replaced alone: its slot gets the next attempt, and the other pods
 keep running. A new generation replaces the whole group instead (`_must_regroup`):
 
-- if the coordinator is lost, except in mode Fast
+- if the coordinator is lost, except in Fast mode
 - if slot 0 is lost with placement Master, because the coordinator is in its pod
 - if any pod of a `command` is lost, because its torchruns have no coordinator to regroup them
 - if a pod lost the rendezvous, or single pods can no longer join their peers

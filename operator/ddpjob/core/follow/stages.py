@@ -8,7 +8,7 @@
 
 Later stages are skipped in three cases. If the group has finished, the job is complete. If the
 cause of an end is still awaited, nothing is recorded, and the next reconcile starts again. If the
-group has made its last step, pods that have ended are not replaced.
+group has completed its last step, pods that have ended are not replaced.
 
 Example: a drain evicts pod train-1-0, and rank 0 loses its connection to it.
 

@@ -98,7 +98,7 @@ def _name(job: DDPJob, request: str) -> str:
 def _needs_one_domain(job: DDPJob) -> bool:
     """Whether additional pods would have to be in the topology domain of the first ones.
 
-    Kueue places each Workload by itself.
+    Kueue places each Workload separately.
     """
     return ONE_DOMAIN in ((job.spec.pod_template.get("metadata") or {}).get("annotations") or {})
 
@@ -139,7 +139,7 @@ def _with_more(view: View, first: QueueStatus) -> QueueStatus:
     """Return the first quota together with the additional quota that the job may use.
 
     Slots are dropped only at the end. So the additional quota after a withdrawn or unneeded one is
-    given up too.
+    released too.
     """
     job, shape, queue, before = view.job, shape_of(view.job), first, view.status.queue
     usable = {

@@ -102,7 +102,7 @@ def is_superseded(view: View) -> bool:
 
     Two operators with different keys act on the same job if they may not hold Leases. Each would
     mistake the other's key for a change of its own, and would restart the job in turn, forever. So
-    a key that was replaced once does not return by itself. Example, with keys a and b:
+    a key that was replaced once does not return on its own. Example, with keys a and b:
 
         a begins the job     key a
         b sees key a         key b, formerKeys [a]: one planned restart

@@ -122,7 +122,7 @@ def _restarting(present: Present) -> JobStatus:
 
 
 def _has_run_long(status: JobStatus, now: datetime) -> bool:
-    """Whether the group has run so long that it must have made steps, even if none was reported."""
+    """Whether the group has run so long that it must have taken steps, reported or not."""
     running = status.condition(ConditionType.RUNNING)
     return running is not None and running.status and now - running.since >= SURELY_TRAINED
 

@@ -6,11 +6,11 @@ the two steps is repeated work. The last step is known if a node's memory has su
 `ddpjob_pod.snapshot_store` notes each step there. Otherwise the number of repeated steps is
 unknown. An unknown number is never shown as 0.
 
-A restart gets its number when the report of its own round arrives. If the group makes its first
+A restart gets its number when the report of its own round arrives. If the group takes its first
 step without such a report, the number is unknown until one arrives. The time that the repetition
 takes is reported later, once it is over.
 
-Example: the group has made step 903 when a node is lost.
+Example: the group has completed step 903 when a node is lost.
 
     memory of another node holds step 903        0 steps repeated (from memory)
     memory is lost, and a checkpoint has 900     an unknown number of steps repeated
@@ -64,9 +64,9 @@ def current_restart(status: JobStatus) -> Restart | None:
 
 
 def makes_new_steps(status: JobStatus) -> bool:
-    """Whether a running group makes steps that no earlier round has made, as far as is known.
+    """Whether a running group is taking steps that no earlier round took, as far as is known.
 
-    It makes none before its first step or while it repeats steps.
+    It is not before its first step, or while it repeats steps.
     """
     restart = current_restart(status)
     if restart is None:

@@ -90,7 +90,7 @@ def _steps(progress: Mapping[str, Any]) -> bool:
 def _timed(view: View) -> tuple[Restart, ...]:
     """Return the recent restarts, with the duration in seconds of each restart that is over.
 
-    If steps are reported to the coordinator, a restart is over when the next step has been made.
+    If steps are reported to the coordinator, a restart is over when the next step is complete.
     The coordinator measures the last restart more precisely than the operator, which sees it only
     at reconciles. A restart that a suspension has cut short gets no duration, because there was no
     recovery.
@@ -114,7 +114,7 @@ def _timed(view: View) -> tuple[Restart, ...]:
 
 
 def judge_fast_recovery(view: View) -> JobStatus:
-    """Return the status with FastRecovery: whether every pod can recover as mode Fast promises.
+    """Return the status with FastRecovery: whether every pod can recover as Fast mode promises.
 
     The condition is absent until the group runs, or until a pod reports that it cannot recover that
     way. When a coordinator takes over, its pods report to it one after another.

@@ -38,7 +38,7 @@
     matching = 0;
     state.textContent = "Waiting for the first line";
     source = new EventSource(log.dataset.path);
-    source.addEventListener("open", () => { log.replaceChildren(); matching = 0; });  // each connection begins again
+    source.addEventListener("open", () => { log.replaceChildren(); matching = 0; });  // each connection starts from the beginning
     source.addEventListener("message", (event) => add(JSON.parse(event.data)));
     source.addEventListener("end", () => { ended = true; source.close(); source = null; count(); });
     source.addEventListener("error", () => {
