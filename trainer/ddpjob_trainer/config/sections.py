@@ -558,8 +558,8 @@ class CheckpointConfig:
     """Save every N steps; 0: not by steps."""
     every_seconds: float | Interval = Interval.AUTO
     """Save every N seconds; 0: not by time. auto: as often as possible at a cost of at most 1 % of
-    the time, but every 10 to 300 s. The cost is that of the last save: how long training paused,
-    plus the CPU time of writing.
+    the time, but every 10 to 300 s. The cost is measured on the last save: how long training
+    paused, plus the CPU time of writing.
     """
     every_epochs: int = 1
     """Save at the end of every N epochs; 0: not by epochs."""
