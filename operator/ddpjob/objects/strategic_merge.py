@@ -108,6 +108,9 @@ for a pod that has not requested it.
 _OF_A_CONTAINER = "container.apparmor.security.beta.kubernetes.io/"
 """Prefix of annotations that end with a container's name. The API server refuses a pod that lacks
 the container."""
+_OF_A_POD_SET = "kueue.x-k8s.io/podset-"
+"""Prefix of annotations that say where the nodes should be. The coordinator is another pod set, and
+Kueue refuses a pod with two topology annotations."""
 _MACHINE_KEYS = "kubernetes.io/"
 _LOCAL_SOURCES = ("hostPath", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image")
 _DEVICES = ("CharDevice", "BlockDevice", "Socket")
@@ -142,7 +145,8 @@ def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
         taken["volumes"] = volumes
     metadata = template.get("metadata") or {}
     given = (metadata.get("annotations") or {}).items()
-    annotations = {k: v for k, v in given if k not in _FAST_NETWORKS and not k.startswith(_OF_A_CONTAINER)}
+    others = (_OF_A_CONTAINER, _OF_A_POD_SET)
+    annotations = {k: v for k, v in given if k not in _FAST_NETWORKS and not k.startswith(others)}
     kept = {**template, "metadata": {**metadata, "annotations": annotations}}
     return _merged(pod, kept, {**taken, "containers": containers})
 

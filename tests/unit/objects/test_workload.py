@@ -119,6 +119,20 @@ def test_pods_with_a_topology_wait_for_their_domain_and_name_their_workload() ->
     assert "schedulingGates" not in build_coordinator(made, status, PLATFORM)["spec"]
 
 
+def test_the_coordinators_pod_has_only_its_own_topology_annotation() -> None:
+    """Kueue's webhook refuses a pod with two."""
+    preferred = {"kueue.x-k8s.io/podset-preferred-topology": "rack"}
+    made = job(nodes=2, podTemplate={"metadata": {"annotations": preferred}})
+    workload = admitted(build_workload(made, PLATFORM, CreateWorkload("asks", 2)), 2)
+    for assignment in workload["status"]["admission"]["podSetAssignments"]:
+        assignment["topologyAssignment"] = {"levels": ["rack"], "slices": [{"domainCount": 1}]}
+    status = replace(made.status, slots=(Slot(), Slot()), queue=read_workload(workload).grant)
+    own = {"kueue.x-k8s.io/workload": "asks"}
+    unconstrained = {"kueue.x-k8s.io/podset-unconstrained-topology": "true"}
+    assert build_coordinator(made, status, PLATFORM)["metadata"]["annotations"] == own | unconstrained
+    assert build_node(made, status, PLATFORM, 1, 0)["metadata"]["annotations"] == own | preferred
+
+
 def test_each_slot_gets_the_settings_of_the_quota_that_pays_for_it() -> None:
     first, second, third = (PodChanges(node_selector={"pool": pool}) for pool in ("a", "b", "c"))
     more = (
