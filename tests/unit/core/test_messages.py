@@ -285,8 +285,29 @@ def test_a_join_is_not_a_break_and_nothing_has_recovered_before_the_next_step() 
         assert [e.message for e in decision.events if e.reason == "Running"] == [text]
         assert job.status.restarts.recent[-1].seconds is None
         up = report(CoordinatorState.RUNNING, *two, incidents=(incident,), recovery=Recovery(2.75, None))
-        job, _ = seen(job, 6, pods, up)
+        job, decision = seen(job, 6, pods, up)
         assert job.status.restarts.recent[-1].seconds == 2.75
+        assert not [e for e in decision.events if e.reason == "Running"]
+
+
+def test_repeated_steps_that_become_known_after_running_have_an_event() -> None:
+    job, pods = running(2)
+    incident = Incident(1, later(3), IncidentKind.WORKER_FAILED, "job-1-0", 1, 1, exit_code=1, message="boom")
+    job, _ = seen(job, 3, pods, report(CoordinatorState.RESTARTING, *[MemberState.READY] * 2, incidents=(incident,)))
+
+    def at(seconds: int, recovery: Recovery, **figures: object) -> list[str]:
+        nonlocal job
+        two = [MemberState.RUNNING] * 2
+        now = report(CoordinatorState.RUNNING, *two, incidents=(incident,), recovery=recovery, **figures)
+        job, decision = seen(job, seconds, pods, now)
+        return [e.message for e in decision.events if e.reason == "Recovered"]
+
+    assert at(5, Recovery(None, later(3))) == []
+    start = {"step": 40, "made": 45, "source": "memory"}
+    recovered = at(6, Recovery(2.75, None), progress={"step": 41, "start": start})
+    text = "the first new step was complete 2.75 s after job-1-0 broke the group; 5 steps repeated (from memory)"
+    assert recovered == [text]
+    assert at(7, Recovery(2.75, None), progress={"step": 42, "start": start}) == []
 
 
 def test_a_hang_is_attributed_to_no_pod_and_no_kubernetes_node() -> None:

@@ -7,7 +7,8 @@ them, because Kubernetes drops events of a noisy object:
 - Each new restart has one event. If more than SINGLE_EVENTS restarts are alike, they share one.
 - A condition that becomes false, or changes its reason, has an event (_WARNED). Reasons that occur
   at every start, restart or end do not (_QUIET).
-- Running, a newly avoided host, and newly lagging ranks have one event each.
+- Running, a newly avoided host, and newly lagging ranks have one event each. If the first step
+  after a restart arrives later than Running, it has an event of its own, with the repeated steps.
 
 Example: pod train-1-0 runs out of memory.
 
@@ -27,7 +28,7 @@ from ddpjob.core.failures.classify import PLANNED, PULLING, Cause, names_pod, wi
 from ddpjob.core.only_copy import ONLY_COPY, STATE
 from ddpjob.core.status.conditions import GROUP_RESTARTS
 from ddpjob.core.status.messages import count, event_text, why_held
-from ddpjob.core.status.repeated import repeats
+from ddpjob.core.status.repeated import current_restart, repeats
 from ddpjob.core.status.running import FINISHED_EARLY, NO_GROUP, NODES_RUN, STEP_OVERDUE, UNREACHABLE_LONG, last_step
 from ddpjob.core.view import View
 from ddpjob.core.world import node_pod_name
@@ -107,6 +108,7 @@ def change_events(old: JobStatus, new: JobStatus) -> list[Event]:
     events = []
     if new.holds(ConditionType.RUNNING) and not old.holds(ConditionType.RUNNING):
         events.append(Event(False, "Running", _begun(old, new)))
+    events += _recovered(old, new)
     for kind in _WARNED:
         condition, before = new.condition(kind), old.condition(kind)
         if condition is None or condition.status or condition.reason in _QUIET:
@@ -166,9 +168,28 @@ def _begun(old: JobStatus, new: JobStatus) -> str:
         return text
     breaks = (r for r in reversed(new.restarts.recent) if r.round and not r.consequence)
     last = next(breaks, new.restarts.recent[-1])
-    if last.reason in PLANNED:
-        return f"{text} again, after a planned restart: {last.reason}"
-    after = f"{last.seconds} s after" if last.seconds is not None else "after"
-    broke = f"{last.pod} broke the group" if names_pod(last) else f"the group broke: {last.reason}"
-    again = repeats(last)
-    return f"{text} again, {after} {broke}" + (f"; {again}" if again else "")
+    return f"{text} again, {_after(last)}"
+
+
+def _after(restart: Restart) -> str:
+    """Describe what broke the group, how long the pause was, and how many steps were repeated."""
+    if restart.reason in PLANNED:
+        return f"after a planned restart: {restart.reason}"
+    after = f"{restart.seconds} s after" if restart.seconds is not None else "after"
+    broke = f"{restart.pod} broke the group" if names_pod(restart) else f"the group broke: {restart.reason}"
+    again = repeats(restart)
+    return f"{after} {broke}" + (f"; {again}" if again else "")
+
+
+def _recovered(old: JobStatus, new: JobStatus) -> list[Event]:
+    """Return an event for a restart whose pause or repeated steps were still unknown when the group
+    ran again, because no step was complete.
+    """
+    before, restart = current_restart(old), current_restart(new)
+    if before is None or restart is None or before.round != restart.round or not old.holds(ConditionType.RUNNING):
+        return []
+    was_known = before.seconds is not None and before.continued_from
+    is_known = restart.seconds is not None and restart.continued_from
+    if was_known or not is_known or restart.reason in PLANNED:
+        return []
+    return [Event(False, "Recovered", f"the first new step was complete {_after(restart)}")]
