@@ -49,7 +49,7 @@ QUICK = (
     # Start, loss of a node and finish, then failures of workers, in both modes.
     "test_runtime_standard.py::test_a_killed_node_is_replaced_and_the_job_continues",
     "test_runtime_standard.py::test_exceptions_restart_in_place_and_name_rank_and_line",
-    "test_runtime_fast.py::test_a_spare_takes_over_at_once",
+    "test_runtime_fast.py::test_a_spare_takes_over_immediately",
     "test_runtime_fast.py::test_a_crash_loop_backs_off",
     "test_launcher_checks.py::test_arguments_of_a_script_are_not_mistaken_for_options_of_torchrun",
     # The fork server's effects on torch, and its assumptions about torch.

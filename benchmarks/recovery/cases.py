@@ -117,7 +117,7 @@ def recovery(group: Group, moment: float, world: int, patience: float) -> tuple[
 
 
 def kill_one(case: Case, backend: Backend, round_: int, *, replaced: bool, world: int) -> Iterator[Sample]:
-    """Kill a node, and replace it at once if `replaced`."""
+    """Kill a node, and replace it immediately if `replaced`."""
     with backend.group(case.system, case.shape) as group:
         node, victim = group.pick(group.settle(), round_)
         moment = group.kill(node)

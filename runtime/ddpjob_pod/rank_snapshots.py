@@ -371,7 +371,7 @@ class _Copy:
     """A lock that the background thread releases; None if no thread is working on this copy."""
     error: Exception | None = None
     seconds: float = 0.0
-    """Processor time of the background thread."""
+    """CPU time of the background thread."""
 
     @property
     def costs(self) -> list[Cost]:

@@ -868,7 +868,7 @@ class RankLook(Record):
     """The activity of one rank between two looks, and its position.
 
     `text` is a part of the stack, and `digest` a hash of the whole stack. In the `seconds` since
-    the last look, the worker's session used `cpu` seconds of processor time and transferred `bytes`
+    the last look, the worker's session used `cpu` seconds of CPU time and transferred `bytes`
     through files and sockets, and `forks` of its processes began or ended. `wait` and `call` come
     from the kernel.
     """
@@ -881,7 +881,7 @@ class RankLook(Record):
     bytes: float
     forks: int = 0
     gpu: bool = False
-    """Whether the worker uses a GPU. Waits for a GPU take processor time."""
+    """Whether the worker uses a GPU. Waits for a GPU take CPU time."""
     wait: Optional[WaitKind] = None
     call: str = _at_most(MAX_FIGURES, "")
 

@@ -128,7 +128,7 @@ def test_one_of_two_gangs_runs_and_the_other_holds_no_node_meanwhile(jobs: Jobs,
     jobs.wait("no PodGroup is left", lambda: not jobs.cluster.kubectl_json(*left)["items"])
 
 
-def test_a_lost_pod_of_a_gang_is_replaced_at_once_and_spares_come_later(jobs: Jobs, gpus: Gpus) -> None:
+def test_a_lost_pod_of_a_gang_is_replaced_immediately_and_spares_come_later(jobs: Jobs, gpus: Gpus) -> None:
     gpus.each(1)
     jobs.apply(steps_job("lossy", 1000, spares=1, recovery=FAST, **ONE_GPU))
     jobs.wait_phase("lossy", "Running")

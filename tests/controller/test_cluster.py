@@ -123,7 +123,7 @@ async def test_a_late_watch_does_not_hide_the_operators_own_actions(c: Case) -> 
 
 
 @in_case()
-async def test_a_status_written_by_others_is_read_again_at_once(c: Case) -> None:
+async def test_a_status_written_by_others_is_read_again_immediately(c: Case) -> None:
     await c.reconcile()
     pod = c.server.store.get("Pod", "job-0-0")
     pod["status"] = {"phase": "Running", "podIP": "127.0.0.9"}

@@ -45,7 +45,7 @@ async def a_job_with_room_for_four_pods(c: Case) -> JobKey:
 
 
 async def the_room_of_a_pod_is_used(c: Case, key: JobKey) -> None:
-    """Delete one of the four pods, and check that its room is used at once."""
+    """Delete one of the four pods, and check that its room is used immediately."""
     await c.cluster.delete_pod(await c.job(key), "big-0-0", c.uid("big-0-0"), None)
     await seen()
     await reconcile(c.cluster, key, loop_moment)
@@ -54,7 +54,7 @@ async def the_room_of_a_pod_is_used(c: Case, key: JobKey) -> None:
 
 
 @in_case()
-async def test_a_quota_refusal_is_retried_with_back_off_and_room_is_used_at_once(c: Case) -> None:
+async def test_a_quota_refusal_is_retried_with_back_off_and_room_is_used_immediately(c: Case) -> None:
     key = await a_job_with_room_for_four_pods(c)
     tries = []
     for second in range(300):
@@ -68,7 +68,7 @@ async def test_a_quota_refusal_is_retried_with_back_off_and_room_is_used_at_once
 
 
 @in_case()
-async def test_room_is_used_at_once_after_the_first_refusal_too(c: Case) -> None:
+async def test_room_is_used_immediately_after_the_first_refusal_too(c: Case) -> None:
     key = await a_job_with_room_for_four_pods(c)
     await reconcile(c.cluster, key, loop_moment)
     assert len(c.pods()) == 4
@@ -347,7 +347,7 @@ async def test_a_refused_label_is_not_an_error_and_retried_with_back_off(c: Case
 
 
 @in_case()
-async def test_a_namespace_that_forbids_root_gets_its_pods_at_once(c: Case) -> None:
+async def test_a_namespace_that_forbids_root_gets_its_pods_immediately(c: Case) -> None:
     """The pause after a pod is refused does not apply to the pod with runAsNonRoot that follows."""
     act = c.server._act
 

@@ -101,7 +101,7 @@ def in_virtual_time(test: Callable[[World, Coordinator], Awaitable[None]]) -> Ca
 
 
 @in_virtual_time
-async def test_the_first_report_and_news_wake_the_job_at_once(world: World, c: Coordinator) -> None:
+async def test_the_first_report_and_news_wake_the_job_immediately(world: World, c: Coordinator) -> None:
     assert world.watch.report(KEY) is None and not world.watch.is_asking(KEY)
     world.watch.follow(KEY, c.target)
     assert world.watch.is_asking(KEY)
@@ -291,7 +291,7 @@ async def test_a_report_that_is_too_large_is_refused_with_its_size_and_remedy(wo
 
 
 @in_virtual_time
-async def test_a_new_address_is_used_at_once_and_none_ends_the_watch(world: World, c: Coordinator) -> None:
+async def test_a_new_address_is_used_immediately_and_none_ends_the_watch(world: World, c: Coordinator) -> None:
     async with coordinator(world) as bad:
         bad.hangs = True
         world.watch.follow(KEY, bad.target)

@@ -94,7 +94,7 @@ def test_a_missing_script_starts_nothing(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("what", "said"), [({"module": "not_there"}, "not_there"), ({"command": ["no-such-program"]}, "no-such-program")]
 )
-def test_a_program_that_does_not_exist_fails_at_once(machine: Machine, what: Json, said: str) -> None:
+def test_a_program_that_does_not_exist_fails_immediately(machine: Machine, what: Json, said: str) -> None:
     run = machine.run(manifest(**what), seconds=40)
     assert run.process.returncode == 1, run.everything()
     assert run.condition("Failed")["reason"] == "InitFailure"
@@ -115,7 +115,7 @@ def test_a_script_that_raises_an_error_is_tried_three_times(machine: Machine) ->
     run.assert_nothing_left()
 
 
-def test_a_wrong_trainer_argument_fails_at_once_with_its_message(machine: Machine) -> None:
+def test_a_wrong_trainer_argument_fails_immediately_with_its_message(machine: Machine) -> None:
     arguments = ["--config", "digits", "train.epoch=3"]
     run = machine.run(manifest(module="ddpjob_trainer", args=arguments), seconds=60)
     assert run.process.returncode == 1, run.everything()
@@ -281,7 +281,7 @@ def test_a_run_whose_folder_was_removed_is_not_run_twice(machine: Machine) -> No
     assert again.process.returncode == 0, again.everything()
 
 
-def test_a_second_ctrl_c_ends_at_once(machine: Machine) -> None:
+def test_a_second_ctrl_c_ends_immediately(machine: Machine) -> None:
     run = machine.start(manifest(command=HANG))
     run.until(lambda r: r.status.get("phase") == "Running")
     run.signal(signal.SIGINT)

@@ -49,7 +49,7 @@ def test_members_above_the_wanted_size_are_spares() -> None:
     assert [m.state for m in members] == ["Running", "Running", "Ready", "Ready"]
 
 
-def test_a_smaller_size_applies_at_once_and_drops_the_highest_indices() -> None:
+def test_a_smaller_size_applies_immediately_and_drops_the_highest_indices() -> None:
     world, *members = formed(4)
     world.coordinator.resize(2, 2)
     assert all(

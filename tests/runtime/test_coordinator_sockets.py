@@ -372,7 +372,7 @@ def test_a_lone_surrogate_in_a_metric_name_does_not_break_the_page(job: Job) -> 
     assert 'ddpjob_progress_metric{job_name="job",namespace="default",name="a?"} 1' in text
 
 
-def test_a_spare_takes_over_at_once(job: Job) -> None:
+def test_a_spare_takes_over_immediately(job: Job) -> None:
     first, second, spare = running(job, 3)
     started = time.monotonic()
     second.close()
@@ -618,7 +618,7 @@ def test_sigterm_after_the_group_has_finished_is_not_an_error(tmp_path: Path) ->
     assert job.wait_exit("coordinator", 2 * slowness()) == 0
 
 
-def test_sigterm_ends_the_coordinator_at_once_and_so_does_a_dead_store(tmp_path: Path) -> None:
+def test_sigterm_ends_the_coordinator_immediately_and_so_does_a_dead_store(tmp_path: Path) -> None:
     job = Job(tmp_path, store=False)
     job.start_coordinator()
     job.wait_until(lambda r: True)

@@ -82,7 +82,7 @@ def with_a_spare(job: Job, steps: int) -> tuple[str, ...]:
     return script
 
 
-def test_a_spare_takes_over_at_once(job: Job) -> None:
+def test_a_spare_takes_over_immediately(job: Job) -> None:
     script = with_a_spare(job, steps=5)
     victim = next(m["pod"] for m in job.status()["members"] if m["state"] == "Running" and m["rank"] == 0)
     killed = time.time()
@@ -140,7 +140,7 @@ def test_no_step_is_lost_with_the_coordinator(job: Job) -> None:
     assert report["incidents"][0]["id"] > 1_000_000
 
 
-def test_a_group_shrinks_at_once_and_grows_again(tmp_path: Path) -> None:
+def test_a_group_shrinks_immediately_and_grows_again(tmp_path: Path) -> None:
     with contextlib.closing(Job(tmp_path, mode="Fast", min_nodes=1)) as job:
         script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02", "--trap")
         job.start_coordinator()

@@ -129,7 +129,7 @@ def test_a_rank_that_left_is_a_consequence_of_a_member_that_does_not_return() ->
     assert world.incidents() == [("PeerLost", None, 1)]
 
 
-def test_a_broken_round_whose_members_are_all_back_continues_at_once() -> None:
+def test_a_broken_round_whose_members_are_all_back_continues_immediately() -> None:
     world = second(2)
     first = world.resume(0, 7, 0, 2, "Ready")
     other = world.resume(1, 7, 1, 2, "Ready")

@@ -310,7 +310,7 @@ def preempt(s: Simulation, name: str) -> None:
 @pytest.mark.parametrize(
     "spec", [{}, FAST, {"script": None, "command": ["train"]}], ids=["Standard", "Fast", "command"]
 )
-async def test_a_preempted_job_releases_its_other_pods_at_once(spec: Json) -> None:
+async def test_a_preempted_job_releases_its_other_pods_immediately(spec: Json) -> None:
     spec = {key: value for key, value in {"script": "train.py", **spec}.items() if value is not None}
     s = WithGangs({"nodes": 3, **spec}, steps=10**6)
     if "command" in spec:
@@ -342,7 +342,7 @@ async def test_a_preempted_job_leaves_its_room_to_the_preempting_gang(nodes: int
     assert s.status["restarts"]["counted"] == 0
 
 
-async def test_without_gangs_the_replacement_of_a_preempted_pod_is_created_at_once() -> None:
+async def test_without_gangs_the_replacement_of_a_preempted_pod_is_created_immediately() -> None:
     """The scheduler reserves the room for a pod that preempts."""
     s = await Simulation({"nodes": 1}, steps=10**6).begun()
     preempt(s, "job-0-0")

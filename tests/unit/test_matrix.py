@@ -40,7 +40,7 @@ def run(row: object) -> None:
         pytest.skip(result.skipped_because)
     print(matrix.table([result]))
     if not result.ok:
-        # On a machine with far more work than processors, one worker among hundreds did not end
+        # On a machine with far more work than CPUs, one worker among hundreds did not end
         # with its group (torch 2.6 and 2.9). The cause is unknown, and the output contains its
         # stacks. Two failures in a row are a defect.
         print(result.output)

@@ -108,8 +108,8 @@ def marked(workload: Json, now: datetime, *, condition: str, reason: str, messag
 
 
 _REQUEUED_AT_ONCE = ("Preempted", "NodeFailures")
-"""Eviction reasons after which a Workload may be admitted at once. After any other reason, Kueue
-decides when."""
+"""Eviction reasons after which a Workload may be admitted immediately. After any other reason,
+Kueue decides when."""
 
 
 def released(workload: Json, now: datetime) -> Json | None:

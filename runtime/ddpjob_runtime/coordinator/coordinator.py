@@ -125,7 +125,7 @@ class Coordinator:
         if resumed is not None:
             self._takeover.resume(member, resumed)
         # Otherwise nothing is due. When a thousand members started, checking all of them at each
-        # hello took a quarter of the processor time.
+        # hello took a quarter of the CPU time.
         if old is not None or resumed is not None:
             self._advance()
         return member

@@ -20,7 +20,7 @@ alone only raises a suspicion, and the ranks' activity decides:
 Example, with steps of 0.5 s: rank 1 deadlocks in its data loader. The first look comes after 15 s,
 the step is reported as overdue at 20 s, and the round ends at 25 s: "no step for 25 s: rank 1 in
 wait (...), the other ranks wait for it". An evaluation of 60 s gets four looks, each of which shows
-processor time or transferred bytes, so nothing is reported.
+CPU time or transferred bytes, so nothing is reported.
 
 A hang is treated as a first cause, like any other: docs/decisions/0010. Why hung rounds are stopped
 automatically: docs/decisions/0024.

@@ -8,7 +8,7 @@ one. The round stands still between two looks if the stack of every rank is the 
   ranks wait for them, so they are the culprits;
 - or every rank is in a collective, and no rank has transferred anything.
 
-A rank that uses a GPU and stands at the same place may spend processor time, because a wait for a
+A rank that uses a GPU and stands at the same place may spend CPU time, because a wait for a
 GPU spins. A long computation on the GPU looks the same. Such a rank is not a culprit, and if there
 is one, the others must stand still for SPIN_LOOKS looks. Otherwise LEAST_LOOKS looks are enough.
 Some waits often end by themselves, and must last longer (PATIENCE): a stopped process, a system
@@ -16,7 +16,7 @@ call on storage, a sleep. After any movement, the comparison starts again.
 
 Example, 5 s between looks:
 
-     0  rank 0 in all_reduce; rank 1 in get (queue.py:180), no processor time known yet
+     0  rank 0 in all_reduce; rank 1 in get (queue.py:180), no CPU time known yet
      5  the same places; rank 1 used 0.00 s, 0 bytes: a standstill, rank 1 is awaited
     10  the same again: proved. If rank 1 had been in fsync, it would be proved after 120 s
 

@@ -176,7 +176,7 @@ def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
 
 
 def on_signal(number: signal.Signals, client: MemberClient, shutdown: Shutdown) -> None:
-    """Announce at once that this node is leaving, then give the workers the pod's grace period."""
+    """Announce this node's departure immediately, then give the workers the pod's grace period."""
     why = f"asked to stop by {number.name}"
     shutdown.exit(
         128 + number,

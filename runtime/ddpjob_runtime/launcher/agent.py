@@ -4,8 +4,8 @@ torchrun alone would restart its workers when it sees a failure, wait 30 s for a
 children behind. Here the coordinator decides, and a round's workers are gone before the next round
 begins:
 
-- A worker's failure is reported at once, with its error file. Workers that this launcher has ended
-  are not reported, because their errors are consequences.
+- A worker's failure is reported immediately, with its error file. Workers that this launcher has
+  ended are not reported, because their errors are consequences.
 - `restart` stops all workers and their sessions with SIGTERM, and with SIGKILL after the grace
   period. The launcher then waits until the kernel has removed them, because they may hold the
   device. In a planned restart, workers have the pod's grace period to save.

@@ -10,8 +10,8 @@ crafted to escape from its folder, fill the disk or exhaust the memory. Three ru
    numbers in an archive's headers may be wrong.
 
 Example: a small archive that unpacks to 100 GiB of zeros is refused after 8 GiB, because unpacked
-bytes are counted. An archive that claims a header of 4 GiB is refused at once, because no single
-read may exceed 1 MiB.
+bytes are counted. An archive that claims a header of 4 GiB is refused immediately, because no
+single read may exceed 1 MiB.
 
     NAME                      a file of the archive
     .ddpjob-code-DIGEST       marker: the archive with this digest has been unpacked completely

@@ -110,7 +110,7 @@ class Activity:
     """Measures whether workers have done anything since the last look.
 
     A rank that waits in a collective is idle: its main thread is never woken up, and the rest of
-    its session, such as watchdogs, takes almost no processor time.
+    its session, such as watchdogs, takes almost no CPU time.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class Activity:
 
 
 def _counters(pid: int) -> tuple[float, int, float] | None:
-    """Return (now, switches to the main thread, processor seconds of the worker's session)."""
+    """Return (now, switches to the main thread, CPU seconds of the worker's session)."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         cpu = sum(_processor_ticks(path, pid) for path in Path("/proc").glob("[0-9]*/stat"))

@@ -5,7 +5,7 @@ a program that it started may do its work. Activity that the kernel does not sho
 That is safe, because the stacks must also be equal, and the coordinator compares several looks
 (`standstill`).
 
-    stat         processor time, and whether a process is stopped (T) or waits in the kernel (D)
+    stat         CPU time, and whether a process is stopped (T) or waits in the kernel (D)
     io           bytes read and written through files and pipes
     sock_diag    bytes received and acknowledged through sockets, which `io` leaves out
     syscall      whether the main thread is in a system call on storage, or asleep

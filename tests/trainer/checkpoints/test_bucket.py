@@ -389,7 +389,7 @@ def test_on_a_slow_line_a_large_file_is_sent_piece_by_piece(
         return
     entries = [bucket.publish(large, 5), bucket.publish(saved(tmp_path, 6, bytes(6 * 2**20)), 6)]
     assert bucket.entries() == entries[::-1]
-    assert how == [12, 1, 1], "and at once with the next"
+    assert how == [12, 1, 1], "and immediately with the next"
 
 
 def test_an_upload_that_fails_for_an_unknown_reason_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def test_a_full_disk_ends_a_start_with_the_files_name(two: Path, monkeypatch: py
         opened(two, "another", 2).newest()
 
 
-def test_a_damaged_copy_is_skipped_at_once(
+def test_a_damaged_copy_is_skipped_immediately(
     two: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fails(monkeypatch, "fetch", Damaged("differs from the uploaded file in size or checksum"), 1)

@@ -228,7 +228,7 @@ def test_a_second_job_is_refused_and_disturbs_nothing(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_same_job_reclaims_its_folder_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_job_reclaims_its_folder_immediately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fence, "WATCH_SECONDS", 60.0)
     job(monkeypatch, tmp_path, "a", "uid-a", "0.1")
     save(job(monkeypatch, tmp_path, "a", "uid-a", "0.2"), 1)

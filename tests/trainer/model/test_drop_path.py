@@ -93,7 +93,7 @@ def test_a_model_in_parts_is_refused(strategy: str) -> None:
 
 
 RUN = [
-    # Only two steps, because rounding differences between processors grow tenfold with each step.
+    # Only two steps, because rounding differences between CPU models grow tenfold with each step.
     *("data.name=synthetic", "data.shape=1,8,8", "data.size=48", "data.batch=24", "data.micro_batches=4"),
     *("model.name=resnet18_cifar", "model.drop_path=0.5", "train.epochs=1", "train.log_every=1", "optim.lr=0.001"),
     *("optim.momentum=0", "checkpoint.every_seconds=0", "eval.pictures=false", "train.threads=1", "data.stretch=1.5"),

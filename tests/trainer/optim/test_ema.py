@@ -47,7 +47,7 @@ def test_the_average_matches_torch() -> None:
 
 
 def test_skipped_steps_do_not_count() -> None:
-    """This holds whether the skip is known at once or only on the device."""
+    """This holds whether the skip is known immediately or only on the device."""
     weight = torch.zeros(3)
     known, later = MovingAverage(0.9, [("w", weight)]), MovingAverage(0.9, [("w", weight)])
     for step in range(6):

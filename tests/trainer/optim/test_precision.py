@@ -472,7 +472,7 @@ def test_invalid_values_are_refused(amp: AmpConfig, message: str) -> None:
 def test_a_device_without_the_format_is_reported_before_training(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """torch has no float16 convolution for some processors."""
+    """torch has no float16 convolution on some CPUs."""
 
     def refuse(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("\"slow_conv2d_cpu\" not implemented for 'Half'")

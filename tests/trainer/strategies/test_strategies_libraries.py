@@ -342,7 +342,7 @@ def test_deepspeed_computes_in_short_formats_and_needs_no_launcher(deepspeed: No
 def test_a_step_with_gradients_that_are_not_finite_is_skipped(
     tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
-    """The rate overflows float32 at once. The weights must not change, whatever the strategy is."""
+    """The rate overflows float32 immediately. The weights must not change with any strategy."""
 
     def explodes(rank: int) -> None:
         from ddpjob_trainer.strategies.strategy import Strategy

@@ -105,7 +105,7 @@ def test_a_pod_is_silent_since_the_coordinator_lost_it() -> None:
     assert lost_since(ended, World(report=report, hosts={}), NOW) is None
 
 
-def test_out_of_service_counts_at_once_if_the_node_is_not_ready() -> None:
+def test_out_of_service_counts_immediately_if_the_node_is_not_ready() -> None:
     assert is_out_of_service(POD, World(hosts=host(ready=False, out=True)))
     assert not is_out_of_service(POD, World(hosts=host(ready=True, out=True)))
     assert not is_out_of_service(POD, World(hosts=host(ready=False)))

@@ -50,7 +50,7 @@ def failing(job: DDPJob, number: int, message: str = "ValueError: lunch") -> tup
     return decided(job, 10 + number, world)
 
 
-def test_the_end_and_the_pending_notification_are_written_at_once() -> None:
+def test_the_end_and_the_pending_notification_are_written_immediately() -> None:
     job, decision = completed()
     [entry] = job.status.notifications
     assert (entry.event, entry.id, entry.state) == (NotifyEvent.COMPLETE, "uid.Complete.0", NotificationState.PENDING)

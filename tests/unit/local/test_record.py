@@ -14,7 +14,7 @@ from ddpjob.local.paths import JobFolder
 from ddpjob.local.runner import prepare
 
 
-def test_the_process_of_a_starting_run_is_known_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_of_a_starting_run_is_known_immediately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a second run would report no process, or a killed one, while the first run is still
     checking for pods.
     """

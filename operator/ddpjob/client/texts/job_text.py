@@ -434,7 +434,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
 
 
 def missing_pod(status: JobStatus, name: str, pods: Sequence[PodLine]) -> Iterator[str]:
-    """Yield a line if a pod of the status does not exist, although lost pods are replaced at once.
+    """Yield a line if a pod of the status does not exist, although lost pods are replaced
+    immediately.
 
     An empty list of pods has no meaning, because the user may not be allowed to list them.
     """

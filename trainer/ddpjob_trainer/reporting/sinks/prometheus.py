@@ -162,7 +162,7 @@ class Prometheus:
 def prepare(config: ReportConfig, run: Run) -> Callable[[], Sink]:
     """Listen, and return a function that returns the sink.
 
-    Listen at once, because a port in use is a configuration error.
+    Listen immediately, because a port in use is a configuration error.
     """
     opened = Prometheus(config, run)
     return lambda: opened
