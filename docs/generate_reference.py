@@ -151,11 +151,11 @@ def _default(field: Schema) -> str:
 
 
 def _text(schema: Schema) -> str:
-    """Return the description without a final "Default ..." sentence, because defaults have a
+    """Return the description without a final "Default: ..." sentence, because defaults have a
     column.
     """
     text = _line(schema.get("description", ""))
-    return re.sub(r" Default [^.:]*\.$", "", text) if "default" in schema else text
+    return re.sub(r" Default: [^.:]*\.$", "", text) if "default" in schema else text
 
 
 def _line(text: str) -> str:

@@ -63,9 +63,9 @@ def test_defaults_are_given_in_the_description() -> None:
     missing = [
         p
         for p, s in _schemas(SPEC, "spec")
-        if "default" in s and s["default"] != {} and "Default " not in s["description"]
+        if "default" in s and s["default"] != {} and "Default: " not in s["description"]
     ]
-    assert missing == [], do(f'write "Default VALUE." into the descriptions of these fields in {CRD}', 1)
+    assert missing == [], do(f'write "Default: VALUE." into the descriptions of these fields in {CRD}', 1)
 
 
 def test_every_value_is_bounded() -> None:

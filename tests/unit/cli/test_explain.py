@@ -39,7 +39,7 @@ def test_an_explanation() -> None:
         *("GROUP:      ddpjob.io", "KIND:       DDPJob", "VERSION:    v1alpha1", "", "FIELD: spec.nodes <integer>"),
     ]
     text = "\n".join(explain("spec.nodes"))
-    assert "Default 1." in text and "From 1 to 1024." in text and "- nodes is more than elastic.maxNodes" in text
+    assert "Default: 1." in text and "From 1 to 1024." in text and "- nodes is more than elastic.maxNodes" in text
     assert "One of: Standard, Fast." in "\n".join(explain("spec.recovery.mode"))
     assert "  image                 <string>" in "\n".join(explain("spec")).splitlines()
 
