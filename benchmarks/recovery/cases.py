@@ -199,7 +199,7 @@ def coordinator_new_generation(case: Case, backend: Backend, round_: int) -> Ite
 def slow_rank(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
     """Make a rank twice as slow, and yield the time until the job has its pace again.
 
-    Whatever the backend, the job runs under `ddpjob run`, because the operator moves the rank.
+    With every backend, the job runs under `ddpjob run`, because the operator moves the rank.
     """
     with training(lambda folder: SlowRankJob(folder, case.shape)) as job:
         try:

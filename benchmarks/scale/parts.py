@@ -233,7 +233,7 @@ class Parts:
             bursts.append(await self._burst())
             manifests = await together(self._bare(pod) for pod in self._pods_of_teams())
             await self._sweep(self.teams)
-            await asyncio.sleep(2)  # The operator notices the deletions meanwhile.
+            await asyncio.sleep(2)  # Give the operator time to notice the deletions.
             bares.append(await self._bare_burst(manifests))
         self.hollow.kubelets_run = self.bare.hollow.kubelets_run = True
         part, what = "creation", f"{options.burst} jobs x {options.nodes}"
@@ -416,7 +416,7 @@ class Parts:
     async def _floor(self, part: str, victims: list[Pod], probe: list[Json]) -> None:
         """Measure an equal storm of pods without a job, which a bare client replaces.
 
-        The jobs are at rest meanwhile.
+        The jobs are at rest during the measurement.
         """
         manifests = await together(self._bare(pod) for pod in victims)
         await together((self.bare.create(manifest) for manifest in manifests), CONNECTIONS)
@@ -439,7 +439,7 @@ class Parts:
         self.bare.stop()
         self._note(part, "a bare client alone: time until all are deleted", deleted, "s", "", "by the benchmark")
         self._note(part, "a bare client alone: time until all are replaced", max(replacements()), "s", "", usage)
-        self._note_waits(part, "a bare client alone: wait for two more pods, created meanwhile", waits)
+        self._note_waits(part, "a bare client alone: wait for two more pods, created during the storm", waits)
         await self._sweep_bare([*self.teams, self.other])
 
     async def _sweep_bare(self, namespaces: list[str]) -> None:

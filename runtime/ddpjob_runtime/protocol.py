@@ -221,7 +221,7 @@ message and traceback, an older incident's message, and an overdue step's stacks
 have the full texts.
 """
 MAX_REPORT = 1024 * 1024
-"""Maximum size of a report in bytes, whatever the number of pods."""
+"""Maximum size of a report in bytes, for any number of pods."""
 MAX_TEXTS = 96 * 1024
 """Maximum size in bytes of a report without its pods."""
 ROUNDS_FILE = ".ddpjob-rounds.jsonl"

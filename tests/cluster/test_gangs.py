@@ -105,7 +105,7 @@ def test_two_jobs_that_deadlock_with_half_of_the_gpus_each_run_in_turn_as_gangs(
     jobs.wait_phase("two", "Complete")
 
 
-def test_one_of_two_gangs_runs_and_the_other_holds_no_node_meanwhile(jobs: Jobs, gpus: Gpus) -> None:
+def test_one_of_two_gangs_runs_while_the_other_holds_no_node(jobs: Jobs, gpus: Gpus) -> None:
     for name in ("one", "two"):
         jobs.apply(sleeping_job(name, 8))
     for name in ("one", "two"):

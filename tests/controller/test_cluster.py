@@ -551,7 +551,7 @@ async def test_the_tokens_secret_is_created_once_and_never_read(c: Case) -> None
 
 @pytest.mark.parametrize("restarted", [False, True])
 @in_case()
-async def test_a_deleted_token_is_created_once_until_the_kubelet_looks_again(c: Case, *, restarted: bool) -> None:
+async def test_a_deleted_token_is_recreated_only_once_before_the_kubelet_retries(c: Case, *, restarted: bool) -> None:
     await c.reconcile()
     for _ in range(2):
         await delete_token(c)

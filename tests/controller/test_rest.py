@@ -262,7 +262,7 @@ def test_without_credentials_the_operator_exits_with_one_line_that_names_them(tm
 
 
 def test_events_that_arrive_at_once_hold_up_nothing_else() -> None:
-    """This happens when a thousand pods die. The Lease must be renewed meanwhile."""
+    """This happens when a thousand pods die. The Lease must still be renewed."""
     many, read = 400, list[str]()
 
     class Backlog(Rest):

@@ -276,7 +276,7 @@ def test_a_client_that_fails_ends_its_launcher(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_main_thread_resolves_the_first_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """glibc reads the environment for it, and getenv in a thread crashes if another thread sets a
-    variable meanwhile.
+    variable at the same time.
     """
     lookers: list[threading.Thread] = []
     client = MemberClient("host:1", "token", {}, Mode.STANDARD, 1.0, lambda *end: None)

@@ -418,7 +418,7 @@ async def test_the_operator_dies_before_and_after_every_call(
 
 
 @pytest.mark.slow
-async def test_a_preempted_job_ends_well_at_whatever_point_the_operator_dies() -> None:
+async def test_a_preempted_job_ends_well_if_the_operator_dies_at_any_point() -> None:
     """A new process may find the pod gone without a reason. Then the job yields a while later."""
 
     async def preempted(s: Simulation) -> None:

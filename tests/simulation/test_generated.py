@@ -142,7 +142,7 @@ class Generated(Simulation):
 
 
 @pytest.mark.parametrize("part", range(2))
-async def test_a_job_is_reconciled_whatever_is_written_into_its_status(part: int) -> None:
+async def test_a_job_is_reconciled_with_any_status(part: int) -> None:
     size, reached = 60 * TIMES, dict[Any, int]()
     for number in range(part * size, (part + 1) * size):
         with tried(number) as (manifest, maker):

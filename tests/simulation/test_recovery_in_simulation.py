@@ -1,6 +1,6 @@
 """Elastic jobs, spares, lost nodes, the Fast coordinator, budget and rules.
 
-The tests check the actions, and that the status stays true meanwhile.
+The tests check the actions, and that the status stays true throughout.
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ async def test_pods_that_wait_for_refused_pods_are_reported_and_can_be_released(
         s.advance(10)
         messages.append(conditions(s)["Scheduled"]["message"])
     assert len(set(messages[2:])) == 1, "the condition does not flap"
-    assert "meanwhile 2 of 4 pods wait with 16 GPUs: to release them, set runPolicy.suspend to true" in messages[-1]
+    waiting = "; 2 of 4 pods are already waiting with 16 GPUs: to release them, set runPolicy.suspend to true"
+    assert waiting in messages[-1]
     assert len(s.nodes()) == 2 and s.status["restarts"]["total"] == 0
     await s.suspended()
     s.change_spec({"runPolicy": {"suspend": False}, "nodes": 2})
@@ -135,7 +136,7 @@ async def test_training_pods_hold_nothing_idle() -> None:
     s = await Refusing({"nodes": 3, "elastic": {"minNodes": 2}}, pods_allowed=3, steps=1000).begun()
     await s.settle()
     scheduled = conditions(s)["Scheduled"]
-    assert scheduled["reason"] == "CreationRefused" and "meanwhile" not in scheduled["message"]
+    assert scheduled["reason"] == "CreationRefused" and "already waiting" not in scheduled["message"]
     await s.one_pass()
     said = conditions(s)["Running"]["message"]
     assert said.startswith("2 of 3 nodes run together; the missing pods cannot be created (CreationRefused): Pod job-2")

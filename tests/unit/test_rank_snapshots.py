@@ -665,7 +665,7 @@ def test_a_copy_costs_the_time_by_which_it_lengthens_a_step(
 
 
 @given(st.integers(1, 1000), st.integers(1, 10**6))
-def test_an_explicit_number_of_steps_is_kept_whatever_it_costs(every: int, step: int) -> None:
+def test_an_explicit_number_of_steps_is_kept_at_any_cost(every: int, step: int) -> None:
     cadence = Cadence(every)
     assert cadence.is_due(step) == (step % every == 0)
     assert cadence.copied(step, [Cost(100.0, 1.0, 0.001, 1.0)]) == every

@@ -45,7 +45,7 @@ def paint(line: str) -> str:
 
 
 def usable_streams() -> None:
-    """Make sure that printing never fails, whatever the text.
+    """Make sure that printing never fails, for any text.
 
     It could fail because of a character that the output's encoding lacks, or because a stream was
     closed (`<&-`, `>&-`).

@@ -134,8 +134,8 @@ class CoordinatedAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: Any) -> Any:
         self._node_shutdown.block_if_begun()
         assert self._round is not None
-        # This must be equal on all nodes, whatever their history, because scripts and stores use
-        # TORCHELASTIC_RESTART_COUNT.
+        # This must be equal on all nodes, regardless of their history, because scripts and stores
+        # use TORCHELASTIC_RESTART_COUNT.
         self._remaining_restarts = worker_group.spec.max_restarts - restarts_before(self._round)
         os.environ["DDPJOB_FENCE"] = f"{JobEnvironment.read().generation or 0}.{self._round}"
         self._oom_kills = oom.oom_kills()

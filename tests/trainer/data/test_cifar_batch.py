@@ -45,7 +45,7 @@ def text(value: str) -> bytes:
 
 
 @pytest.mark.parametrize("writer", WRITTEN)
-def test_a_batch_is_read_whatever_python_and_numpy_wrote_it(writer: str) -> None:
+def test_a_batch_is_read_from_any_version_of_python_and_numpy(writer: str) -> None:
     data, labels = read_batch(written_by(writer), "data", "labels")
     assert data.dtype == np.uint8 and data.shape == (1, 3072) and data.tobytes() == PIXELS
     assert labels.dtype == np.int64 and labels.tolist() == [7]

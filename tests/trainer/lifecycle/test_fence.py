@@ -251,8 +251,8 @@ def test_jobs_with_the_same_name_on_two_clusters_do_not_take_over_the_folder(
 
 
 def test_the_ranks_wait_for_one_that_watches_longer_than_a_collective_may_take(tmp_path: Path) -> None:
-    """Watching takes 30 s in production, whatever train.timeout_seconds is. Here the times are 6 s
-    and 3 s.
+    """Watching takes 30 s in production, regardless of train.timeout_seconds. Here the times are 6
+    s and 3 s.
     """
     former = {"job": "uid-b", "namespace": "team", "name": "b", "pod": "b-0-0", "ended": False, "cluster": ""}
     tmp_path.joinpath("owner.json").write_text(json.dumps(former))

@@ -95,7 +95,7 @@ def test_the_first_nonfinite_step_ends_the_run_if_configured(tmp_path: Path) -> 
 
 
 def test_without_skipping_the_weights_would_be_lost(tmp_path: Path) -> None:
-    """Deliberate defect: the optimizer takes every step, whatever the gradient is."""
+    """Deliberate defect: the optimizer takes every step, even with a nonfinite gradient."""
 
     def prepare(rank: int) -> None:
         from ddpjob_trainer.optim.precision import Precision

@@ -107,7 +107,7 @@ SCHEDULES = [
     batches=st.lists(st.integers(1, 300), min_size=1, max_size=5),
     changes=st.lists(st.integers(1, 2500), min_size=4, max_size=4),
 )
-def test_the_rate_follows_the_samples_whatever_the_batches_were(
+def test_the_rate_follows_the_samples_for_any_batch_sizes(
     config: OptimConfig, batches: list[int], changes: list[int]
 ) -> None:
     """The batch size may change at any sample. Each step's rate lies within the rates that the

@@ -299,4 +299,4 @@ def test_standard_input_that_is_not_text_is_refused(
     utf8 = io.BytesIO(b"\xef\xbb\xbf" + JOB.replace("b.py", "b.py\r\n  args: [über]").encode())
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(utf8, encoding="latin-1"))
     assert main(["submit", "--dry-run", "--cluster", "-"]) == 0
-    assert "über" in capsys.readouterr().out, "a manifest is UTF-8 whatever the terminal's encoding"
+    assert "über" in capsys.readouterr().out, "a manifest is UTF-8 regardless of the terminal's encoding"

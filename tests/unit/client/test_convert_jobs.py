@@ -555,7 +555,7 @@ def test_a_variable_number_of_processes_is_reported() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"nprocPerNode": "auto"}, {"nprocPerNode": "gpu"}, {"nprocPerNode": "cpu"}])
-def test_plain_python_is_one_process_whatever_torchrun_would_start(given: dict[str, Any]) -> None:
+def test_plain_python_is_one_process_even_where_torchrun_would_start_more(given: dict[str, Any]) -> None:
     """Regression: `auto`, Kubeflow's own default, turned one process into four."""
     made = convert(_of_four_gpus(["python", "a.py"], **given))
     assert valid(made.job)["procsPerNode"] == 1

@@ -245,7 +245,7 @@ def test_a_job_in_a_notebook_is_one_line() -> None:
     assert repr(Job.read(job())) == "Job(name='j', namespace='', phase='Running')"
 
 
-def test_progress_is_typed_whatever_the_script_has_reported() -> None:
+def test_progress_has_types_even_if_the_script_reports_invalid_values() -> None:
     reported = {
         "epoch": 2,
         "steps": 9.0,

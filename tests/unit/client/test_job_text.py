@@ -346,9 +346,9 @@ def test_the_remedies_match_the_page() -> None:
 
 
 def test_a_remedy_names_a_page_as_a_terminal_shows_it() -> None:
-    page = "| reason | what to do |\n| --- | --- |\n| `Hang` | Have it [report](own-scripts.md) meanwhile. |\n"
+    page = "| reason | what to do |\n| --- | --- |\n| `Hang` | Have it [report](own-scripts.md) during it. |\n"
     read_remedies = runpy.run_path(str(ROOT / "docs" / "generate_remedies.py"))["read_remedies"]
-    assert read_remedies(page)["Hang"]["remedy"] == "Have it report (docs/own-scripts.md) meanwhile."
+    assert read_remedies(page)["Hang"]["remedy"] == "Have it report (docs/own-scripts.md) during it."
     assert "](" not in str(remedies())
 
 

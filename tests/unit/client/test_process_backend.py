@@ -157,7 +157,7 @@ def test_another_users_job_cannot_be_stopped(tmp_path: Path, monkeypatch: pytest
         ProcessBackend().stop("j")
 
 
-def test_a_request_to_a_run_that_ends_meanwhile_is_refused_at_once(
+def test_a_request_to_a_run_that_is_ending_is_refused_immediately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = recorded(tmp_path, monkeypatch, run="r", pods=[{"name": "j-0-0"}])

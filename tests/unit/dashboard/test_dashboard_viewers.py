@@ -412,18 +412,18 @@ async def test_objects_that_a_viewer_may_not_read_are_not_reported_as_missing(cl
         assert "no pod" not in page and "None; a cluster" not in page and ">Not shown.<" in page
 
 
-async def test_a_page_whose_session_was_closed_meanwhile_asks_to_sign_in_again(
+async def test_a_page_asks_to_sign_in_again_if_its_session_was_closed(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The user signed out in a different window. Regression: an internal error was shown."""
     admit = Viewers.admit
 
-    async def left_at_once(gate: Viewers, request: web.Request) -> FleetView:
+    async def leave_immediately(gate: Viewers, request: web.Request) -> FleetView:
         view = await admit(gate, request)
         view.close()
         return view
 
-    monkeypatch.setattr(Viewers, "admit", left_at_once)
+    monkeypatch.setattr(Viewers, "admit", leave_immediately)
     async with opened(cluster[1], "team-a") as (visitor, _):
         status, page = await visitor.ask("/jobs/team-a/alpha", "ann")
         assert status == 401 and "Open the page again" in page

@@ -196,7 +196,7 @@ class Dividing(enum.Enum):
 class Dealing:
     """How a global batch is divided into micro-batches, and how these are distributed among ranks.
 
-    With micro_batches > 0, the number of micro-batches is fixed, whatever the number of ranks.
+    With micro_batches > 0, the number of micro-batches is fixed, regardless of the number of ranks.
     Everything within a micro-batch (normalization statistics, dropout, mixed images) is then the
     same on any number of ranks. If micro-batches cannot be distributed evenly, `dividing` decides
     what happens.

@@ -8,7 +8,7 @@ ready. The clock's callback therefore runs between a rank's own last gradient an
 
 All other waiting, even in the middle of a pass, goes through a single method, `wait` of torch's
 Work. The trainer calls it, as do torch's FSDP, pipelines and blocking collectives. On the CPU, it
-blocks until the other ranks have sent, so the time spent in it counts as exchange, whatever the
+blocks until the other ranks have sent, so the time spent in it counts as exchange in every
 phase.
 
 On a GPU, marks are events in its stream. They are read when the numbers are reported, because the

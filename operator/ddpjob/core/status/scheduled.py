@@ -178,10 +178,10 @@ def _idle(view: View, alive: list[PodView]) -> str:
     spec, unknown = view.job.spec, view.report is None and view.status.holds(ConditionType.RUNNING)
     if not alive or unknown or count_training_nodes(view) is not None:
         return ""
-    wait = "waits" if len(alive) == 1 else "wait"
+    are = "is" if len(alive) == 1 else "are"
     gpus = len(alive) * spec.gpus_per_node
     held = f" with {count(gpus, 'GPU')}" if gpus else ""
-    text = f"; meanwhile {len(alive)} of {count(spec.pods, 'pod')} {wait}{held}"
+    text = f"; {len(alive)} of {count(spec.pods, 'pod')} {are} already waiting{held}"
     return f"{text}: to release them, set runPolicy.suspend to true; to train with fewer, lower spec.nodes"
 
 
