@@ -216,9 +216,9 @@ DETAILED_INCIDENTS = 10
 """Number of newest incidents that the operator keeps with tracebacks; a status shows at most this
 many."""
 MAX_TOLD, MAX_TOLD_BEFORE, MAX_STACKS = 3000, 200, 6000
-"""Maximum number of characters that the operator keeps of three texts: a detailed incident's
+"""Maximum number of characters that the operator keeps of three strings: a detailed incident's
 message and traceback, an older incident's message, and an overdue step's stacks. The pods' logs
-have the full texts.
+have them in full.
 """
 MAX_REPORT = 1024 * 1024
 """Maximum size of a report in bytes, for any number of pods."""
@@ -378,7 +378,7 @@ def clip_kept(text: str, limit: int) -> str:
     """Shorten the text to `limit` characters, each of which takes at most two bytes in Python.
 
     A single character beyond 16 bits, such as an emoji, would make every character take four bytes.
-    In a text longer than half the limit, such characters are replaced.
+    In a string longer than half the limit, such characters are replaced.
     """
     text = clip(text, limit)
     return text if text.isascii() or len(text) <= limit // 2 else _BEYOND_16_BITS.sub("\N{REPLACEMENT CHARACTER}", text)
@@ -836,7 +836,7 @@ class Incident(Record):
 
 
 def shortened(incidents: tuple[Incident, ...], detailed: int = DETAILED_INCIDENTS) -> tuple[Incident, ...]:
-    """Return incidents with the texts that the operator keeps.
+    """Return incidents, shortened to what the operator keeps.
 
     Only the newest `detailed` incidents keep their tracebacks.
     """

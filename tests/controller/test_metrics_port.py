@@ -53,7 +53,7 @@ def ask(port: int) -> tuple[int, str, bytes]:
         return answer.status, answer.headers["Content-Type"], answer.read()
 
 
-def test_a_text_is_rendered_once_for_all_requests_within_a_moment(
+def test_metrics_are_rendered_once_for_all_requests_within_a_moment(
     served: Callable[[Callable[[], bytes]], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operator_metrics, "SHARE", 0.001)
@@ -64,7 +64,7 @@ def test_a_text_is_rendered_once_for_all_requests_within_a_moment(
     assert text.made == 1
 
 
-def test_an_old_text_is_rendered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_metrics_are_rendered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator_metrics, "FRESH_SECONDS", 0.0)
     monkeypatch.setattr(operator_metrics, "SHARE", 1e9)
     page = Page(Text())

@@ -567,7 +567,7 @@ def test_the_chart_of_a_release_uses_the_image_of_its_digest(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("digest", ["", "sha256:12", f"{DIGEST}\n", DIGEST.upper()])
-def test_a_text_that_is_not_a_digest_is_not_packaged(digest: str, tmp_path: Path) -> None:
+def test_a_string_that_is_not_a_digest_is_not_packaged(digest: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="not the digest of an image; write sha256: and 64 hexadecimal digits"):
         PACKAGE(digest, tmp_path)
     assert not list(tmp_path.iterdir())

@@ -448,7 +448,7 @@ class JobStatus:
         return condition is not None and condition.status
 
     def nodes_display(self, spec: JobSpec) -> str:
-        """Return a text such as `2/2 +1`: nodes that train or have succeeded, nodes wanted, and
+        """Return a string such as `2/2 +1`: nodes that train or have succeeded, nodes wanted, and
         spares.
         """
         wanted = self._wanted(spec)

@@ -160,7 +160,7 @@ class PathTemplate:
 
 
 def _unquoted(text: str) -> str:
-    """Return the content of a text in single or double quotes, with JSON's escape sequences
+    """Return the content of a string in single or double quotes, with JSON's escape sequences
     resolved.
     """
     try:

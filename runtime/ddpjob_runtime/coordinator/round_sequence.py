@@ -175,7 +175,7 @@ class Rounds:
         line = {"event": event, "time": iso(time_of(self._now())), "round": self.last_number, **fields}
         line["incidents"] = [i.short().write() for i in new[-MAX_RECORDED:]]
         line["progress"] = self._progress.report()
-        if len(encode(ToMember.RECORD, **line)) > MAX_LINE // 2:  # Scripts may report texts of any length.
+        if len(encode(ToMember.RECORD, **line)) > MAX_LINE // 2:  # Scripts may report strings of any length.
             line["incidents"] = [i.short(traceback=0).write() for i in new[-MAX_RECORDED:]]
             line["progress"] = {}
         writer.send(ToMember.RECORD, line)

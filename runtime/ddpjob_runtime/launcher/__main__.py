@@ -416,7 +416,7 @@ def parse(run: Any, arguments: list[str]) -> Any:
         return parser.parse_args(arguments)
     except SystemExit:
         raise InitFailure(
-            "torchrun prints a text and exits with these arguments: {}; correct spec.torchrunArgs".format(
+            "torchrun prints a message and exits with these arguments: {}; correct spec.torchrunArgs".format(
                 " ".join(arguments)
             )
         ) from None

@@ -118,8 +118,8 @@ class CodeSettings:
 class CodeFetch:
     """Fetches the archive once, when a launcher starts.
 
-    `report(text)` is called occasionally to update the job's status, and finally with an empty text
-    at the end.
+    `report(text)` is called occasionally to update the job's status, and finally with an empty
+    string at the end.
     """
 
     def __init__(self, settings: CodeSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:

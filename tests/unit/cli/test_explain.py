@@ -19,7 +19,7 @@ EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 
 
 def messages(schema: Any) -> Iterator[str]:
-    """Yield the texts of all rules, without white space."""
+    """Yield the text of every rule, without white space."""
     if isinstance(schema, dict):
         yield from ("".join(rule["message"].split()) for rule in schema.get("x-kubernetes-validations", ()))
         for child in schema.values():

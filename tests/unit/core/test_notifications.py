@@ -207,7 +207,7 @@ def test_the_message_has_everything_that_a_person_needs() -> None:
     "hostile",
     ["<!channel> <https://evil.example|click>", "```\n<!here>", "@channel @here @all", "\x1b[2J\u202e", "x" * 100_000],
 )
-def test_the_training_scripts_text_cannot_mention_users_or_hide_text(hostile: str) -> None:
+def test_strings_from_the_script_cannot_mention_users_or_hide_text(hostile: str) -> None:
     body = body_of(hostile)
     text = str(body["text"])
     assert len(text.encode()) < 4000 and len(str(body["message"]).encode()) <= 1000

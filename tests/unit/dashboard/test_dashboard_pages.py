@@ -169,7 +169,7 @@ async def test_a_job_page_has_its_restarts_pods_events_and_manifest(names: list[
             await web.get(path, 404)
 
 
-async def test_texts_of_a_job_are_escaped(folder: Path) -> None:
+async def test_strings_of_a_job_are_escaped(folder: Path) -> None:
     body = record(4, datetime.now(UTC))  # with restarts
     name = body["metadata"]["name"]
     status = body["status"]

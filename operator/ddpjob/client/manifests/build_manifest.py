@@ -297,7 +297,7 @@ def _volume(text: str) -> Json:
 
 
 def read_settings(texts: Iterable[str]) -> dict[str, Any]:
-    """Read `FIELD=VALUE` texts, with the value as YAML."""
+    """Read `FIELD=VALUE` strings, with the value as YAML."""
     settings = {}
     for setting in texts:
         path, equals, text = setting.partition("=")

@@ -74,7 +74,7 @@ class NodeVerdict:
     reason: str = ""
     """Why the pod stays, as the reason of a condition; empty if the pod is moved."""
     why: str = ""
-    """Why the pod stays, as a text for users."""
+    """Why the pod stays, as a message for users."""
 
 
 def judge_nodes(view: View) -> list[NodeVerdict]:

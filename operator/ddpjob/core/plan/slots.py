@@ -79,7 +79,7 @@ SUPPORTED_PROTOCOLS = frozenset({protocol.VERSION})
 
 
 def template_mark(view: View) -> str:
-    """Return a text that identifies everything that all pods of a generation have in common.
+    """Return a string that identifies everything that all pods of a generation have in common.
 
     It contains the spec from which they are built, the key of their token, and the protocol version
     of their runtime.

@@ -15,7 +15,7 @@ Example of a job with 2 nodes in a full cluster:
     Unschedulable   pod train-1-0: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu
     AllPlaced       2 of 2 pods are scheduled
 
-While the next attempt is being made, the condition keeps its text. A different text would be
+While the next attempt is being made, the condition keeps its message. A different message would be
 written, each write wakes the job, and the job would try again in an endless loop without pauses.
 """
 
