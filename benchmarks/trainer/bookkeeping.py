@@ -1,7 +1,6 @@
-"""Measures the share of a step that the trainer's bookkeeping takes, such as ledger, reports and
-checks.
+"""Measures the share of a step taken by the trainer's bookkeeping (ledger, reports and checks).
 
-It measures CPU time, which is little affected by other work on the machine. The parts of a
+It measures CPU time, which other work on the machine hardly affects. The parts of a
 rank's main thread are compared with a bare loop of the same model on the same batches in the same
 process, alternating step by step.
 """

@@ -195,7 +195,7 @@ Without workers, it waits as long as for its first coordinator.
 
 MAX_LINE = 256 * 1024
 MAX_LOOKS = 96 * 1024
-"""Maximum number of characters of a member's stacks in one look, over all its ranks."""
+"""Maximum number of characters of a member's stacks in one check, over all its ranks."""
 MAX_RANKS = 1024
 """Maximum number of ranks of one member."""
 MAX_TEXT = 4096
@@ -865,10 +865,10 @@ class Recovery(Record):
 
 @dataclass(frozen=True)
 class RankLook(Record):
-    """The activity of one rank between two looks, and its position.
+    """The activity of one rank between two checks, and its position.
 
     `text` is a part of the stack, and `digest` a hash of the whole stack. In the `seconds` since
-    the last look, the worker's session used `cpu` seconds of CPU time and transferred `bytes`
+    the last check, the worker's session used `cpu` seconds of CPU time and transferred `bytes`
     through files and sockets, and `forks` of its processes began or ended. `wait` and `call` come
     from the kernel.
     """

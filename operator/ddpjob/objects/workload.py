@@ -59,8 +59,8 @@ def build_workload(job: DDPJob, platform: Platform, asked: CreateWorkload) -> Js
 
 
 def _topology_request(job: DDPJob) -> Json:
-    """Return what podTemplate's annotations ask of Kueue's topology-aware scheduling, which gives
-    neighbouring slots the same domain.
+    """Return what podTemplate's annotations ask of Kueue's topology-aware scheduling, which puts
+    consecutive slots in the same domain.
     """
     given: Json = (job.spec.pod_template.get("metadata") or {}).get("annotations") or {}
     request: Json = {"podIndexLabel": LABEL_INDEX}

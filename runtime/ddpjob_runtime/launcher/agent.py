@@ -108,7 +108,7 @@ class CoordinatedAgent(LocalElasticAgent):
         self._oom_kills = 0
         self._activity = stacks.Activity()
         shutdown.stop_workers = self._stop_for_good
-        self._vitals: dict[int, Vitals] = {}  # what the last look has read, by pid
+        self._vitals: dict[int, Vitals] = {}  # what the last check has read, by pid
         self._looks = threading.Lock()
         client.on_dump, client.on_look, client.on_hurry = self._dump, self._look, self._hurry
         spec = self._worker_group.spec
@@ -304,7 +304,7 @@ class CoordinatedAgent(LocalElasticAgent):
             threading.Thread(target=self._send_look, args=arguments, name="ddpjob-look", daemon=True).start()
 
     def _send_look(self, number: int, record: bool) -> None:
-        """Send what each rank has done since the last look, and its stack."""
+        """Send what each rank has done since the last check, and its stack."""
         context, workers = self._pcontext, self._worker_group.workers
         if context is None:
             return
@@ -313,7 +313,7 @@ class CoordinatedAgent(LocalElasticAgent):
             local = {worker.global_rank: pids[worker.local_rank] for worker in workers}
             before, now = self._vitals, read_vitals(local.values())
             texts = stacks.collect(local, record)
-            # The next look must compare with this moment, because writing stacks makes workers
+            # The next check must compare with this moment, because writing stacks makes workers
             # active.
             self._vitals = read_vitals(local.values())
         share = protocol.MAX_LOOKS // max(1, len(local))

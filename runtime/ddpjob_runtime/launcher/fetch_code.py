@@ -19,7 +19,7 @@ single read may exceed 1 MiB.
     .ddpjob-lock              held by the fetching pod; the kernel releases it when the pod ends
 
 A launcher that finds the marker changes nothing, so files that the program has written are kept.
-The pods of a job on one machine share the folder, and the first pod fetches the archive.
+A job's pods on the same machine share the folder, and the first pod fetches the archive.
 
 Why: docs/decisions/0029.
 """

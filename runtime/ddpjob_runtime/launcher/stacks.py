@@ -107,7 +107,7 @@ _OWN_FRAME = re.compile(
 
 
 class Activity:
-    """Measures whether workers have done anything since the last look.
+    """Measures whether workers have done anything since the last check.
 
     A rank that waits in a collective is idle: its main thread is never woken up, and the rest of
     its session, such as watchdogs, takes almost no CPU time.
@@ -117,7 +117,7 @@ class Activity:
         self._before: dict[int, tuple[float, int, float]] = {}
 
     def idle(self, pid: int) -> bool | None:
-        """Whether the worker was idle since the last look; None at the first, or if the worker is
+        """Whether the worker was idle since the last check; None at the first, or if the worker is
         gone.
         """
         before, now = self._before.get(pid), _counters(pid)
@@ -127,7 +127,7 @@ class Activity:
         return switches < IDLE_SWITCHES and cpu < IDLE_SHARE * seconds
 
     def remember(self, pids: Iterable[int]) -> None:
-        """Make the next look compare with the present state.
+        """Make the next check compare with the present state.
 
         Call this after stacks are written, because that wakes up workers.
         """

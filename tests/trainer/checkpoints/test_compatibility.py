@@ -109,7 +109,7 @@ def test_training_starts_from_the_weights_of_a_file(source: str, trained: Path, 
         torch.save(known, path)
     if source == "wrapped":  # like torch.save of a DistributedDataParallel, in a dictionary as in the examples
         torch.save({"epoch": 3, "state_dict": {f"module.{name}": tensor for name, tensor in known.items()}}, path)
-    if source == "compiled":  # torch.compile of the model and of a part of it, with the arguments as timm saves them
+    if source == "compiled":  # a compiled model with a compiled submodule, saved with its arguments as timm does
         inner = {name.replace("features.", "features._orig_mod.", 1): tensor for name, tensor in known.items()}
         state = {f"module._orig_mod.{name}": tensor for name, tensor in inner.items()}
         torch.save({"state_dict": state, "args": argparse.Namespace(lr=0.1)}, path)

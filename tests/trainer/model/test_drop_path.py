@@ -73,7 +73,7 @@ def test_evaluation_drops_no_branch_and_a_copy_has_its_own_mode() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"drop_path": 0.1}, r"model.drop_path: small_cnn has no residual blocks of a ResNet"),
+        ({"drop_path": 0.1}, r"model.drop_path: small_cnn has no ResNet residual blocks"),
         ({"name": "resnet18_cifar", "drop_path": 1.0}, r"model.drop_path=1.0: must be a probability below 1"),
         ({"name": "resnet18_cifar", "drop_path": -0.1}, r"model.drop_path=-0.1: must be a probability"),
         ({"name": "resnet18_cifar", "drop_path": 0.1, "sync_batchnorm": True}, r"leave out model.drop_path"),

@@ -100,8 +100,8 @@ def test_every_line_of_a_pod_with_one_rank_belongs_to_that_rank() -> None:
 
 
 class TwoNodes:
-    """A backend with a job of two nodes with two ranks each, and a spare. Node 1 is replaced after
-    it was read once.
+    """A backend with one job: two nodes of two ranks each, and a spare. Node 1 is replaced after it
+    has been read once.
     """
 
     where = "here"

@@ -49,7 +49,7 @@ _METRICS = {
     "train/stragglers": (
         "ddpjob_train_stragglers",
         False,
-        "Number of ranks that lag, so that all others wait for them in each step.",
+        "Number of ranks that lag, so that all others wait for them at each step.",
     ),
     "train/world_size": ("ddpjob_train_world_size", False, "Number of ranks."),
     "train/restarts": ("ddpjob_train_restarts", True, "Restarts of the run so far."),
