@@ -61,7 +61,7 @@ class Candidates(ReplicaTasks):
 
 
 async def elect(seed: int, minutes: float = 4.0) -> Candidates:
-    """Play two or three replicas under random faults, then a calm minute."""
+    """Run two or three replicas under random faults, and then for a minute without faults."""
     chance = random.Random(seed)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(api_server())

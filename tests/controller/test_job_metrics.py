@@ -246,7 +246,7 @@ def test_pods_and_training_are_summed_up_over_time() -> None:
     assert scraped(one.accounts)["ddpjob_job_pod_seconds"] == {own: 200}, "it has ended"
 
 
-def test_the_time_before_the_first_step_and_of_repeated_steps_is_not_useful() -> None:
+def test_time_before_the_first_step_and_in_repeated_steps_is_not_useful_time() -> None:
     own, one = ("space", "job"), Job({**running(), "trained": False})
     one.becomes({**running(), "trained": False})
 

@@ -260,7 +260,7 @@ async def test_an_error_in_a_watch_ends_nothing(server: ApiServer, monkeypatch: 
 
 @pytest.mark.parametrize("seed", range(4))
 @on_server
-async def test_jobs_are_run_through_faults_of_a_third_of_all_requests(
+async def test_all_pods_are_created_although_a_third_of_all_requests_fail(
     server: ApiServer, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(5):

@@ -84,7 +84,7 @@ def test_an_impossible_size_is_refused() -> None:
 
 
 def crash(world: World, members: list[Any]) -> float:
-    """Return the seconds from the break to the next round."""
+    """Let a member fail, and return the seconds until the next round."""
     began, number = world.now, world.round.number
     world.fail(members[0])
     world.ready(*members)

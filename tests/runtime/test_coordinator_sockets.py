@@ -566,7 +566,7 @@ def test_a_member_that_reads_nothing_does_not_stop_the_others(job: Job) -> None:
     job.wait_until(lambda r: [m["index"] for m in r["members"]] == [1], 5)
 
 
-def test_the_last_line_of_a_connection_that_is_closing_counts() -> None:
+def test_the_last_line_of_a_closing_connection_is_processed() -> None:
     """A launcher that is killed resets its connection right after its last line."""
 
     class Closing:

@@ -202,7 +202,7 @@ def test_with_report_a_hang_is_shown_immediately_and_never_ended() -> None:
     assert group.ended_after(3000) is None
 
 
-def test_hung_rounds_are_stopped_once_the_job_asks_for_it() -> None:
+def test_hung_rounds_are_stopped_once_hangs_is_set_to_end() -> None:
     group = Group(WAITS, LOCK, hangs=Hangs.REPORT)
     group.pass_time(60)
     group.world.coordinator.set_patience(None, 1, 60, Hangs.END)

@@ -100,7 +100,7 @@ def test_a_spare_takes_over_immediately(job: Job) -> None:
     assert report["notes"] == [], "no worker was started cold"
 
 
-def test_several_workers_on_a_node_and_a_replaced_node(tmp_path: Path) -> None:
+def test_a_node_with_several_workers_is_replaced(tmp_path: Path) -> None:
     with contextlib.closing(Job(tmp_path, procs=2, mode="Fast")) as job:
         script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02")
         job.start_coordinator()

@@ -259,7 +259,7 @@ def test_a_cut_connection_costs_only_a_restart(folder: Path) -> None:
         assert [(i["kind"], i["pod"]) for i in report["incidents"]] == [("PeerLost", "job-0-0")]
 
 
-def test_commands_without_python_and_several_processes_per_node(folder: Path) -> None:
+def test_a_command_without_python_runs_in_several_processes_per_node(folder: Path) -> None:
     with contextlib.closing(Job(folder, procs=2)) as job:
         command = (sys.executable, STEPS, "--steps", "6", "--exit-at", "3", "--rank", "3")
         job.start_coordinator()

@@ -201,7 +201,7 @@ class Launcher:
             self._unsent.append((verb, fields))
 
     def receive(self, connection: Connection, line: bytes) -> None:
-        """Handle a line of the coordinator."""
+        """Handle a line from the coordinator."""
         if connection is not self._connection or not self.alive:
             return
         message = production.decode(line)

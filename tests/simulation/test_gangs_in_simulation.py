@@ -100,7 +100,7 @@ async def test_a_job_for_volcano_gets_a_gang_unless_its_pods_name_one() -> None:
 
 
 @pytest.mark.parametrize("gang", [True, False])
-async def test_two_jobs_that_each_need_the_whole_cluster(gang: bool) -> None:
+async def test_two_jobs_that_each_need_the_whole_cluster_deadlock_only_without_gangs(gang: bool) -> None:
     """The other job takes free nodes as this one does, pod by pod or all at once."""
     s = WithGangs({"nodes": 2, "scheduling": {"gang": gang}}, steps=20)
     s.machines.capacity = 1  # the other job's first pod holds the other half
@@ -481,6 +481,6 @@ async def test_a_refused_group_is_reported_with_its_cause_and_the_remedy(status:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(5))
-def test_random_faults_with_gangs(part: int) -> None:
+def test_all_invariants_hold_under_random_faults_with_gangs(part: int) -> None:
     for seed in range(part, SEEDS, 5):
         asyncio.run(Story(seed, simulation=WithGangs).run())

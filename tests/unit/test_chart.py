@@ -271,7 +271,7 @@ def test_conflicting_values_are_reported(values: str, words: str) -> None:
     "key", [f"{'node.kubernetes.io/'[:n]}{end}" for n in range(1, 20) for end in ("", "*")]
     + ["node.kubernetes.io/unschedulable", "nodes", "node-health*", "node.kubernetes.iox/gpu", "*"],
 )  # fmt: skip
-def test_the_chart_takes_the_taints_that_the_operator_takes(key: str) -> None:
+def test_the_chart_accepts_the_taints_that_the_operator_accepts(key: str) -> None:
     """Otherwise the operator would crash because of a name that `helm upgrade` has accepted."""
     signals = json.loads((CHART / "values.schema.json").read_text())["properties"]["nodeHealth"]["properties"]
     schema = signals["taints"]["items"]

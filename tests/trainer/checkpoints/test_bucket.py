@@ -220,7 +220,7 @@ def test_a_forged_manifest_is_refused(text: bytes, store: Any) -> None:
         bucket.manifest(Stored(1, 5))
 
 
-def test_removal_and_scores(store: Any, tmp_path: Path) -> None:
+def test_checkpoints_are_removed_and_scores_are_kept(store: Any, tmp_path: Path) -> None:
     bucket = begun(store)
     first = bucket.publish(saved(tmp_path, 5), 5)
     bucket.publish(saved(tmp_path, 6), 6)

@@ -179,7 +179,7 @@ PARTS = [
 
 
 def nodes(server: Server, place: Path, slow: SlowLine | None = None) -> Callable[[int], dict[str, str]]:
-    """Return the environment of ranks on one node each. `slow` limits the line of rank 1."""
+    """Return the environment of ranks with a node each. `slow` limits rank 1's bandwidth."""
 
     def node(rank: int) -> dict[str, str]:
         folder = {"DDPJOB_CHECKPOINT_DIR": str(place / f"node{rank}"), "DDPJOB_CHECKPOINT_SHARED": "0"}

@@ -44,7 +44,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_differences() -> None:
+def test_differences_are_listed_by_tensor() -> None:
     saved = {"a": torch.zeros(2, 3), "old": torch.zeros(()), "same": torch.zeros(1)}
     wanted = {"a": torch.zeros(3, 2), "new": torch.zeros(4), "same": torch.ones(1)}
     assert list_differences(saved, wanted) == [

@@ -37,7 +37,7 @@ from hypothesis import strategies as st
     accumulate=st.integers(1, 3),
     equal=st.booleans(),
 )
-def test_each_sample_once_per_epoch_over_any_sequence_of_worlds(
+def test_each_sample_is_used_once_per_epoch_over_any_sequence_of_worlds(
     size: int,
     batch: int,
     seed: int,

@@ -76,7 +76,7 @@ def test_a_claim_that_an_older_incarnation_has_overwritten_is_repeated(
         save(zombie, 9)
 
 
-def test_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_round_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DDPJOB_FENCE", "DDPJOB_GENERATION", "DDPJOB_ROUND"):
         monkeypatch.delenv(name, raising=False)
     assert round_from_env() == (0, 0)
@@ -110,7 +110,7 @@ CHECK_NOTHING = "from ddpjob_trainer.lifecycle.fence import Claim; Claim.check =
 
 
 @pytest.mark.parametrize("defect", ["", CHECK_NOTHING], ids=["as-it-is", "defect-no-check"])
-def test_a_frozen_process_that_wakes_up_after_its_successor(defect: str, tmp_path: Path) -> None:
+def test_a_frozen_process_that_wakes_up_after_its_successor_is_fenced(defect: str, tmp_path: Path) -> None:
     """A partitioned node returns and its process continues where it was frozen. Without the check,
     it would undo the final state of its successor.
     """

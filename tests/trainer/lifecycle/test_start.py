@@ -155,7 +155,7 @@ def test_ranks_of_agents_that_have_restarted_differently_find_each_other(tmp_pat
     good(2, [*TINY, "train.epochs=1", "train.timeout_seconds=20", f"checkpoint.dir={tmp_path}"], env=agent)
 
 
-def test_backend_and_device() -> None:
+def test_the_backend_decides_the_device() -> None:
     if not torch.cuda.is_available():
         assert devices.choose("auto", 0) == devices.RankPlacement(torch.device("cpu"), "gloo")
         with pytest.raises(

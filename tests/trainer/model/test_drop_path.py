@@ -138,6 +138,6 @@ def test_1_2_and_3_ranks_train_identically(tmp_path: Path) -> None:
     assert distance(folders["1"], folders["defect"]) > 10 * TOLERANCE
 
 
-def test_the_shipped_recipe_with_stochastic_depth(tmp_path: Path) -> None:
+def test_the_shipped_recipe_uses_stochastic_depth(tmp_path: Path) -> None:
     assert config.load("imagenet-lamb", [f"data.dir={tmp_path}"]).model.drop_path == 0.05
     assert models._LAST_NORMALIZATION.keys() >= {"Bottleneck", "BasicBlock"}

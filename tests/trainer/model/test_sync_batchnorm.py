@@ -63,7 +63,7 @@ def _rank(rank: int, shares: list[list[int]], port: int, momentum: float | None,
 
 @pytest.mark.parametrize(("momentum", "affine"), [(0.1, True), (None, False)])
 @pytest.mark.parametrize("shares", [[[0, 1, 2, 3], [4, 5, 6]], [[0, 1, 2, 3, 4], [], [5, 6]]])
-def test_outputs_gradients_and_running_statistics(
+def test_outputs_gradients_and_running_statistics_equal_those_of_one_process(
     shares: list[list[int]], momentum: float | None, affine: bool, tmp_path: Path
 ) -> None:
     port = free_port()

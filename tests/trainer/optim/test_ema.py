@@ -108,7 +108,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("defect", [None, forgetful])
-def test_a_restart_changes_nothing(defect: object, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_restart_changes_neither_losses_nor_the_average(defect: object, undisturbed: Path, tmp_path: Path) -> None:
     assert [end.code for end in run(1, [*AVERAGE, f"checkpoint.dir={tmp_path}"], prepare=stop_at(11))] == [75]
     good(1, [*AVERAGE, f"checkpoint.dir={tmp_path}"], prepare=defect)  # type: ignore[arg-type]
     assert final_losses(tmp_path / "run") == final_losses(undisturbed / "run"), "training itself never sees the average"

@@ -140,7 +140,7 @@ def test_a_dynamic_scale_may_overflow_while_it_adapts() -> None:
             take(watch, step, True, torch.nan)
 
 
-def test_a_sample_common_to_all_steps_with_a_broken_loss_is_reported() -> None:
+def test_a_sample_common_to_all_steps_with_a_nonfinite_loss_is_reported() -> None:
     texts: list[str] = []
     watch = NonFiniteGuard(9, Group(), lambda step, text, samples: texts.append(text))
 

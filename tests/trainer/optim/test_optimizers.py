@@ -77,7 +77,7 @@ def test_one_cycle_matches_torch(rise: float, start: float, end: float) -> None:
     assert rates(config) == pytest.approx(torchs_rates)
 
 
-def test_one_cycle_of_few_steps() -> None:
+def test_one_cycle_works_with_few_steps() -> None:
     """The rise is one step long, for which torch's scheduler divides by zero."""
     config = OptimConfig(lr=0.4, schedule=ScheduleName.ONE_CYCLE, rise=0.5)
     assert [learning_rate(config, Position(step, 2, 1, 1)) for step in range(2)] == pytest.approx([0.4, 0.4 * 4e-6])

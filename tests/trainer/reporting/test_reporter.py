@@ -416,7 +416,7 @@ def test_the_live_view_shows_the_state_of_training() -> None:
     assert "a [bold]note[/bold] stays as it is" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_sparklines() -> None:
+def test_sparklines_scale_values_to_eight_levels() -> None:
     assert sparkline([], 5) == "" and sparkline([3, 3], 5) == "▁▁"
     assert sparkline([0, 7], 5) == "▁█" and sparkline([7, 7], 5, from_zero=True) == "██"
     assert sparkline(list(range(16)), 8) == "▁▂▃▄▅▆▇█"

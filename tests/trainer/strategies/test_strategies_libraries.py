@@ -175,7 +175,7 @@ def test_losses_weights_and_optimizer_match_one_process(
     ],
     ids=["horovod", "deepspeed"],
 )
-def test_sigterm_then_another_strategy_and_number_of_ranks(
+def test_a_stopped_run_resumes_with_a_different_strategy_and_number_of_ranks(
     walk: list[tuple[str, int]], alone: Path, tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
     """Each incarnation takes two steps, saves and exits. The last one ends the training."""

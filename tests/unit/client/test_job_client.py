@@ -100,7 +100,7 @@ def test_a_function_is_sent_to_both_places(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_scripts_modules_and_settings(local: bool, tmp_path: Path) -> None:
+def test_a_job_is_created_from_a_script_or_module_with_settings(local: bool, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print(1)\n")
     settings = {"recovery.maxRestarts": 3, "spec.storage.sharedMemory": "8Gi"}
     _, body = created(local, tmp_path / "train.py", args=["--lr", "1e-4"], env={"A": "1"}, settings=settings)

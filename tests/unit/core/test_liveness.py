@@ -19,7 +19,7 @@ POD = PodView(name="job-0-0", uid="u", role=Role.NODE, host="n1", containers={"t
 
 
 def host(*, ready: bool, out: bool = False, since: datetime | None = BEFORE) -> dict[str, HostView]:
-    """Return the nodes of the pod and of a healthy one."""
+    """Return the pod's node, n1, and a healthy one, n2."""
     return {
         "n1": HostView(name="n1", ready=ready, since=since, out_of_service=out),
         "n2": HostView(name="n2", ready=True, since=None, out_of_service=False),

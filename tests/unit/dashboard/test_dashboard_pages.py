@@ -126,7 +126,7 @@ def record_of(name: str) -> dict[str, Any]:
     return record(int(name.rpartition("-")[2]), NOW)
 
 
-async def test_filters_sorting_and_wrong_queries(names: list[str]) -> None:
+async def test_the_list_is_filtered_and_sorted_and_wrong_queries_are_harmless(names: list[str]) -> None:
     async with opened() as web:
         page = await web.get("/?state=Failed&sort=name")
         shown = re.findall(r'href="/jobs/default/([^"]+)"', page)

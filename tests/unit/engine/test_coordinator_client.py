@@ -323,7 +323,7 @@ def test_a_difference_that_the_network_may_explain_changes_nothing() -> None:
         assert report.lost[0].since == NOW - timedelta(seconds=9)
 
 
-def test_without_the_coordinators_clock_nothing_is_in_the_future() -> None:
+def test_without_the_coordinators_clock_future_times_are_replaced_by_now() -> None:
     later = protocol.iso(NOW + timedelta(hours=1))
     report = read_report(written(lost=[{"pod": "p", "since": later}]), NOW)
     assert report.lost[0].since == NOW

@@ -504,9 +504,9 @@ def test_on_the_host_network_pods_still_find_each_other_by_name() -> None:
 
 
 @pytest.mark.parametrize("example", ["roce", "gpudirect-tcpx"])
-def test_the_coordinator_requests_no_interface_of_a_fast_network(example: str) -> None:
-    """The coordinator's pod requests no such device, and without one such a pod gets no network at
-    all.
+def test_the_coordinator_does_not_request_a_fast_network_interface(example: str) -> None:
+    """The coordinator requests no such device. A pod with the annotation but without the device
+    would get no network at all.
     """
     spec = yaml.safe_load((Path(__file__).parents[3] / f"examples/{example}.yaml").read_text())["spec"]
     spec["podTemplate"]["metadata"]["annotations"]["note"] = "kept"
