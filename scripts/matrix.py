@@ -68,9 +68,9 @@ LONG = (
     "test_planted_hangs.py::test_planted_hangs_are_resolved_automatically",
     "test_silent_hosts.py",
     "test_coordinator_sockets.py::test_members_that_fall_silent_together_are_waited_for",
-    "test_coordinator_sockets.py::test_a_launcher_that_was_stopped_restarts_no_worker",
-    "test_coordinator_sockets.py::test_a_coordinator_that_was_stopped_restarts_no_worker",
-    "test_coordinator_sockets.py::test_a_coordinator_that_was_stopped_reports_no_hang",
+    "test_coordinator_sockets.py::test_a_launcher_that_was_stopped_does_not_restart_workers",
+    "test_coordinator_sockets.py::test_a_coordinator_that_was_stopped_does_not_restart_workers",
+    "test_coordinator_sockets.py::test_a_coordinator_that_was_stopped_does_not_report_a_hang",
     "test_coordinator_sockets.py::test_a_member_whose_host_is_gone_is_lost_within_seconds",
     "test_coordinator_sockets.py::test_a_host_that_stays_silent_is_lost",
 )

@@ -76,7 +76,7 @@ async def test_a_failed_request_is_not_a_defect(c: Case) -> None:
 
 
 @in_case()
-async def test_own_writes_wake_no_job_and_writes_of_others_do(c: Case) -> None:
+async def test_only_writes_by_others_wake_a_job(c: Case) -> None:
     await seen()
     c.woken.clear()
     c.server.drop_events = lambda kind, body: True  # an event could arrive before the response, and then wake the job

@@ -354,7 +354,7 @@ def test_jobs_beyond_a_limit_have_no_series_and_running_jobs_come_first(monkeypa
     assert found["ddpjob_operator_jobs_without_series"] == {(): 2}
 
 
-def test_a_namespace_with_many_jobs_takes_no_series_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_namespace_with_many_jobs_does_not_take_series_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_metrics, "MOST_JOBS", 6)
     accounts = JobAccounts()
     ended = {"phase": "Complete", "conditions": [condition("Complete")]}

@@ -326,7 +326,7 @@ async def test_only_watched_namespaces_are_read(server: ApiServer, monkeypatch: 
 
 @pytest.mark.parametrize("unreadable", ["", "/pods", "/networkpolicies"])
 @on_server
-async def test_a_watched_namespace_that_may_not_be_read_delays_no_other(
+async def test_a_watched_namespace_that_may_not_be_read_does_not_delay_others(
     server: ApiServer, unreadable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The operator's Role is deleted together with the namespace."""

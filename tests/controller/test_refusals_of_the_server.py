@@ -182,7 +182,9 @@ async def test_throttling_is_waited_for_as_long_as_the_server_requests(c: Case) 
 
 @pytest.mark.parametrize("restarted", [False, True])
 @in_case()
-async def test_a_used_up_quota_of_secrets_keeps_no_pod_from_a_job_with_its_token(c: Case, *, restarted: bool) -> None:
+async def test_a_job_that_has_its_token_gets_pods_although_no_secret_can_be_created(
+    c: Case, *, restarted: bool
+) -> None:
     """The quota is checked before the name, so creating an existing Secret is refused like a new
     one.
     """

@@ -134,7 +134,7 @@ async def test_a_watch_whose_connection_breaks_is_unavailable() -> None:
 
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("depth", [100, 990, 2000, 10_000])
-def test_an_object_as_deep_as_the_api_server_allows_hides_no_other(
+def test_an_object_as_deep_as_the_api_server_allows_does_not_hide_others(
     depth: int, limited: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The spec of a podTemplate may be nested arbitrarily deep. `limited` simulates the C recursion

@@ -206,7 +206,9 @@ def test_a_closed_output_saves_and_leaves_nothing_behind(
     [(["env", "PYTHONIOENCODING=ascii"], "sch\\xf6n"), (["bash", "-c", 'exec "$@" >&-', "run"], "note: ")],
     ids=["without umlauts", "closed"],
 )
-def test_an_output_that_cannot_show_a_message_ends_no_job(machine: Machine, wrapper: list[str], shown: str) -> None:
+def test_an_output_that_cannot_show_a_message_does_not_end_the_job(
+    machine: Machine, wrapper: list[str], shown: str
+) -> None:
     """Neither a character that the terminal's encoding lacks nor an output closed by `>&-` may end
     it.
     """
@@ -235,7 +237,7 @@ def test_a_run_under_nohup_survives_its_terminal(machine: Machine) -> None:
     assert run.wait(40) == 143
 
 
-def test_files_that_cannot_be_written_end_no_training(machine: Machine) -> None:
+def test_files_that_cannot_be_written_do_not_end_training(machine: Machine) -> None:
     """Folders temporarily take the place of the files, which simulates a full disk."""
     run = machine.start(manifest(args=ENDLESS, recovery=FAST))
     run.until(lambda r: r.steps() >= 3)
@@ -256,7 +258,7 @@ def test_files_that_cannot_be_written_end_no_training(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "Complete"), (3, "Failed")])
-def test_a_folder_that_is_removed_during_the_run_ends_no_job(machine: Machine, code: int, state: str) -> None:
+def test_a_folder_that_is_removed_during_the_run_does_not_end_the_job(machine: Machine, code: int, state: str) -> None:
     ends = ["bash", "-c", f"while [ ! -e go ]; do sleep 0.1; done; exit {code}"]
     run = machine.start(manifest(command=ends, nodes=1, recovery={"maxRestarts": 0}))
     run.until(lambda r: r.status.get("phase") == "Running")

@@ -32,7 +32,7 @@ def test_a_joiner_does_not_interrupt_members_that_finish() -> None:
     assert world.report()["state"] == "Succeeded" and world.verbs(world.coordinator.members.by_index[2])[-1] == "done"
 
 
-def test_a_joiner_that_dies_before_the_others_have_drained_costs_no_wait() -> None:
+def test_a_joiner_that_dies_before_the_others_have_drained_is_not_waited_for() -> None:
     world, *members = formed_by(2, 3, 2, STANDARD)
     joiner = world.hello(2)
     world.ready(joiner)

@@ -790,7 +790,7 @@ def stand_still(job: Job, seconds: float) -> None:
     job.kill("coordinator", signal.SIGCONT)
 
 
-def test_a_coordinator_that_was_stopped_restarts_no_worker(tmp_path: Path) -> None:
+def test_a_coordinator_that_was_stopped_does_not_restart_workers(tmp_path: Path) -> None:
     with contextlib.closing(started_job(tmp_path, 4)) as job:
         members = clients(job, 4)
         stand_still(job, 8)
@@ -801,7 +801,7 @@ def test_a_coordinator_that_was_stopped_restarts_no_worker(tmp_path: Path) -> No
         assert "was stalled for" in job.log("coordinator").read_text()
 
 
-def test_a_coordinator_that_was_stopped_reports_no_hang(tmp_path: Path) -> None:
+def test_a_coordinator_that_was_stopped_does_not_report_a_hang(tmp_path: Path) -> None:
     """The coordinator's timer for the next step fires as soon as it continues."""
     with contextlib.closing(started_job(tmp_path, 2, "--hang-after", "6")) as job:
         members = clients(job, 2)
@@ -825,7 +825,7 @@ time.sleep(1000)
 """
 
 
-def test_a_launcher_that_was_stopped_restarts_no_worker(job: Job) -> None:
+def test_a_launcher_that_was_stopped_does_not_restart_workers(job: Job) -> None:
     command = [sys.executable, "-c", LAUNCHER, f"127.0.0.1:{job.port}", TOKEN]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(RUNTIME.parent)}) as launcher:
         try:

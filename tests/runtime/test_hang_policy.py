@@ -250,7 +250,7 @@ def test_only_checks_that_may_prove_a_hang_are_recorded() -> None:
     assert sent[:4] == [False, False, True, False] and sent.count(True) == 1
 
 
-def test_a_pause_of_the_coordinator_proves_no_hang() -> None:
+def test_a_pause_of_the_coordinator_does_not_prove_a_hang() -> None:
     group = Group(WAITS, LOCK)
     group.pass_time(18)
     group.world.coordinator.stood_still(10.0)

@@ -112,7 +112,7 @@ launcher.main()
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
-def test_a_log_without_a_reader_loses_lines_and_blocks_no_writer() -> None:
+def test_a_log_without_a_reader_loses_lines_and_does_not_block_writers() -> None:
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream:
         log = Log("coordinator", stream)

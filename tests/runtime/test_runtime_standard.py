@@ -228,7 +228,7 @@ def test_a_node_asked_to_stop_lets_its_workers_save_and_is_not_a_failure(job: Jo
     assert [(i["kind"], i["pod"]) for i in report["incidents"]] == [("Left", "job-1-0")]
 
 
-def test_a_coordinator_that_is_stopped_for_a_while_costs_no_pod(job: Job) -> None:
+def test_a_coordinator_that_is_stopped_for_a_while_loses_no_pods(job: Job) -> None:
     """One node is still working, and the other has finished. Both notice the silence and
     reconnect.
     """

@@ -240,7 +240,7 @@ def test_a_member_of_a_superseded_coordinator_is_notified_and_not_stopped() -> N
         assert world.heard["job-0-1"][-1] == ("error", {"why": why})
 
 
-def test_a_first_coordinator_waits_for_no_member_to_return() -> None:
+def test_a_first_coordinator_does_not_wait_for_members_to_return() -> None:
     world = World(2, mode=FAST)
     world.restart_coordinator(CoordinatorSettings(2, 2, mode=FAST))
     world.ready(world.hello(0), world.hello(1))

@@ -69,7 +69,7 @@ def test_a_report_about_an_earlier_round_does_not_replace_reports_of_this_one() 
     assert lost(world) == ["job-2-0"]
 
 
-def test_one_witness_alone_proves_no_loss() -> None:
+def test_one_witness_alone_does_not_prove_a_loss() -> None:
     world = World(4)
     members = world.form(4, spares=1)
     report(world, members[1], members[2])

@@ -77,7 +77,7 @@ async def test_without_a_gang_the_same_job_holds_every_free_node() -> None:
         {"podTemplate": {"spec": {"schedulingGroup": {"podGroupName": "ours"}}}},
     ],
 )
-async def test_a_job_with_its_own_scheduler_or_group_gets_no_gang_unless_it_asks(spec: Json) -> None:
+async def test_a_job_with_its_own_scheduler_or_group_gets_a_gang_only_if_it_asks(spec: Json) -> None:
     for gang, wanted in ((None, set()), (True, {"job-gang-0"})):
         scheduling = {**spec.get("scheduling", {}), **({} if gang is None else {"gang": gang})}
         s = WithGangs({"nodes": 2, **spec, "scheduling": scheduling})
@@ -171,7 +171,7 @@ async def test_a_job_that_requires_a_gang_waits_for_a_cluster_that_serves_it() -
     await s.until_phase("Complete")
 
 
-async def test_apis_that_the_cluster_serves_later_change_no_running_job() -> None:
+async def test_apis_that_the_cluster_serves_later_do_not_change_running_jobs() -> None:
     s = await Simulation({}, steps=1000).begun()
     for serves in (True, False):
         s.cluster.serves_gangs = serves
@@ -219,7 +219,7 @@ async def test_a_group_that_cannot_train_releases_its_nodes_and_waits_as_a_gang(
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_need_for_room_that_cannot_be_met_destroys_no_only_copy(mode: str) -> None:
+async def test_a_need_for_room_that_cannot_be_met_does_not_destroy_the_only_copy(mode: str) -> None:
     """Regression: 30 s after a cordon, the only copy of a job's progress was deleted although no
     pod needed its node.
     """
@@ -358,7 +358,7 @@ async def test_a_preempted_spare_interrupts_nothing() -> None:
     assert s.phase == "Running" and s.status["rendezvous"]["generation"] == 0 and len(bound(s)) == 2
 
 
-async def test_an_unscheduled_spare_replaces_no_pod() -> None:
+async def test_an_unscheduled_spare_does_not_replace_a_pod() -> None:
     s = WithGangs({"nodes": 2, "spares": 1, **FAST}, steps=10**6)
     s.machines.capacity = 2
     await s.until_phase("Running")

@@ -329,7 +329,7 @@ async def test_if_new_pods_lose_their_devices_too_the_budget_ends_the_job() -> N
 @pytest.mark.parametrize(
     "message", ["NameError: name 'lunch' is not defined", "killed by the kernel: the container's memory limit"]
 )
-async def test_an_error_that_every_pod_would_have_moves_no_pod(message: str) -> None:
+async def test_an_error_that_every_pod_would_have_does_not_move_a_pod(message: str) -> None:
     s = Simulation({**FAST, "nodes": 2, "recovery": {"mode": "Fast", "maxRestarts": 3}}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     for _ in range(3):
@@ -339,7 +339,7 @@ async def test_an_error_that_every_pod_would_have_moves_no_pod(message: str) -> 
     assert s.status["restarts"]["counted"] == 3
 
 
-async def test_an_error_that_another_pod_had_in_the_same_round_moves_no_pod() -> None:
+async def test_an_error_that_another_pod_had_in_the_same_round_does_not_move_the_pod() -> None:
     s = Simulation({**FAST, "nodes": 2}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     for number in (1, 2, 3):

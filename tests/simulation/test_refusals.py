@@ -101,7 +101,7 @@ async def test_pods_that_wait_for_refused_pods_are_reported_and_can_be_released(
     await s.until_phase("Complete")
 
 
-async def test_a_refused_disruption_budget_is_reported_and_delays_no_replacement() -> None:
+async def test_a_refused_disruption_budget_is_reported_and_does_not_delay_replacements() -> None:
     s = Refusing({"nodes": 2}, steps=10**6)
     s.cluster.budget_denial = Refused(403, "exceeded quota: budgets")
     await s.until_phase("Running")

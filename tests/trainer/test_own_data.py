@@ -396,7 +396,7 @@ def test_a_samples_random_numbers_are_the_same_in_each_process_and_isolated() ->
     assert data[0].fingerprint() == data[1].fingerprint() and data[0].class_names == ["below", "above"]
 
 
-def test_workers_share_no_file_that_a_dataset_opens_at_its_first_sample(tmp_path: Path) -> None:
+def test_workers_do_not_share_a_file_that_a_dataset_opens_at_its_first_sample(tmp_path: Path) -> None:
     np.arange(256.0).tofile(tmp_path / "numbers")
     data = open_data(DataConfig(name="somebodys_data:lazy", dir=tmp_path, workers=2))
     fingerprint = data.fingerprint()

@@ -594,7 +594,7 @@ def test_a_malformed_inventory_counts_as_an_empty_one_on_all_ranks(
 
 
 @pytest.mark.parametrize("claimed", [2**40, 2**63, 2**64 - 1])
-def test_a_size_that_a_peer_claims_takes_no_memory(claimed: int) -> None:
+def test_memory_is_not_filled_for_a_size_that_a_peer_claims(claimed: int) -> None:
     before = Path("/proc/self/statm").read_text().split()[1]
     try:
         assert len(rank_snapshots._reserve(claimed)) == claimed

@@ -80,7 +80,9 @@ def fails(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception, times: i
 
 
 @pytest.mark.parametrize("name", ["manifest", "fetch", "scores", "entries", "take_term"])
-def test_a_temporary_failure_of_the_bucket_costs_no_step(name: str, two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_failure_of_the_bucket_does_not_lose_a_step(
+    name: str, two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regression: the next older copy was used, and the newest was deleted as superseded."""
     calls = fails(monkeypatch, name, BucketError("503 Service Unavailable"), 2)
     found = opened(two, "another", 2).newest()

@@ -132,7 +132,7 @@ def test_a_kill_in_the_middle_of_an_upload_over_a_slow_line_loses_no_complete_co
     line.close()
 
 
-def test_an_unreachable_server_stops_no_training_and_a_start_without_it_is_refused(
+def test_an_unreachable_server_prevents_only_the_start_of_training(
     server: Server, tmp_path: Path, undisturbed: list[float]
 ) -> None:
     line = SlowLine(server.port)

@@ -81,7 +81,7 @@ class Lying:
         return np.dtype, ("V8", False, True), state
 
 
-def test_a_forged_dtype_reaches_no_array(tmp_path: Path) -> None:
+def test_a_forged_dtype_is_refused(tmp_path: Path) -> None:
     write_cifar_python(tmp_path)
     path = tmp_path / "cifar-10-batches-py" / "test_batch"
     path.write_bytes(pickle.dumps({"data": pixels(1), "labels": Forged()}, protocol=2))

@@ -147,7 +147,7 @@ def test_a_frozen_process_that_wakes_up_after_its_successor_is_fenced(defect: st
     )
 
 
-def test_all_ranks_end_as_fenced_when_the_writer_is(tmp_path: Path) -> None:
+def test_all_ranks_end_as_fenced_when_the_writer_is_fenced(tmp_path: Path) -> None:
     """Rank 0 finds out in the background. Rank 1 must not be reported as a separate failure."""
 
     def prepare(rank: int) -> None:

@@ -137,7 +137,9 @@ def counting_stand_ins(rank: int) -> None:
 
 
 @pytest.mark.parametrize("defect", [None, counting_stand_ins])
-def test_a_rank_without_samples_changes_no_statistics(defect: Callable[[int], None] | None, tmp_path: Path) -> None:
+def test_a_rank_without_samples_does_not_change_statistics(
+    defect: Callable[[int], None] | None, tmp_path: Path
+) -> None:
     """A run grows to 3 ranks with a global batch of 2 and a last batch of 1."""
     arguments = [
         "data.name=synthetic",

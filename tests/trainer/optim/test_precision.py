@@ -273,7 +273,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_images_that_are_not_finite_spoil_no_running_statistics(level: str) -> None:
+def test_nonfinite_images_do_not_spoil_running_statistics(level: str) -> None:
     """Otherwise one such image would make every later evaluation NaN."""
     strategy = opened(f"amp.level={level}")
     steps(strategy, range(2))

@@ -86,7 +86,7 @@ def test_posts_are_half_a_second_apart_and_the_newest_wins(coordinator: Any) -> 
     assert 2 <= len(posts) <= 5 and posts[-1][2] == {"step": -1}
 
 
-def test_copies_are_posted_separately_and_displace_no_progress(coordinator: Any) -> None:
+def test_copies_are_posted_separately_and_do_not_displace_progress(coordinator: Any) -> None:
     port, posts, _ = coordinator
     link = ProgressClient(f"127.0.0.1:{port}", "secret")
     link.post_copies({"copyStep": 1})

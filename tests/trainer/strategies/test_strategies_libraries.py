@@ -435,7 +435,7 @@ def test_deepspeed_does_not_scale_losses(arguments: list[str]) -> None:
         open_strategy(read(*arguments), Group(), torch.device("cpu"))
 
 
-def test_a_horovod_without_cuda_serves_no_gpu(horovod: str) -> None:
+def test_a_horovod_without_cuda_is_refused_on_a_gpu(horovod: str) -> None:
     if importlib.import_module("horovod.torch").cuda_built():
         pytest.skip("this Horovod is built with CUDA")
     with pytest.raises(

@@ -383,7 +383,7 @@ def test_shared_memory_without_a_limit_is_reported(volume: dict[str, Any]) -> No
     assert any("/dev/shm" in note and "spec.storage.sharedMemory" in note for note in made.notes)
 
 
-def test_invalid_workers_give_no_template() -> None:
+def test_a_group_without_workers_takes_the_masters_template() -> None:
     job = _of_four_gpus(["torchrun", "worker.py"])
     replicas = job["spec"]["pytorchReplicaSpecs"]
     replicas["Master"] = deepcopy(replicas["Worker"]) | {"replicas": 1}

@@ -498,7 +498,7 @@ def test_a_suspended_job_has_no_preflight_result() -> None:
 
 
 @pytest.mark.parametrize("suspend", [True, False], ids=["suspended", "another generation"])
-def test_a_pod_that_a_finalizer_keeps_beyond_its_grace_keeps_no_coordinator(*, suspend: bool) -> None:
+def test_a_pod_kept_by_a_finalizer_does_not_keep_the_coordinator(*, suspend: bool) -> None:
     """An example is a pod that was never placed, so that no kubelet will ever report its end."""
     job = running(a_job(), a_pod(0), a_pod(1))
     policy = replace(job.spec.run_policy, suspend=suspend)

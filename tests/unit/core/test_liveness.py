@@ -145,7 +145,7 @@ def test_a_node_that_fails_three_times_while_others_work_is_avoided() -> None:
     assert nodes(restarts(failed, failed, failed, age=3601)) == []
 
 
-def test_a_job_that_never_completed_a_step_blames_no_node() -> None:
+def test_a_job_that_never_completed_a_step_does_not_blame_a_node() -> None:
     failed = ("ExitCode", "n1")
     assert nodes(restarts(failed, failed, failed), trained=False) == []
     assert nodes(restarts(("NodeLost", "n1"), ("NodeLost", "n1")), trained=False) == ["n1"], (

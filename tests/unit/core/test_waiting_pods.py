@@ -47,7 +47,7 @@ def test_a_missing_scheduler_is_reported_with_its_field() -> None:
     assert shown(ConditionType.SCHEDULED, 30, *tried).reason == "Unschedulable"
 
 
-def test_a_pod_that_runs_or_has_ended_waits_for_no_scheduler() -> None:
+def test_a_pod_that_runs_or_has_ended_does_not_wait_for_a_scheduler() -> None:
     bound_by_hand = replace(pod(0), host="")
     gone = unplaced(1)
     for other in (bound_by_hand, replace(gone, phase="Failed")):

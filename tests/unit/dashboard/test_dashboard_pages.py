@@ -554,7 +554,7 @@ def test_the_spans_of_a_timeline_fill_the_time_in_order() -> None:
         assert broken == len(listed_there)
 
 
-def test_a_lost_spare_begins_no_round_in_the_timeline() -> None:
+def test_a_lost_spare_does_not_begin_a_round_in_the_timeline() -> None:
     """Regression: the continuing round was shown as a new one."""
     body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Running")
     begin = DDPJob.read(body).status.start_time

@@ -347,7 +347,7 @@ async def test_a_token_is_accepted_only_over_a_connection_that_others_cannot_rea
             assert "Secure" in cookie and "HttpOnly" in cookie and "Path=/" in cookie
 
 
-async def test_one_users_tokens_displace_no_other_user(
+async def test_one_users_tokens_do_not_displace_other_users(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, url = cluster
@@ -362,7 +362,7 @@ async def test_one_users_tokens_displace_no_other_user(
 
 
 @pytest.mark.parametrize("namespaces", [1, 8])
-async def test_a_tenants_service_accounts_displace_no_other_user(
+async def test_a_tenants_service_accounts_do_not_displace_other_users(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch, namespaces: int
 ) -> None:
     """Each of them has a stream open, in one namespace or in several. They do not lock out other
@@ -386,7 +386,7 @@ async def test_a_tenants_service_accounts_displace_no_other_user(
         assert {"user-of-ann", "user-of-bob", "user-of-admin"} <= set(users) and len(users) <= 32
 
 
-async def test_a_namespaces_service_accounts_displace_no_other_session(
+async def test_a_namespaces_service_accounts_do_not_displace_other_sessions(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rbac, url = cluster

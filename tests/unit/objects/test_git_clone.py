@@ -54,7 +54,7 @@ def test_only_the_init_container_refers_to_a_password() -> None:
     assert "$(" not in SCRIPT and "$$" not in SCRIPT, "the kubelet would replace them"
 
 
-def test_the_chart_names_the_image_that_the_operator_would_use_without_it() -> None:
+def test_the_chart_and_the_operator_have_the_same_default_git_image() -> None:
     values = Path(__file__).parents[3] / "charts" / "ddpjob-operator" / "values.yaml"
     assert yaml.safe_load(values.read_text())["codeImage"] == Platform.git_image
     environment = {"DDPJOB_OPERATOR_KEY": "x" * 16, "DDPJOB_OPERATOR_CODE_IMAGE": "mirror/git:1"}
