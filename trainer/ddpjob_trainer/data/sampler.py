@@ -76,7 +76,7 @@ class Micro:
     """A micro-batch: samples that go through the model together.
 
     `key` seeds its randomness, which is therefore the same on every rank. A rank without samples
-    computes another rank's micro-batch in order to take part in collectives, but the result does
+    computes another rank's micro-batch to take part in collectives, but the result does
     not count (`counts`). With `parts`, `samples` are this rank's shares of several micro-batches in
     sequence.
     """
