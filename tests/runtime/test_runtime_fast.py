@@ -134,7 +134,7 @@ def test_no_step_is_lost_with_the_coordinator(job: Job) -> None:
     job.start_node(1, *script, attempt=1)
     report = finish(job, "job-0-0", "job-1-1")
     assert [steps for _, _, steps in made(job, 0)][:before] == list(range(before)), (
-        "the loss of the coordinator cost no step"
+        "the loss of the coordinator did not lose a step"
     )
     assert kinds(report) == [("PeerLost", "job-1-0")]
     assert report["incidents"][0]["id"] > 1_000_000

@@ -320,7 +320,7 @@ MANY = ["n" * 60] * 20
     ids=["receivers", "classes"],
 )
 def test_values_too_large_for_the_operators_environment_are_reported(values: Any, name: str, tmp_path: Path) -> None:
-    """Linux starts no program with a variable of more than 128 KiB."""
+    """Linux does not start a program with a variable of more than 128 KiB."""
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(subprocess.CalledProcessError) as refused:
         template("--set", "key.existingSecret=given", "--values", str(tmp_path / "values.yaml"))

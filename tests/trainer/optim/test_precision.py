@@ -265,7 +265,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(
         for name, value in strategy.model.named_buffers():
             value.copy_(running[name])
     assert all(torch.equal(strategy.state()["model"][name], value) for name, value in before.items())
-    # Halving the scale changes no bit of gradients that neither overflow nor underflow.
+    # Halving the scale does not change a bit of gradients that neither overflow nor underflow.
     steps(strategy, range(when, 6))
     steps(undisturbed, range(when, 6))
     for name, value in undisturbed.state()["model"].items():

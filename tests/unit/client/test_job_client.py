@@ -341,7 +341,7 @@ def test_metrics_are_rows_for_a_data_frame() -> None:
     assert client.metrics("j") == client.get("j").metrics() == rows
 
 
-def test_a_notebook_shows_a_job_with_its_curve_and_escapes_its_texts() -> None:
+def test_a_notebook_shows_a_job_with_its_curve_and_escapes_its_strings() -> None:
     hostile = {"display": "<script>alert(1)</script>", "lossDisplay": "0.5"}
     shown = Client(Measured(True, (job(progress=hostile), False))).get("j")._repr_html_()  # type: ignore[arg-type]
     assert "<svg" in shown and "loss from 2 to 0.5, steps 1 to 2" in shown and "Running</b>" in shown

@@ -266,7 +266,7 @@ def test_pods_that_must_be_in_separate_zones_need_another_zone() -> None:
     assert judged(job, pods, nodes) == [(1, "NoOtherNode")]
 
 
-def test_the_operator_looks_again_when_a_signal_has_persisted() -> None:
+def test_the_operator_checks_again_when_a_signal_has_persisted() -> None:
     job, pods = running(2)
     world = World(pods=pods, hosts=hosts(1))
     assert find_next_judgement(View(job, job.status, world, later(20))) == NOW + LASTS

@@ -533,8 +533,8 @@ def test_the_coordinator_does_not_request_a_fast_network_interface(example: str)
 def test_the_coordinator_waits_for_no_volume_that_only_training_pods_have(
     volume: Json, mount: Json, placement: str
 ) -> None:
-    """The kubelet starts no container before its volumes exist, and none whose subPathExpr lacks a
-    variable.
+    """The kubelet does not start a container whose volumes do not exist, or whose subPathExpr lacks
+    a variable.
     """
     mounts = [{"name": "own", "mountPath": "/own", **mount}, {"name": "tools", "mountPath": "/opt/tools"}]
     volumes = [{"name": "own", **volume}, {"name": "tools", "hostPath": {"path": "/opt/tools", "type": "Directory"}}]
