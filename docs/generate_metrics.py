@@ -154,7 +154,7 @@ def render() -> str:
 
 
 def cell(text: str) -> str:
-    """Escape a text for a table cell."""
+    """Escape text for a table cell."""
     return text.replace("|", "\\|")
 
 

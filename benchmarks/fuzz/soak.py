@@ -50,7 +50,7 @@ class _Current(ctypes.Structure):
 class _Turn:
     """The result of one turn.
 
-    `findings` has (count, first finding, its input) for each common cause.
+    `findings` contains (count, first finding, its input) for each common cause.
     """
 
     inputs: int = 0

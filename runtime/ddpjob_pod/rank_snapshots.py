@@ -264,7 +264,7 @@ class Cadence:
     def copied(self, step: int, costs: list[Cost]) -> int:
         """Record a copy, and return the number of steps until the next one.
 
-        `costs` has every rank's cost of the previous copy.
+        `costs` contains every rank's cost of the previous copy.
         """
         if isinstance(self.every, int):
             return self.every

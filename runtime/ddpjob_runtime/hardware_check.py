@@ -149,9 +149,9 @@ def device_problem(torch: Any, device: str) -> str:
 def check_links(settings: dict[str, Any]) -> dict[str, Any]:
     """Run one rank of an all-reduce of whole numbers. Verify the result and time it.
 
-    `settings` has `rank`, `world`, `local`, `host` and `port` of the store, `backend`, `gpus` and
-    `seconds`. In addition to the problem, the result has `transport` and `rate`, the bus bandwidth
-    as defined by nccl-tests, in 10^6 bytes per second (None with one rank).
+    `settings` contains `rank`, `world`, `local`, `host` and `port` of the store, `backend`, `gpus`
+    and `seconds`. In addition to the problem, the result has `transport` and `rate`, the bus
+    bandwidth as defined by nccl-tests, in 10^6 bytes per second (None with one rank).
     """
     import torch
     import torch.distributed as dist

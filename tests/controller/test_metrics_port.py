@@ -18,7 +18,7 @@ from ddpjob.controller.operator_metrics import CONNECTIONS, TURNS_SECONDS, Metri
 
 
 class Text:
-    """A text whose generation takes `seconds` of CPU time."""
+    """A page of metrics whose rendering takes `seconds` of CPU time."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.made = seconds, 0
@@ -33,7 +33,7 @@ class Text:
 
 @pytest.fixture
 def served() -> Iterator[Callable[[Callable[[], bytes]], int]]:
-    """Yield a function that serves a text and returns the port."""
+    """Yield a function that serves a page of metrics and returns the port."""
     servers: list[MetricsServer] = []
 
     def start(text: Callable[[], bytes]) -> int:

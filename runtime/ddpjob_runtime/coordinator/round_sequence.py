@@ -68,7 +68,7 @@ from ddpjob_runtime.protocol import (
 class Rounds:
     """Decides when a round begins and when it ends.
 
-    `progress` has the last values that the script reported.
+    `progress` contains the last values that the script reported.
     """
 
     def __init__(self, settings: CoordinatorSettings, members: Members, loop: Loop, progress: MergedProgress) -> None:

@@ -177,8 +177,8 @@ def _describe_wait(look: RankLook) -> str:
 class Stacks:
     """The stacks of a round without steps, by rank.
 
-    `members` has the member that runs each rank. `apart` has the ranks that the others wait for; it
-    is empty if unknown. `waits` has any other facts that are known about a rank.
+    `members` maps each rank to the member that runs it. `apart` contains the ranks that the others
+    wait for; it is empty if unknown. `waits` contains any other facts that are known about a rank.
     """
 
     def __init__(

@@ -125,7 +125,7 @@ class ForkServerEnded(RuntimeError):
 
 
 class ForkServer:
-    """The launcher's side. `more` has additional modules to import, separated by commas."""
+    """The launcher's side. `more` lists additional modules to import, separated by commas."""
 
     def __init__(self, more: str = "") -> None:
         ours, theirs = socket.socketpair()

@@ -27,7 +27,7 @@ _COLOURS = {Status.FAIL: "1;31", Status.WARN: "33", Status.SKIPPED: "2", Status.
 
 @dataclass(frozen=True)
 class RankFinding:
-    """One rank's finding. `same` has values, by name, that must not differ between ranks."""
+    """One rank's finding. `same` contains values, by name, that must not differ between ranks."""
 
     value: str
     status: Status = Status.OK

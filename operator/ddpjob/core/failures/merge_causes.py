@@ -6,7 +6,7 @@ come first, and they may come in the same reconcile or in two. A pod that was cr
 was not part of it, so the pod's failure is a separate break.
 
 Ends and incidents within SAME_BREAK of each other belong to one break, and an incident explains at
-most one break. `attribute` has the three rules. Example: round 3 is training when a node is
+most one break. `attribute` applies the three rules. Example: round 3 is training when a node is
 drained.
 
     10:00:00.0  pod train-1-0 is evicted; that does not count
