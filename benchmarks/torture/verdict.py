@@ -37,7 +37,8 @@ def judge(
     """Check a job's phase, counted restarts, ledger and weights.
 
     The job must be Complete without a counted restart, and its ledger and weights must be those of
-    undisturbed training. A kill may repeat as many complete steps as `observed` has at risk.
+    undisturbed training. A kill may repeat as many complete steps as lie between two copies;
+    with "auto", as many as `observed` has at risk.
     """
     own = kills[COPY_KILL]
     problems = [] if observed.phase == "Complete" else [f"the phase is {observed.phase or 'Pending'}, not Complete"]
@@ -61,8 +62,9 @@ def judge(
             )
     lost = [max(0, before.last - after.start) for before, after in pairwise(incarnations)]
     repeated = sum(lost)
-    if kind.snapshots and (most := max(lost, default=0)) > observed.at_risk + 1:
-        allowed = f"at most {observed.at_risk} complete and one started step may be repeated"
+    at_risk = kind.snapshots if isinstance(kind.snapshots, int) else observed.at_risk
+    if kind.snapshots and (most := max(lost, default=0)) > at_risk + 1:
+        allowed = f"at most {at_risk} complete and one started step may be repeated"
         problems.append(f"{most} steps were repeated after one kill; {allowed}")
     return Verdict(
         kind, kills, len(incarnations), max(0, len(parts) - 1), repeated, samples, difference, tuple(problems)

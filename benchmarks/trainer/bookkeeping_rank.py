@@ -48,6 +48,7 @@ _METHODS: list[tuple[type, str, str]] = [
     (NonFiniteGuard, "check", "norm of the gradients, finite or not"),
     (BatchStatistics, "exchange", "running statistics"),
     (Ledger, "step", "ledger"),
+    (StopRequest, "is_due", "stop flag"),
     (StopRequest, "agreement", "stop flag"),
     (Agreement, "wait", "stop flag"),
     (CheckpointFolder, "due", "whether a checkpoint is due"),

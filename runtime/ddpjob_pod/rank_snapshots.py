@@ -20,7 +20,8 @@ Otherwise, and with a sharded state, the step waits for the exchange.
 take at most a hundredth of the time. After a loss, at most that number of steps is repeated. A copy
 costs the time that it takes, or, if that is more, the time by which it lengthens a step, because it
 also evicts caches, wakes threads, and delays the other ranks. So that there are steps without a
-copy to compare with, the interval is at least _FIRST_INTERVAL at the beginning.
+copy to compare with, the interval is at least 2 until the lengthening is known. A single slow step
+changes nothing, because medians count, and the interval grows at most fourfold from copy to copy.
 
 **Start.** Every node reports its states, and all ranks choose the same moment. Nodes that lack the
 state of that moment receive it over the process group. The ranks also agree on rank 0's interval
@@ -54,7 +55,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -87,18 +88,21 @@ _FIRST_COPIES = 2
 """Number of initial copies whose cost does not count, because they also reserve slots and connect
 the ranks.
 """
-_RECENT = 7
+_RECENT = 15
 """Number of copies whose median cost determines the interval with "auto"."""
-_FIRST_INTERVAL = 2
-"""Minimum interval with "auto" until the costs of _RECENT copies are known."""
+_ENOUGH = 3
+"""Number of comparisons with steps without a copy that show how much a copy lengthens a step."""
+_GROWTH = 4
+"""Maximum ratio between two intervals in a row with "auto"."""
 _COMPARED = 64
-"""Maximum number of steps without a copy to which a step with a copy is compared."""
+"""Maximum number of steps without a copy, between two copies, that are compared."""
+_UNKNOWN = math.nan
 _CHUNK_BYTES = 1 << 26
 _OWN_OVERHEAD = 64
 """Maximum number of bytes that a rank's own state takes in addition to its content."""
 _SIZE = struct.Struct("<Q")
 _SIZES = struct.Struct("<QQQQ")
-_COST = struct.Struct("<ddddd")
+_COST = struct.Struct("<dddddd")
 _HELLO = struct.Struct("<QQQQQ")
 _AUTO_CODE, _NONE_CODE = 0, 2**64 - 1
 
@@ -148,6 +152,8 @@ class Cost(NamedTuple):
     """1 if this rank keeps copies, 0 if its node has no room or another rank writes there."""
     needed: float = 0.0
     """Bytes that this rank's node would need for two states; 0 if they fit."""
+    longer: float = _UNKNOWN
+    """Time by which the copy lengthened a step; NaN if no step without a copy is known."""
 
 
 class TorchExchange:
@@ -221,27 +227,44 @@ def _bytes_of(content: memoryview) -> Any:
 
 
 class _StepTimes:
-    """The times of the steps since a copy. The first one includes the copy."""
+    """The times of one rank's steps, with and without a copy, in seconds."""
 
     def __init__(self) -> None:
-        self._first, self._others = 0.0, deque[float](maxlen=_COMPARED)
+        self._paces: deque[float] = deque(maxlen=_RECENT)
+        """Median time of the steps without a copy, for the last intervals that had such steps."""
+        self._with_copy: float | None = None
+        self._others: deque[float] = deque(maxlen=_COMPARED)
+
+    def copied(self) -> None:
+        """Take the next step as the one with a copy."""
+        self._with_copy = None
+        self._others.clear()
 
     def add(self, seconds: float) -> None:
-        if self._first:
+        """Add the time of a step. The first one after a copy includes that copy."""
+        if self._with_copy is None:
+            self._with_copy = seconds
+        elif not math.isnan(seconds):
             self._others.append(seconds)
-        else:
-            self._first = seconds
 
-    def correct(self, cost: Cost) -> Cost:
-        """Return the cost with the time of a step, and at least the time by which the copy
-        lengthened a step.
+    def complete(self, cost: Cost) -> Cost:
+        """Return the cost of the last copy with the time of a step, and with the time by which the
+        copy lengthened a step.
         """
-        if not cost.copy:
+        if not cost.copy or self._with_copy is None:
             return cost
-        if not self._others:
-            return cost._replace(pace=self._first - cost.copy - cost.exchange)
-        pace = sorted(self._others)[len(self._others) // 2]
-        return cost._replace(copy=max(cost.copy, self._first - pace - cost.exchange), pace=pace)
+        if self._others:
+            self._paces.append(_median(self._others))
+        if self._paces:
+            pace = _median(self._paces)
+            return cost._replace(pace=pace, longer=self._with_copy - pace - cost.exchange)
+        return cost._replace(pace=max(0.0, self._with_copy - cost.copy - cost.exchange))
+
+
+def _median(values: Iterable[float]) -> float:
+    """Return the lower median."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]
 
 
 @dataclass
@@ -252,8 +275,10 @@ class Cadence:
     """A number of steps, AUTO or NONE."""
     due: int = 0
     """The next step to copy with AUTO."""
-    recent: list[tuple[float, float]] = field(default_factory=list)
-    """Seconds of a copy and of a step, for the last copies. A single copy may be an outlier."""
+    recent: list[tuple[float, float, float]] = field(default_factory=list)
+    """(seconds of a copy, seconds by which it lengthened a step or NaN, seconds of a step without
+    it), for the last copies. A single copy may be an outlier."""
+    _interval: int = 1
 
     def is_due(self, step: int) -> bool:
         """Whether to copy the state after this step."""
@@ -269,13 +294,17 @@ class Cadence:
         if isinstance(self.every, int):
             return self.every
         # The last rank to arrive does not wait, so the shortest exchange is the actual cost.
-        copy = max(cost.copy for cost in costs) + min(cost.exchange for cost in costs)
+        exchange = min(cost.exchange for cost in costs)
+        copy = max(cost.copy for cost in costs) + exchange
         pace = max(cost.pace for cost in costs)
         if copy > 0 and pace > 0:
-            self.recent = [*self.recent[1 - _RECENT :], (copy, pace)]
-        return self._plan(step)
+            # All ranks wait for the slowest one in each step, so they measure the same lengthening.
+            known = [cost.longer for cost in costs if not math.isnan(cost.longer)]
+            longer = _median(known) + exchange if known else _UNKNOWN
+            self.recent = [*self.recent[1 - _RECENT :], (copy, longer, pace)]
+        return self._plan(step, at_most=_GROWTH * self._interval)
 
-    def resume(self, step: int, recent: list[tuple[float, float]]) -> int:
+    def resume(self, step: int, recent: list[tuple[float, float, float]]) -> int:
         """Continue after a restart as if it had not happened, and return the interval.
 
         Args:
@@ -285,15 +314,18 @@ class Cadence:
         if self.every != AUTO or not recent:
             return 0
         self.recent = recent
-        return self._plan(step)
+        return self._plan(step, at_most=LONGEST)
 
-    def _plan(self, step: int) -> int:
+    def _plan(self, step: int, at_most: int) -> int:
         interval = 1
         if self.recent:
-            copy, pace = (sorted(figures)[len(figures) // 2] for figures in zip(*self.recent))
-            least = 1 if len(self.recent) == _RECENT else _FIRST_INTERVAL
-            interval = min(LONGEST, max(least, math.ceil(copy / (SHARE * pace))))
-        self.due = step + interval
+            copies, longers, paces = zip(*self.recent)
+            known = [longer for longer in longers if not math.isnan(longer)]
+            least, cost = 2, _median(copies)
+            if len(known) >= _ENOUGH:
+                least, cost = 1, max(cost, _median(known))
+            interval = min(LONGEST, at_most, max(least, math.ceil(cost / (SHARE * _median(paces)))))
+        self._interval, self.due = interval, step + interval
         return interval
 
 
@@ -596,7 +628,7 @@ class RankSnapshots:
     def begin(self, step: int, source: str) -> None:
         """Record the step after which training continues, and its source (protocol.SOURCES)."""
         self._began = self._noted = time.perf_counter()
-        self._times, self.start = _StepTimes(), {"step": step, "source": source}
+        self.start = {"step": step, "source": source}
         if self._made is not None:
             self.start["made"] = max(step, self._made.step)
         elif source == protocol.SCRATCH and self._order == (0, 0):
@@ -618,6 +650,11 @@ class RankSnapshots:
         if "seconds" not in self.start and step >= self.start.get("made", math.inf):
             self.start["seconds"] = round(time.perf_counter() - self._began, 3)
 
+    def interrupt(self) -> None:
+        """Exclude the next step's time, because it includes something else, such as an
+        evaluation."""
+        self._noted = _UNKNOWN
+
     def take(self, step: int, make: Callable[[], Any], own: Callable[[], bytes] | None = None) -> None:
         """Record a step, if `note` has not done so, and copy the state after it if that is due.
 
@@ -634,7 +671,7 @@ class RankSnapshots:
             return
         began, worked = time.perf_counter(), time.thread_time()
         keeps = self._writes and not self._lacks
-        cost = self._times.correct(self._cost)._replace(keeps=float(keeps), needed=float(self._lacks))
+        cost = self._times.complete(self._cost)._replace(keeps=float(keeps), needed=float(self._lacks))
         content = _COST.pack(*cost) + (own() if own is not None else b"")
         exchanges = time.perf_counter()
         gathering = self._exchange.start_gathering(content)
@@ -655,7 +692,8 @@ class RankSnapshots:
             self._background.finish(copy)
         elif copy.event is None:
             self.settle()
-        took, self._times = time.perf_counter() - began, _StepTimes()
+        took = time.perf_counter() - began
+        self._times.copied()
         if self._copies > _FIRST_COPIES:
             exchange = 0.0 if later else exchanged - exchanges
             waits = self._sharded or self._stream is not None  # The time includes waits for another node or the device.
@@ -885,7 +923,7 @@ class _StateLayout:
     """
 
     def __init__(
-        self, tree: Any, owns_room: int, recent: list[tuple[float, float]], known: _Places | None = None
+        self, tree: Any, owns_room: int, recent: list[tuple[float, float, float]], known: _Places | None = None
     ) -> None:
         """Take a state apart.
 
@@ -935,7 +973,7 @@ class _StateLayout:
 
 def _read(
     data: memoryview, rebuild: Rebuild | None, *, views: bool
-) -> tuple[Any, dict[int, bytes], list[tuple[float, float]]]:
+) -> tuple[Any, dict[int, bytes], list[tuple[float, float, float]]]:
     """Return a slot's tree, the ranks' private states, and the cadence's figures.
 
     With `views`, tensors that are not sharded use the slot's memory.

@@ -39,7 +39,8 @@ def test_torchrun_standalone_hosts_its_own_store(machine: Machine) -> None:
 def test_launchers_that_need_an_address_find_index_0(machine: Machine, command: list[str]) -> None:
     run = machine.run(job(*command), seconds=120)
     assert run.process.returncode == 0, run.everything()
-    assert said(run) == ["rank 0 of 2: 2", "rank 1 of 2: 2"]
+    # The rank that exits first may break the other one's last read. The job then restarts.
+    assert {*said(run)} == {"rank 0 of 2: 2", "rank 1 of 2: 2"}
 
 
 def test_a_rank_that_fails_under_torchrun_counts_although_its_process_stays(machine: Machine) -> None:

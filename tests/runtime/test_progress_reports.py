@@ -238,6 +238,14 @@ def test_a_scripts_figures_arrive_with_the_speed_and_the_time_left(
     assert capsys.readouterr().err.count("the coordinator rejected a report: ") == 1
 
 
+def only_here(sleep: Callable[[float], None]) -> Callable[[float], None]:
+    """Return a time.sleep that is replaced only in this thread. An earlier test's thread may still
+    be running.
+    """
+    here, pause = threading.get_ident(), time.sleep
+    return lambda seconds: (sleep if threading.get_ident() == here else pause)(seconds)
+
+
 def test_the_speed_of_counted_steps_covers_only_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first steps are posted 10 ms after the thread has begun, which gives no valid speed."""
     monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
@@ -252,7 +260,7 @@ def test_the_speed_of_counted_steps_covers_only_timed_steps(monkeypatch: pytest.
         clock[0] += seconds
         counter.counts[0] = counter.counts.get(0, 0) + 2 + len(waits) % 2
 
-    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", only_here(sleep))
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(counter, "post", lambda speed: posted.append((counter.counts[0], speed)))
     with pytest.raises(EOFError):
@@ -289,7 +297,7 @@ def test_steps_that_can_no_longer_be_counted_are_reported(monkeypatch: pytest.Mo
             if (end := waits.pop(0)) is not None:
                 raise end
 
-        monkeypatch.setattr(time, "sleep", sleep)
+        monkeypatch.setattr(time, "sleep", only_here(sleep))
         with pytest.raises(EOFError):
             counter.run()
         return any(report.get("uncountable") for report in posted)

@@ -318,11 +318,18 @@ def test_without_exactness_each_sample_is_still_taken_once_and_nothing_is_exchan
     assert max(per_rank) - min(per_rank) <= 2, "an even share, in two passes"
 
 
+STRETCH = {sampler.Dividing.LOCAL: 1.5, sampler.Dividing.EXACT: 1.25, sampler.Dividing.NO: 1.0}
+"""The defaults of a run."""
+
+
 def all_dealt(world: int, dividing: sampler.Dividing) -> list[sampler.Step]:
     return [
         next(
             sampler.ElasticSampler(
-                1438, 200, sampler.Dealing(rank, world, 5, dividing=dividing), sampler.SamplerState()
+                1438,
+                200,
+                sampler.Dealing(rank, world, 5, dividing=dividing, stretch=STRETCH[dividing]),
+                sampler.SamplerState(),
             ).rest_of_epoch()
         )
         for rank in range(world)

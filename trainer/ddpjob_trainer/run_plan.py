@@ -7,7 +7,6 @@ change.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -37,7 +36,8 @@ from ddpjob_trainer.optim.own_schedule import check_own
 from ddpjob_trainer.optim.parameter_groups import check_rules
 from ddpjob_trainer.strategies.strategy import Strategy
 
-_STRETCH = 1.25
+_STRETCH, _INEXACT_STRETCH = 1.25, 1.5
+"""Defaults of data.stretch. More would let a job run out of memory when it has lost ranks."""
 _WORTH_A_NOTE = 1.1
 """The log mentions the busiest rank's load if it is more than this many times an even share."""
 
@@ -201,7 +201,7 @@ class Division:
     def dealing(self) -> Dealing:
         """How the sampler distributes samples to this rank."""
         strategy, keys = self.strategy, self.config.data
-        stretch = keys.stretch or (_STRETCH if keys.exact else math.inf)
+        stretch = keys.stretch or (_STRETCH if keys.exact else _INEXACT_STRETCH)
         return Dealing(
             strategy.data_share.part,
             self.parts,

@@ -245,6 +245,7 @@ class Trainer:
         Return whether all ranks agreed to stop.
         """
         self.reporter.restart_clock()
+        self.memory.interrupt()
         self._restart_clock()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         samples: int | torch.Tensor = 0

@@ -278,7 +278,7 @@ class Fetch:
             text = f"the disk of {self._folder} has {size_text(free)} free"
             raise Unfit(
                 f"{text}, but {size_text(needed)} of {self._url} must still be fetched; free some space, or set "
-                "storage.data.cache to a larger disk"
+                "storage.data.cache to a folder on a larger disk"
             )
 
     # --- downloads

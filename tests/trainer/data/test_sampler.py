@@ -101,6 +101,7 @@ def test_without_exactness_each_rank_takes_its_share_in_one_pass() -> None:
     assert [sizes(world) for world in (1, 2, 3, 4, 7)] == [[256], [128], [86], [64], [37]]
     assert sizes(4, accumulate=2) == [32, 32], "accumulation keeps its passes"
     assert sizes(1, stretch=2.0) == [64] * 4, "memory may be limited"
+    assert [sizes(world, stretch=1.5) for world in (2, 4, 6)] == [[48, 48, 32], [32, 32], [43]], "by default"
     assert sizes(1, how=Dividing.EXACT, stretch=1.25) == [32] * 8
     state, whole = SamplerState(), Dealing(2, 8, 8).deal(list(range(256)), SamplerState())
     assert Dealing(2, 8, 8, dividing=Dividing.LOCAL, stretch=math.inf).deal(list(range(256)), state) == whole

@@ -60,7 +60,7 @@ def test_with_silent_peers_a_rank_leaves_before_the_pod_is_killed(
         os.kill(stuck.pid, signal.SIGKILL)
         stuck.join()
     said = capfd.readouterr().err
-    assert "SIGTERM: rank 0 saves after this step, then exits" in said
+    assert "SIGTERM: rank 0 saves after one of the next steps, then exits" in said
     assert "the other ranks did not respond within 6.0 s: rank 0 exits without a checkpoint" in said
 
 

@@ -305,9 +305,22 @@ def test_repeated_steps_that_become_known_after_running_have_an_event() -> None:
     assert at(5, Recovery(None, later(3))) == []
     start = {"step": 40, "made": 45, "source": "memory"}
     recovered = at(6, Recovery(2.75, None), progress={"step": 41, "start": start})
-    text = "the first new step was complete 2.75 s after job-1-0 broke the group; 5 steps repeated (from memory)"
+    text = "the first step was complete 2.75 s after job-1-0 broke the group; 5 steps repeated (from memory)"
     assert recovered == [text]
     assert at(7, Recovery(2.75, None), progress={"step": 42, "start": start}) == []
+
+
+def test_a_restart_whose_repeated_steps_stay_unknown_has_one_event() -> None:
+    job, pods = running(2)
+    incident = Incident(1, later(3), IncidentKind.WORKER_FAILED, "job-1-0", 1, 1, exit_code=1, message="boom")
+    job, _ = seen(job, 3, pods, report(CoordinatorState.RESTARTING, *[MemberState.READY] * 2, incidents=(incident,)))
+    reasons = []
+    for step in range(5):
+        two = [MemberState.RUNNING] * 2
+        up = report(CoordinatorState.RUNNING, *two, incidents=(incident,), recovery=Recovery(2.75, None))
+        job, decision = seen(job, 5 + step, pods, replace(up, progress={"step": 41 + step}))
+        reasons += [event.reason for event in decision.events]
+    assert reasons == ["Running"]
 
 
 def test_a_hang_is_attributed_to_no_pod_and_no_kubernetes_node() -> None:

@@ -197,7 +197,8 @@ class CheckpointFolder:
 
     @property
     def state(self) -> SaverState:
-        """The state of this rank's writer. The ranks agree on their states at each step."""
+        """The state of this rank's writer. The ranks exchange their states with their
+        agreements."""
         fatal = self._writer.fatal
         return SaverState(busy=self._writer.busy, failed=fatal is not None, fenced=isinstance(fatal, FencedError))
 

@@ -69,6 +69,12 @@ class NodeMemory:
         self._snapshots.take(step, make)
         return self._snapshots.news()
 
+    def interrupt(self) -> None:
+        """Exclude the next step's time from the cost of copies, because it includes something
+        else."""
+        if self._snapshots is not None:
+            self._snapshots.interrupt()
+
     def close(self) -> None:
         """Complete the transfers in progress."""
         if self._snapshots is not None:

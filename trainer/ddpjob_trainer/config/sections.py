@@ -94,14 +94,14 @@ class DataConfig:
     exact: bool = True
     """How to proceed if micro-batches cannot be divided evenly among ranks. true: ranks share
     micro-batches (ddp, fsdp) and exchange batch normalization statistics, so that the result does
-    not depend on the number of ranks. false: each rank's even share is one micro-batch, at full
-    speed (see data.stretch). Each sample is still taken once, but statistics, dropout and mixed
+    not depend on the number of ranks. false: each rank takes its even share in as few passes as
+    data.stretch allows. Each sample is still taken once, but statistics, dropout and mixed
     images depend on the number of ranks.
     """
     stretch: float = 0
     """Maximum number of samples of a rank in one forward pass, as a multiple of a micro-batch. 0:
-    1.25 if ranks share micro-batches, no limit with data.exact=false. 1: use at most the memory
-    needed at the start, at the cost of more and smaller passes.
+    1.25, or 1.5 with data.exact=false. 1: use at most the memory needed at the start, at the cost of
+    more and smaller passes.
     """
     seed: int = 0
     """Seed of the order, the augmentation and the initial weights. It cannot change when a run

@@ -188,8 +188,8 @@ class Dividing(enum.Enum):
     EXACT = 1
     """Let ranks share micro-batches (see `Part`), which remain unchanged."""
     LOCAL = 2
-    """Turn each rank's even share into a micro-batch, even if whole ones could be distributed
-    evenly. Statistics and randomness then depend on the number of ranks."""
+    """Turn each rank's even share into as few micro-batches as `Dealing.stretch` allows. Statistics
+    and randomness then depend on the number of ranks."""
 
 
 @dataclass(frozen=True)

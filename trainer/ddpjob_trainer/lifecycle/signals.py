@@ -123,7 +123,8 @@ class StopRequest:
         This also sums the ranks' numbers of unreadable samples.
         """
         now = time.monotonic()
-        self._note_step()
+        if not self._steps:
+            self._note_step()
         # The batches of an evaluation do not show how long steps are.
         mean = (now - self._last_begun) / self._steps if self._steps else math.inf
         self._last_begun, self._steps = now, 0
@@ -145,7 +146,8 @@ class StopRequest:
         """End this process if the ranks do not agree in time."""
         asked = time.monotonic()
         self._requested.set()
-        what = "has finished and writes its last output" if self._agreed.is_set() else "saves after this step"
+        over = self._agreed.is_set()
+        what = "has finished and writes its last output" if over else "saves after one of the next steps"
         print(f"SIGTERM: rank {self._group.rank} {what}, then exits", file=sys.stderr, flush=True)
         while (left := self._until(asked) - time.monotonic()) > 0:
             if self._agreed.wait(left):

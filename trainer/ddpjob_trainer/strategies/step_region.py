@@ -29,9 +29,9 @@ BACKEND = "inductor"
 """torch.compile's code generator. Tests that only count compilations use a faster one."""
 
 
-def compiler_options(mode: bool | CompileMode) -> dict[str, Any]:
+def compiler_options(mode: bool | CompileMode, *, dynamic: bool | None) -> dict[str, Any]:
     """Return the arguments of torch.compile for `model.compile`."""
-    options: dict[str, Any] = {"backend": BACKEND, "dynamic": False}
+    options: dict[str, Any] = {"backend": BACKEND, "dynamic": dynamic}
     return {**options, "mode": mode.value} if isinstance(mode, CompileMode) else options
 
 
@@ -44,8 +44,8 @@ class StepRegion(nn.Module):
         self._normalize: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._sizes: Collection[int] = ()
         self._tested = 0
-        self._fast_losses = torch.compile(self._losses, **compiler_options(mode))
-        self._fast_scores = torch.compile(self._scores, **compiler_options(mode))
+        self._fast_losses = torch.compile(self._losses, **compiler_options(mode, dynamic=False))
+        self._fast_scores = torch.compile(self._scores, **compiler_options(mode, dynamic=False))
 
     def fix(
         self, sizes: Collection[int], tested: int, normalize: Callable[[torch.Tensor], torch.Tensor] | None

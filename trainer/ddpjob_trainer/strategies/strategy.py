@@ -138,7 +138,8 @@ class Strategy:
         if self.config.optim.ema_decay:
             self.average = self.moving_average()
         if mode and self.region is None:
-            self.network.compile(**compiler_options(mode))
+            # Batches of several sizes reach the network. If they differ, it is compiled for any.
+            self.network.compile(**compiler_options(mode, dynamic=None))
 
     def moving_average(self) -> MovingAverage:
         """Return a moving average of the weights and of running statistics."""

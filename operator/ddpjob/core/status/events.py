@@ -188,8 +188,11 @@ def _recovered(old: JobStatus, new: JobStatus) -> list[Event]:
     before, restart = current_restart(old), current_restart(new)
     if before is None or restart is None or before.round != restart.round or not old.holds(ConditionType.RUNNING):
         return []
-    was_known = before.seconds is not None and before.continued_from
-    is_known = restart.seconds is not None and restart.continued_from
-    if was_known or not is_known or restart.reason in PLANNED:
+    if _is_accounted(before) or not _is_accounted(restart) or restart.reason in PLANNED:
         return []
-    return [Event(False, "Recovered", f"the first new step was complete {_after(restart)}")]
+    return [Event(False, "Recovered", f"the first step was complete {_after(restart)}")]
+
+
+def _is_accounted(restart: Restart) -> bool:
+    """Whether the pause and the number of repeated steps are known."""
+    return restart.seconds is not None and bool(repeats(restart))
