@@ -89,7 +89,7 @@ def lacks_class(job: DDPJob) -> bool:
 
 
 def begins(job: DDPJob) -> bool:
-    """Whether the job has a class, but no pods that were made with an earlier version of it."""
+    """Whether the job names a class and is about to start or resume."""
     fresh = not job.status.slots or job.status.holds(ConditionType.SUSPENDED) or lacks_class(job)
     return bool(job.spec.class_name) and fresh and not (job.spec.run_policy.suspend or job.status.terminal)
 
