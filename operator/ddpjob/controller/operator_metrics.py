@@ -34,7 +34,9 @@ RESULTS = ("done", "conflict", "unavailable", "left", "failed")
 for _result in RESULTS:
     RECONCILE_SECONDS.labels(_result)
 SHARDS = Gauge("ddpjob_operator_shards", "Number of shards with which this replica was started")
-LEADING = Gauge("ddpjob_operator_leader", "Shards for which this replica acts; without shards 1 at the leader, else 0")
+LEADING = Gauge(
+    "ddpjob_operator_leader", "Shards for which this replica acts; without sharding, 1 on the leader, else 0"
+)
 QUEUE_DEPTH = Gauge("ddpjob_operator_queue_depth", "Due jobs that are waiting for a worker")
 QUEUE_AGE = Gauge("ddpjob_operator_queue_age_seconds", "Time for which the first due job has waited for a worker")
 LONGEST_TURN = Gauge(
