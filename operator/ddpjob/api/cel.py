@@ -30,7 +30,7 @@ def check_rules(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = Non
 
 
 def _check(schema: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterator[Problem]:
-    # All rules here share these variables, because converting them takes most of the time.
+    # All rules at this path share the variables, because converting them takes most of the time.
     variables = cache(lambda: _variables(value, old))
     for rule in schema.get("x-kubernetes-validations", ()):
         yield from _apply(rule, variables, path, replaces=old is not _MISSING)

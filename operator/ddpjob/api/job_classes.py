@@ -206,7 +206,7 @@ def _read(name: str, given: Any) -> JobClass:
     if not _NAME.fullmatch(name) or len(name) > 63:
         raise ValueError(f"{name!r} is not a valid class name; use at most 63 lower-case letters, digits and -")
     if not isinstance(given, Mapping):
-        raise ValueError(f"{name}: must be a mapping with {', '.join(_KEYS)}")
+        raise ValueError(f"{name}: must be a mapping with the keys {', '.join(_KEYS)}")
     for key in given:
         if key not in _KEYS:
             raise ValueError(f"{name}.{key}: unknown; the fields are {', '.join(_KEYS)}")

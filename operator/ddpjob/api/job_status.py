@@ -128,7 +128,8 @@ _OMIT_EMPTY = Field(exclude_if=not_)
 """Omits a field that is None, empty or 0 when the status is written."""
 _OMIT_NONE = Field(exclude_if=lambda value: value is None)
 _MOST = 10**9
-"""Maximum value of a count or a number in a status. A value one above it can still be written."""
+"""Maximum value of a count or a number that is read from a status. A count that is then raised by
+one can still be written."""
 _Number = Annotated[int, Field(ge=0, le=_MOST)]
 _Seconds = Annotated[int, Field(ge=0, lt=2**53)]
 """A number of seconds, summed over many devices. JSON readers represent every value below 2**53

@@ -41,9 +41,8 @@ QUEUE_DEPTH = Gauge("ddpjob_operator_queue_depth", "Due jobs that are waiting fo
 QUEUE_AGE = Gauge("ddpjob_operator_queue_age_seconds", "Time for which the first due job has waited for a worker")
 LONGEST_TURN = Gauge(
     "ddpjob_operator_longest_loop_turn_seconds",
-    "Longest turn of the event loop within the last minute or two, during which nothing else ran, such as the"
-    " renewal "
-    "of the Lease",
+    "Longest turn of the event loop within the last minute or two; a turn blocks everything else, such as the "
+    "renewal of the Lease",
 )
 MISSING_FIELDS = Gauge(
     "ddpjob_operator_crd_missing_fields",

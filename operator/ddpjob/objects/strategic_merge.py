@@ -25,7 +25,7 @@ def merge_into_node(pod: Json, template: Mapping[str, Any]) -> Json:
     spec = dict(template.get("spec") or {})
     if spec.get("hostNetwork") and spec.get("dnsPolicy", "ClusterFirst") == "ClusterFirst":
         # Kubernetes' default, ClusterFirst, selects the host's own name server for pods on the host
-        # network. That server does not know the job's pods.
+        # network. That server cannot resolve the names of the job's pods.
         spec["dnsPolicy"] = "ClusterFirstWithHostNet"
     if any(c["name"] == COORDINATOR_CONTAINER for c in pod["spec"]["containers"]):
         spec["containers"] = [*(spec.get("containers") or ()), *_coordinator_containers(spec)]

@@ -262,7 +262,7 @@ def _by_container(pod: PodView, *, launcher: bool) -> End:
 
 
 def memory_limit(pod: PodView | None) -> str:
-    """Describe the memory limit that a pod has exceeded, the spec's or the namespace's default."""
+    """Describe the memory limit that a pod has exceeded: the spec's, or the namespace's default."""
     role = "spec.rendezvous.resources" if pod is not None and pod.role is Role.COORDINATOR else "spec.resources"
     if pod is None or not pod.default_memory:
         return f"{role}.limits.memory allows"

@@ -239,7 +239,7 @@ def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozense
         actions.append(NotifyCoordinator(endpoint, Command.SIZE, {"nodes": spec.nodes, "minNodes": spec.min_nodes}))
     wanted = spec.recovery
     patience = wanted.hang_after_seconds, (wanted.backoff.initial, wanted.backoff.maximum), wanted.hangs
-    # A coordinator of an earlier version does not know `hangs`.
+    # A coordinator of an earlier version does not support `hangs`.
     if report is not None and (report.hang_after, report.backoff, report.hangs or wanted.hangs) != patience:
         body: Json = {"hangAfter": patience[0], "backoff": list(patience[1])}
         body |= {} if report.hangs is None else {"hangs": wanted.hangs}
