@@ -2,7 +2,7 @@
 
 Users do not write this mount, so a class that fixes podTemplate still allows it. The mount only
 adds files from a ConfigMap in the job's own namespace, at one path. A mount of a different form, or
-whose name or path the class's own template uses, is not recognized as submitted code.
+with a name or path that the class's own template uses, is not recognized as submitted code.
 """
 
 from __future__ import annotations
