@@ -121,7 +121,7 @@ class _Loader(yaml.SafeLoader):
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise YamlError(f"<<: merges through more than {MAX_DEPTH} levels, too many for a manifest", line)
-        pairs, node.value = node.value, []  # If a mapping merges itself, the inner merge sees an empty list.
+        pairs, node.value = node.value, []  # A mapping that merges itself sees an empty list.
         own, merged = [], list[tuple[yaml.Node, yaml.Node]]()
         for key, value in pairs:
             if key.tag != _MERGE:
