@@ -27,7 +27,7 @@ LOCKED ?=
 PYTEST ?=
 # Options for make matrix.
 MATRIX ?=
-# Number of parallel tests: twice the processors of a small machine, because many tests wait for a
+# Number of parallel tests: twice the CPUs of a small machine, because many tests wait for a
 # process or a timer.
 WORKERS ?= 4
 # The same for cluster tests: each worker has its own cluster.
@@ -49,7 +49,7 @@ IN_VENV = $(VENV)/bin/python -m
 # Each module runs in one worker, in the order set by tests/conftest.py. pytest-xdist's own order
 # would run modules with few long tests last.
 TESTS = $(IN_VENV) pytest --dist=loadfile --no-loadscope-reorder $(PYTEST)
-# Two workers per processor, because half of the time is spent waiting. At the end, idle workers
+# Two workers per CPU, because half of the time is spent waiting. At the end, idle workers
 # take single tests from other workers' modules.
 QUICK_TESTS = $(TESTS) --dist=worksteal --numprocesses=$(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN)) -m "not slow"
 TESTCLUSTER = PYTHONPATH=tests:tests/cluster $(IN_VENV) testcluster
@@ -75,7 +75,7 @@ test-local: $(DEV_READY)
 test-cluster: $(DEV_READY)
 	$(TESTS) --numprocesses=$(CLUSTERS) tests/cluster
 
-# Runs in two parts, because tests that keep the processor busy would disturb the cluster tests,
+# Runs in two parts, because tests that keep the CPU busy would disturb the cluster tests,
 # which measure reaction times. The chart tests use the test cluster's Helm: if the second part has
 # just built it, they run again. Failures are listed at the very end, because the output is long and
 # readers of a CI log look at its last lines.

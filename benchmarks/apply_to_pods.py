@@ -152,7 +152,7 @@ class Bench:
         return Sample("direct", nodes, len(bare), run, seconds)
 
     def apply_to_step(self, run: int, nodes: int, pattern: re.Pattern[str]) -> Sample:
-        """Follow the log of node 0 from its container's start to the first step."""
+        """Measure the time from creating a job until node 0's log shows its first step."""
         name = f"bench-step-{run}"
         with self._applied(self.job(name, nodes)) as began:
             pod = f"{name}-0-0"

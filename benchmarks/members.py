@@ -8,8 +8,8 @@ an earlier coordinator.
 
 This program simulates the members over real sockets on 127.0.0.1, without torch. It shares the
 machine's CPUs with the coordinator. One additional member is a spare, so that a lost member is
-replaced at once. `--members` and 100 spares connect at once, each from its own address, with a
-launcher's timeouts and pauses. To give the coordinator only a share of a processor, the benchmark
+replaced immediately. `--members` and 100 spares connect at once, each from its own address, with a
+launcher's timeouts and pauses. To give the coordinator only a share of a CPU, the benchmark
 suspends it for the rest of each 50 ms.
 """
 
@@ -85,9 +85,9 @@ class Figures:
     Attributes:
         attempts: connections per member until all were welcomed at the start, and until all had rejoined at a second
             coordinator.
-        at_rest: the coordinator's share of a processor while all members train.
+        at_rest: the coordinator's share of a CPU while all members train.
         report: the size of its report in kB.
-        processor: its processor time for everything except the time at rest.
+        processor: its CPU time for everything except the time at rest.
         memory: its memory at the end in MiB.
     """
 
@@ -157,7 +157,7 @@ def measure(count: int, share: float) -> Figures:
 
 @contextmanager
 def coordinating(port: int, count: int, share: float, attempt: int) -> Iterator[int]:
-    """Run a coordinator with this share of a processor, and yield its process id."""
+    """Run a coordinator with this share of a CPU, and yield its process id."""
     command = [sys.executable, str(CHECKOUT / "runtime" / "ddpjob_runtime"), "coordinator", "--port", str(port)]
     command += ["--host", "127.0.0.1", "--nodes", str(count), "--mode", "Fast", "--attempt", str(attempt)]
     with subprocess.Popen(command, env={**os.environ, "DDPJOB_TOKEN": TOKEN}, stderr=subprocess.DEVNULL) as process:

@@ -48,7 +48,7 @@ def kill_all(*processes: subprocess.Popen[bytes]) -> float:
 
 
 def processor_seconds(pid: int) -> float:
-    """Return the processor time of a process and its threads, in seconds.
+    """Return the CPU time of a process and its threads, in seconds.
 
     These are fields 14 and 15 in proc(5); field 2 may contain spaces.
     """

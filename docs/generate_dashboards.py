@@ -34,7 +34,7 @@ class Panel:
     text: str = ""
     stacked: bool = False
     look: str = "line"
-    """`bars` shows events, with one bar per minute. `steps` shows values that change at once,
+    """`bars` shows events, with one bar per minute. `steps` shows values that change abruptly,
     without interpolation.
     """
     whole: bool = False

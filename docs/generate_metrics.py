@@ -149,12 +149,12 @@ def render() -> str:
         name, severity = rule["alert"], rule["labels"]["severity"]
         link = f"[{name}](troubleshooting.md#{name.lower()})"
         when, case = rule["annotations"]["summary"], cell(case_of(name))
-        rows.append(f"| {link} | {severity} | {rule.get('for', 'at once')} | {when} | {case} |")
+        rows.append(f"| {link} | {severity} | {rule.get('for', 'immediately')} | {when} | {case} |")
     return "\n".join([*parts, _ALERTS + "\n" + "\n".join(rows) + "\n"])
 
 
 def cell(text: str) -> str:
-    """Escape a text for a table cell."""
+    """Escape text for a table cell."""
     return text.replace("|", "\\|")
 
 

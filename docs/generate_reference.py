@@ -20,7 +20,7 @@ _HEAD = """\
 # API reference: `{api}`, kind `{kind}`
 
 Made from `{crd}` by `python docs/generate_reference.py`. Do not edit this page.
-`kubectl explain {singular}.spec` shows the same texts. `examples/` has an example of each kind of job.
+`kubectl explain {singular}.spec` shows the same descriptions. `examples/` has an example of each kind of job.
 
 "**No**" in the column "while it runs" means that the API server refuses the change: set
 `spec.runPolicy.suspend` to true, change the field, and set it back to false.
@@ -151,11 +151,11 @@ def _default(field: Schema) -> str:
 
 
 def _text(schema: Schema) -> str:
-    """Return the description without a final "Default ..." sentence, because defaults have a
+    """Return the description without a final "Default: ..." sentence, because defaults have a
     column.
     """
     text = _line(schema.get("description", ""))
-    return re.sub(r" Default [^.:]*\.$", "", text) if "default" in schema else text
+    return re.sub(r" Default: [^.:]*\.$", "", text) if "default" in schema else text
 
 
 def _line(text: str) -> str:

@@ -27,7 +27,7 @@ page.
 
 Write a key as an argument (`optim.lr=0.05`), or in its section of the YAML file that `--config`
 names. Arguments take precedence over the file, the file over environment variables, and those over
-defaults. `--help` prints the same texts.
+defaults. `--help` prints the same descriptions.
 """
 
 

@@ -12,7 +12,7 @@ index.
     build.txt     what builds the package, the images and the release's notes
 
 The newest versions that are at least a week old are chosen, because malicious releases are usually
-found within days. To use a fix at once, run `python -m scripts.lock --upgrade-package=NAME
+found within days. To use a fix immediately, run `python -m scripts.lock --upgrade-package=NAME
 --exclude-newer-package=NAME=DATE`.
 """
 

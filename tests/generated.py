@@ -54,7 +54,9 @@ WRONG = (None, "", "x", 0, -1, 1.5, 1e300, 2**70, True, [], {}, [None], [[]], {"
 
 
 class Maker:
-    """Generates objects of one kind after another."""
+    """Generates random Kubernetes objects of several kinds. The same `number` always generates the
+    same objects.
+    """
 
     def __init__(self, number: int) -> None:
         self.random = random.Random(number)

@@ -47,7 +47,7 @@ def _read(family: socket.AddressFamily, text: str) -> Where:
 
 
 def _sockets_of(pids: Iterable[int]) -> set[str]:
-    """Return the inodes of the processes' sockets. A process that has ended meanwhile has none."""
+    """Return the inodes of the processes' sockets. A process that has ended has none."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -15,7 +15,7 @@ _ports = itertools.count(random.SystemRandom().randrange(PORTS))
 
 
 def slowness() -> float:
-    """Return the machine's load relative to its processors, at least 1. The tests' time limits are
+    """Return the machine's load relative to its CPUs, at least 1. The tests' time limits are
     multiplied by it.
     """
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

@@ -1,7 +1,7 @@
 """Fuzzing: feeds every parser of untrusted input with mutations of good input, and watches how it
 behaves.
 
-    python -m benchmarks.fuzz --minutes 10                  # all parsers, equal processor time for each
+    python -m benchmarks.fuzz --minutes 10                  # all parsers, equal CPU time for each
     python -m benchmarks.fuzz --inputs 5000000 --seed 2     # until all parsers together have had this many
     python -m benchmarks.fuzz --parser images               # one of them
     python -m benchmarks.fuzz --replay build/fuzz/images/crash-0a1b2c3d
@@ -11,7 +11,7 @@ is a finding:
 
 crash   another exception, or the death of the process
 memory  more than 4 GiB for one input
-hang    more than 5 s of processor time for one input
+hang    more than 5 s of CPU time for one input
 act     starting a process, opening a connection, or writing a file outside of its own folder
 growth  memory that grows with the number of inputs
 

@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument(
         "--replay", type=Path, metavar="FILE", help="run only this input; its folder must be named after the parser"
     )
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of processor time per input (default: 5)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="CPU seconds allowed per input (default: 5)")
     add_table_option(parser, "fuzz")
     options = parser.parse_args()
     exit_on_sigterm()
@@ -81,7 +81,7 @@ def run(parsers: list[Parser], options: argparse.Namespace) -> int:
     minutes, load = (time.monotonic() - began) / 60, os.getloadavg()[2]
     what = (
         f"{datetime.now(UTC):%Y-%m-%d}, seed {options.seed}; {minutes:.0f} minutes, {processor / 60:.0f} minutes of"
-        " processor time"
+        " CPU time"
     )
     table = f"{table_of(results)}\n\n{what}; {os.cpu_count()} cores, load average of the last 15 minutes {load:.1f}."
     print(f"\n{table}\n")

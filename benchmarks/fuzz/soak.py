@@ -1,6 +1,6 @@
 """Runs parsers for a long time, each in a separate process, which may die, hang or grow.
 
-Parsers take turns of equal processor time. Their processes stay alive, so that memory growth from
+Parsers take turns of equal CPU time. Their processes stay alive, so that memory growth from
 turn to turn is detected.
 """
 
@@ -31,7 +31,7 @@ from benchmarks.fuzz.watch import SECONDS, Finding, Parser, Target, attempt, scr
 from benchmarks.processes import memory, processor_seconds
 
 TURN = 2.0
-"""Processor seconds that a parser gets per turn."""
+"""CPU seconds that a parser gets per turn."""
 GROWTH = 32.0
 """Growth in MiB, from the first to the last tenth of a process's turns, that counts as a
 finding."""
@@ -50,7 +50,7 @@ class _Current(ctypes.Structure):
 class _Turn:
     """The result of one turn.
 
-    `findings` has (count, first finding, its input) for each common cause.
+    `findings` contains (count, first finding, its input) for each common cause.
     """
 
     inputs: int = 0
@@ -154,7 +154,7 @@ class _Runner:
             elif before >= 0 and used - since > 2 * self._limit + 1:  # Signals are not handled within a C function.
                 self._process.kill()
                 self._process.join()
-                self._bury(Finding("hang", f"more than {2 * self._limit:g} s of processor time in a function of C"))
+                self._bury(Finding("hang", f"more than {2 * self._limit:g} s of CPU time in a C function"))
                 return
         try:
             turn: _Turn = self._connection.recv()
@@ -200,7 +200,7 @@ class _Runner:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Allow libraries only one thread, because more would need the other processors."""
+    """Allow libraries only one thread, because more would need the other CPUs."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

@@ -22,7 +22,7 @@ from benchmarks import CHECKOUT
 from benchmarks.fuzz.mutate import Form
 
 SECONDS = 5.0
-"""Maximum processor seconds per input, far more than any known input needs."""
+"""Maximum CPU seconds per input, far more than any known input needs."""
 MEMORY = 2**32
 """Maximum memory per input in bytes. The largest image that is decoded takes 3.3 GiB."""
 _ACTS = frozenset({
@@ -89,7 +89,7 @@ def scratch(name: str) -> Path:
 
 
 class _Overdue(BaseException):
-    """The input takes too much processor time.
+    """The input takes too much CPU time.
 
     This is not an Exception, so that parsers do not catch it.
     """
@@ -153,7 +153,7 @@ def attempt(target: Target, data: bytes, seconds: float = SECONDS) -> Outcome:
     except KeyboardInterrupt:
         raise
     except _Overdue as error:
-        finding = Finding("hang", f"more than {seconds:g} s of processor time", _place(error))
+        finding = Finding("hang", f"more than {seconds:g} s of CPU time", _place(error))
     except MemoryError as error:
         finding = Finding("memory", f"more than {MEMORY >> 20} MiB", _place(error))
     except BaseException as error:

@@ -7,7 +7,7 @@ Needs root and Go. In a slot where no cluster is up (DDPJOB_CLUSTER_SLOT), it st
 cluster's etcd, API server, kube-controller-manager and kube-scheduler, with gangs and
 WorkloadAwarePreemption. It also starts an operator as a separate process, and ends everything
 afterwards. Nodes and containers are simulated, because 50 real training runs on eight nodes would
-need more than two processors. The question is whether the deciding programs (scheduler,
+need more than two CPUs. The question is whether the deciding programs (scheduler,
 controllers, operator, coordinators) leave GPUs idle or lose samples, which does not require workers
 to compute. These programs therefore run production code, and only kubelets, launchers and the
 arithmetic of a step are simulated (see `machines.py`, `training.py`).

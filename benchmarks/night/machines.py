@@ -134,7 +134,7 @@ class Kubelets(Machines):
         return host.name in self.ready
 
     def _say_ready(self, host: Host, ready: bool) -> None:
-        """Do nothing, because `keep_alive` reports it."""
+        """Do nothing, because `keep_alive` reports the readiness."""
 
     def bring_back(self, host: Host) -> None:
         """Restore the host's power or network, so that its kubelet catches up."""

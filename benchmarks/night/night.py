@@ -74,7 +74,7 @@ class Record:
     was too busy.
     """
     scheduler_seconds: float = 0.0
-    """kube-scheduler's processor time."""
+    """kube-scheduler's CPU time."""
     useful: int = 0
     """GPU-seconds of the steps that count."""
     samples: int = 0

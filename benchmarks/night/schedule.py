@@ -57,7 +57,7 @@ class Job:
         return self.nodes * self.gpus * self.steps
 
     def spec(self, classes: dict[str, str]) -> Json:
-        """Return the DDPJob's spec. `classes` has the names of the PriorityClasses."""
+        """Return the DDPJob's spec. `classes` contains the names of the PriorityClasses."""
         elastic = {"elastic": {"minNodes": self.minimum}} if self.minimum < self.nodes else {}
         return {
             "image": "simulated", "script": "train.py", "nodes": self.nodes, "spares": self.spares,

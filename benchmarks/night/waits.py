@@ -2,7 +2,7 @@
 
 A job waits for its gang (all of its `minNodes` at once), for a node that it needs, or for an
 optional node: a spare, or a node beyond `minNodes`. Jobs are considered in the scheduler's order,
-by priority and then by age, and a job that fits takes its room in that look. Only the remaining
+by priority and then by age, and a job that fits takes its room in that check. Only the remaining
 room counts for later jobs, so if two jobs need the same room, only one counts as waiting. A
 preempting pod's room is reserved for it. A pod that fits on several nodes takes the fullest, so
 that as many jobs as possible count as waiting.
@@ -154,7 +154,7 @@ class Wait:
 
 
 class Waits:
-    """Tracks waits from one look at the cluster to the next."""
+    """Tracks waits from one check of the cluster to the next."""
 
     def __init__(self) -> None:
         self.ended: list[Wait] = []
@@ -164,7 +164,7 @@ class Waits:
     def look(self, now: float, fit: Iterable[Need]) -> float:
         """Process the needs that fit now, and return the longest current wait in seconds.
 
-        Waits for a gang or a lost node count. A need that fits in two consecutive looks has waited
+        Waits for a gang or a lost node count. A need that fits in two consecutive checks has waited
         for the time between them.
         """
         passed = 0.0 if self._last is None else now - self._last

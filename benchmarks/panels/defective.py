@@ -22,7 +22,7 @@ async def _reconcile(cluster: Any, key: JobKey, **others: Any) -> float | None:
     if key.name == JOB:
         raise ZeroDivisionError("a deliberate defect")
     if key.name == BLOCKS:
-        time.sleep(3)  # noqa: ASYNC251  # The defect: nothing else runs meanwhile.
+        time.sleep(3)  # noqa: ASYNC251  # The defect: nothing else can run during the sleep.
     return await reconcile(cluster, key, **others)
 
 

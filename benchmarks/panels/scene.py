@@ -258,7 +258,7 @@ ACTS = (
     Act(100, "a script that fails at step 5 each time, up to four fifths of its budget", crash,
         "DDPJobBudgetNearlySpent", "crashes"),
     Act(100, "the same script, until its budget is used up", lambda s: None, "DDPJobFailed", "crashes"),
-    *(Act(at, "a pod of the job deleted by force, seven times" if at == _KILLS[0] else "",
+    *(Act(at, "one of the job's pods force-deleted seven times" if at == _KILLS[0] else "",
           lambda s: s.kill_pod(JOB), *(("DDPJobRestartLoop", JOB) if at == _KILLS[0] else ())) for at in _KILLS),
     Act(200, "the API server refuses half of all requests (429, 5xx), and interrupts all watches every 5 s", refuse,
         "DDPJobApiErrors"),

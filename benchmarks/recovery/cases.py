@@ -117,7 +117,7 @@ def recovery(group: Group, moment: float, world: int, patience: float) -> tuple[
 
 
 def kill_one(case: Case, backend: Backend, round_: int, *, replaced: bool, world: int) -> Iterator[Sample]:
-    """Kill a node, and replace it at once if `replaced`."""
+    """Kill a node, and replace it immediately if `replaced`."""
     with backend.group(case.system, case.shape) as group:
         node, victim = group.pick(group.settle(), round_)
         moment = group.kill(node)
@@ -199,7 +199,7 @@ def coordinator_new_generation(case: Case, backend: Backend, round_: int) -> Ite
 def slow_rank(case: Case, backend: Backend, round_: int) -> Iterator[Sample]:
     """Make a rank twice as slow, and yield the time until the job has its pace again.
 
-    Whatever the backend, the job runs under `ddpjob run`, because the operator moves the rank.
+    With every backend, the job runs under `ddpjob run`, because the operator moves the rank.
     """
     with training(lambda folder: SlowRankJob(folder, case.shape)) as job:
         try:

@@ -1,8 +1,8 @@
 """python -m benchmarks.recovery chart [-o FILE.png] [--csv FILE] [--seconds 150] [--from FILE.csv]
 
 Draws images per second over time, for stock torchrun, Standard, and Fast with a spare, under the
-same schedule of kills, which are marked. Every killed node is replaced at once. The last kill takes
-rank 0's node, which under stock torchrun hosts the store.
+same schedule of kills, which are marked. Every killed node is replaced immediately. The last kill
+takes rank 0's node, which under stock torchrun hosts the store.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class Cost:
 
     @property
     def processor(self) -> float:
-        """Additional processor time of rank 0, as a share of a step's time without copies."""
+        """Additional CPU time of rank 0, as a share of a step's time without copies."""
         return (self.turn.processor - self.without.processor) / self.without.wall
 
 
@@ -139,7 +139,7 @@ def table(costs: Sequence[Cost], seconds: float) -> str:
     """Return medians, and the worst round."""
     lines = [
         "| state | step s | snapshots | steps at risk | step ms without | longer by, median / worst |"
-        " more processor time, median / worst |",
+        " more CPU time, median / worst |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     groups: dict[tuple[int, float, str], list[Cost]] = {}

@@ -220,7 +220,7 @@ class Coordinated(Group):
     def kill_coordinator(self) -> float:
         """Kill the coordinator.
 
-        Fast starts a new attempt after a second, Standard a new generation at once.
+        Fast starts a new attempt after a second, Standard a new generation immediately.
         """
         assert self.coordinator is not None
         moment = kill_all(self.coordinator)

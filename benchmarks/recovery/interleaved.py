@@ -1,4 +1,4 @@
-"""Runs interleaved rounds of cases on one backend, and shows each result at once."""
+"""Runs interleaved rounds of cases on one backend, and shows each result immediately."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ ends it afterwards, or uses a running test cluster. The operator is a separate p
 in the chart. The benchmark simulates kubelets and coordinators, and pods do not run anything. The
 pods name a scheduler that does not exist.
 
-Each figure is shown with the number of processors that were busy meanwhile. All programs share one
-machine. If all processors are busy, the machine limits the rate, and the operator's share shows how
-much of that is due to the operator.
+Each figure is shown with the number of CPUs that were busy during the measurement. All programs
+share one machine. If all CPUs are busy, the machine limits the rate, and the operator's share shows
+how much of that is due to the operator.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from benchmarks.scale.parts import Series
 
 
 def draw(series: Series, path: Path) -> None:
-    """Draw processor time, memory and requests by the number of jobs, and the storm over time."""
+    """Draw CPU time, memory and requests by the number of jobs, and the storm over time."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -332,7 +332,8 @@ async def _answer(group: Group, reader: asyncio.StreamReader, writer: asyncio.St
 def _largest(report: Json, limit: int) -> bytes:
     """Return a report with incidents, up to `limit` bytes of JSON.
 
-    A non-ASCII character in each text makes Python use twice as many bytes as the text has in JSON.
+    A non-ASCII character in each string makes Python use twice as many bytes as the string has in
+    JSON.
     """
     text = "x" * 2990 + "\u4e2d"
     filled, size = {**report, "incidents": []}, len(json.dumps(report))

@@ -38,7 +38,7 @@ class HostileParts(Parts):
     """The parts of `python -m benchmarks.scale hostile`."""
 
     async def _own(self, usage: Usage) -> float:
-        """Return the operator's processor seconds, minus those that it would have used at rest.
+        """Return the operator's CPU seconds, minus those that it would have used at rest.
 
         The API server may take minutes to store the jobs, during which the operator also does its
         ordinary work.
@@ -85,7 +85,7 @@ class HostileParts(Parts):
         if failed["reason"] != "InvalidPodTemplate":
             raise BenchmarkError(f"a large job has failed for a different reason: {failed}")
         each = await self._own(usage) / self._created()
-        self._note(part, "processor time of the operator per job", each, "s", "<= 0.2", usage)
+        self._note(part, "CPU time of the operator per job", each, "s", "<= 0.2", usage)
         await self._beside(part)
         before = self.meter.read()
         for n in range(CHANGES):
@@ -95,7 +95,7 @@ class HostileParts(Parts):
         await asyncio.sleep(self.options.settle)
         usage = self.meter.read() - before
         each = await self._own(usage) / CHANGES
-        self._note(part, "processor time of the operator per change to a job", each, "s", "<= 0.2", usage)
+        self._note(part, "CPU time of the operator per change to a job", each, "s", "<= 0.2", usage)
 
     async def _create_large(self, team: str, number: int) -> str:
         """Create a large job. Retry as often as necessary, because a busy API server may take
@@ -130,7 +130,7 @@ class HostileParts(Parts):
         self._note(part, "time until another team's new job has its pods", time.monotonic() - began, "s")
         await asyncio.sleep(self.options.settle)
         usage = self.meter.read() - before
-        self._note(part, "the operator's processor time", usage.operator, "s", "", usage)
+        self._note(part, "the operator's CPU time", usage.operator, "s", "", usage)
         await self._beside(part)
         await self._sweep([self.teams[0]])
 

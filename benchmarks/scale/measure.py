@@ -1,4 +1,4 @@
-"""Measures the processor time and memory of processes, and counts the API server's requests."""
+"""Measures the CPU time and memory of processes, and counts the API server's requests."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Usage:
-    """Processor seconds of each group of programs, and the elapsed seconds (`wall`)."""
+    """CPU seconds of each group of programs, and the elapsed seconds (`wall`)."""
 
     wall: float
     operator: float
@@ -114,7 +114,7 @@ class Usage:
 
     @property
     def cores(self) -> float:
-        """Average number of processors used by the operator."""
+        """Average number of CPUs used by the operator."""
         return self.operator / self.wall
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class Usage:
 
 
 class Meter:
-    """Reads the processor time of the machine's processes."""
+    """Reads the CPU time of the machine's processes."""
 
     def __init__(self, cluster: Cluster, operator: Operator) -> None:
         self._operator = operator
@@ -142,7 +142,7 @@ class Meter:
 
 
 def _machine() -> float:
-    """Return the busy seconds of all processors: user, nice, system, irq, softirq and steal."""
+    """Return the busy seconds of all CPUs: user, nice, system, irq, softirq and steal."""
     numbers = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return (sum(numbers) - numbers[3] - numbers[4]) / TICKS
 

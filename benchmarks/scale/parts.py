@@ -89,7 +89,7 @@ class _Burst:
 
     @property
     def server_ms(self) -> float:
-        """Milliseconds of the API server's processor time per pod."""
+        """Milliseconds of the API server's CPU time per pod."""
         return self.usage.control_plane * 1000 / self.pods
 
 
@@ -233,7 +233,7 @@ class Parts:
             bursts.append(await self._burst())
             manifests = await together(self._bare(pod) for pod in self._pods_of_teams())
             await self._sweep(self.teams)
-            await asyncio.sleep(2)  # The operator notices the deletions meanwhile.
+            await asyncio.sleep(2)  # Give the operator time to notice the deletions.
             bares.append(await self._bare_burst(manifests))
         self.hollow.kubelets_run = self.bare.hollow.kubelets_run = True
         part, what = "creation", f"{options.burst} jobs x {options.nodes}"
@@ -246,9 +246,9 @@ class Parts:
         requests_per_second = ours.requests / ours.usage.wall
         self._note(part, f"{what}: request rate relative to the bare client", requests_per_second / bare.rate, "", "",
                    f"{ours.requests / ours.pods:.2f} requests per pod")  # fmt: skip
-        self._note(part, f"{what}: processor time per pod, API server", ours.server_ms, "ms", "",
+        self._note(part, f"{what}: CPU time per pod, API server", ours.server_ms, "ms", "",
                    f"{bare.server_ms:.1f} for the bare client")  # fmt: skip
-        self._note(part, f"{what}: processor time per pod, operator", ours.usage.operator * 1000 / ours.pods, "ms", "",
+        self._note(part, f"{what}: CPU time per pod, operator", ours.usage.operator * 1000 / ours.pods, "ms", "",
                    f"{bare.usage.benchmark * 1000 / bare.pods:.1f} for the bare client")  # fmt: skip
 
     async def _burst(self) -> _Burst:
@@ -397,7 +397,7 @@ class Parts:
         await self._until("every job is Running again", lambda: self._running() >= len(self.jobs))
         self._note(part, "time until all are deleted", deleted, "s", "", "by the benchmark")
         self._note(part, "time until all are replaced", max(self.series.storm), "s", "<= 10", usage)
-        self._note(part, "the operator's processor time until then", usage.operator, "s")
+        self._note(part, "the operator's CPU time until then", usage.operator, "s")
         self._note_waits(part, "wait of another team's new job", self.series.probes, "<= 1",
                          f"without the storm {statistics.median(quiet):.2f}")  # fmt: skip
         self._note_waits(part, "wait for two pods of a bare client, created one pair after another", bare)
@@ -416,7 +416,7 @@ class Parts:
     async def _floor(self, part: str, victims: list[Pod], probe: list[Json]) -> None:
         """Measure an equal storm of pods without a job, which a bare client replaces.
 
-        The jobs are at rest meanwhile.
+        The jobs are at rest during the measurement.
         """
         manifests = await together(self._bare(pod) for pod in victims)
         await together((self.bare.create(manifest) for manifest in manifests), CONNECTIONS)
@@ -439,7 +439,7 @@ class Parts:
         self.bare.stop()
         self._note(part, "a bare client alone: time until all are deleted", deleted, "s", "", "by the benchmark")
         self._note(part, "a bare client alone: time until all are replaced", max(replacements()), "s", "", usage)
-        self._note_waits(part, "a bare client alone: wait for two more pods, created meanwhile", waits)
+        self._note_waits(part, "a bare client alone: wait for two more pods, created during the storm", waits)
         await self._sweep_bare([*self.teams, self.other])
 
     async def _sweep_bare(self, namespaces: list[str]) -> None:
@@ -460,7 +460,7 @@ class Parts:
         return await self._seen(name for _, name in created) - began
 
     async def _delete_nodes_of(self, jobs: list[str]) -> None:
-        """Delete the jobs' nodes with few requests, so that this does not load the processors.
+        """Delete the jobs' nodes with few requests, so that this does not load the CPUs.
 
         Replacements are kept if a request is repeated.
         """
@@ -530,7 +530,7 @@ class Parts:
         again = min(self._first_seen[pod.uid] for pod in replaced()) - began
         usage = self.meter.read() - before
         self._note("restart", "time until a lost pod is replaced", again, "s", "<= 5", usage)
-        self._note("restart", "the operator's processor time until then", usage.operator, "s")
+        self._note("restart", "the operator's CPU time until then", usage.operator, "s")
         self._note("restart", "time until a new job's first pod", first, "s", "<= 5", "from the start of the process")
         await self._until("every job is Running", lambda: self._running() >= len(self.jobs))
         await asyncio.sleep(self.options.settle)

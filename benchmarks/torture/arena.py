@@ -148,7 +148,7 @@ class Processes:
         return f"{pod} to {behind:.0f} s behind" if set_clock(self._clocks / pod, behind) else ""
 
     def _kill_in_copy(self, pods: list[str]) -> str:
-        """Make a worker of one of the pods die in one of its next two copies."""
+        """Make a worker in a randomly chosen pod die during one of its next two snapshot copies."""
         if not pods:
             return ""
         pod, point = random.SystemRandom().choice(pods), random.SystemRandom().choice(COPY_POINTS)

@@ -51,7 +51,7 @@ class Standstill:
         return self._later(lambda: [_iptables("--delete", *rule) for rule in rules])
 
     def wait(self) -> None:
-        """Wait until everything is undone."""
+        """Wait until all faults are undone."""
         for thread in self._undoing:
             thread.join()
         self._undoing.clear()

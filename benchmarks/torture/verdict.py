@@ -72,7 +72,7 @@ def judge(
 
 
 def table(verdicts: list[Verdict], for_all: Counter[str], seed: int) -> str:
-    """Return a table with one row per kind of job. `for_all` has the kills that affected all
+    """Return a table with one row per kind of job. `for_all` contains the kills that affected all
     jobs.
     """
     lines = [

@@ -3,7 +3,7 @@
     python -m benchmarks.trainer [cifar|jpeg|bare|bookkeeping|elasticity] [--rounds N] [--csv FILE] [--table FILE]
 
 cifar, jpeg: images per second, compared with plain loops as in the official examples. bare:
-compared with a model that repeatedly gets the same batch. bookkeeping: processor time of the parts
+compared with a model that repeatedly gets the same batch. bookkeeping: CPU time of the parts
 of a step, compared with a bare loop's. elasticity: throughput after a change of the number of
 ranks. A machine with a GPU runs different cases. bookkeeping and elasticity run only if selected.
 """

@@ -1,7 +1,6 @@
-"""Measures the share of a step that the trainer's bookkeeping takes, such as ledger, reports and
-checks.
+"""Measures the share of a step taken by the trainer's bookkeeping (ledger, reports and checks).
 
-It measures processor time, which is little affected by other work on the machine. The parts of a
+It measures CPU time, which other work on the machine hardly affects. The parts of a
 rank's main thread are compared with a bare loop of the same model on the same batches in the same
 process, alternating step by step.
 """
@@ -59,7 +58,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Found:
-    """Processor seconds per step for the busiest rank's parts."""
+    """CPU seconds per step for the busiest rank's parts."""
 
     case: Case
     parts: dict[str, float]
@@ -110,7 +109,7 @@ def table(found: list[Found]) -> str:
     return "\n".join(
         [
             *(*lines, f"| **all bookkeeping** | {total} |", ""),
-            f"Processor time per step; means of {steps} steps; {os.cpu_count()} cores, load average"
+            f"CPU time per step; means of {steps} steps; {os.cpu_count()} cores, load average"
             f" {os.getloadavg()[0]:.1f}.",
         ]
     )

@@ -1,4 +1,4 @@
-"""One rank of `bookkeeping`: trains, and writes the processor seconds of each part of a step.
+"""One rank of `bookkeeping`: trains, and writes the CPU seconds of each part of a step.
 
     python -m benchmarks.trainer.bookkeeping_rank FILE CONFIG WARM STEPS KEY=VALUE ...
 
@@ -67,7 +67,7 @@ _ITERATORS = [(ElasticSampler, "upcoming", "dealing"), (MemoryData, "train_strea
 
 
 class Meter:
-    """The thread's processor time, charged to the innermost open part, or to REST outside all
+    """The thread's CPU time, charged to the innermost open part, or to REST outside all
     parts.
 
     The time for reading the clock is measured once and subtracted.

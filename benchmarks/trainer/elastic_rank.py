@@ -1,4 +1,4 @@
-"""One rank of `elasticity`: trains, and writes each step's processor seconds, except the first two.
+"""One rank of `elasticity`: trains, and writes each step's CPU seconds, except the first two.
 
 Only the computing thread's time is measured. Because ranks share cores here, gloo's thread polls
 continuously while it waits for a lock whose owner is waiting for a core. That takes up to 0.2 s of

@@ -2,7 +2,7 @@
 
 Whole micro-batches cannot be distributed evenly among a changed number of ranks.
 
-The cost is measured in processor time of the busiest rank's computing thread, as if each rank had
+The cost is measured in CPU time of the busiest rank's computing thread, as if each rank had
 its own device, because wall time is meaningless with more ranks than cores. It excludes messages
 and the time spent waiting for other ranks. With a dedicated network, the messages are one small
 message to each neighbour per layer and direction.
@@ -31,7 +31,7 @@ KINDS = {"whole micro-batches": ["whole"], SHARED: [], "data.exact=false": ["dat
 
 @dataclass(frozen=True)
 class Cost:
-    """The busiest rank's processor seconds per step, compared with those at the start."""
+    """The busiest rank's CPU seconds per step, compared with those at the start."""
 
     began: int
     now: int
@@ -110,7 +110,7 @@ def table(found: list[Cost]) -> str:
 
 
 def _busiest(world: int, began: int, samples: int, arguments: list[str]) -> float:
-    """Return the busiest rank's processor seconds per step."""
+    """Return the busiest rank's CPU seconds per step."""
     from ddpjob_trainer.distributed.init_method import free_port
 
     port = str(free_port())

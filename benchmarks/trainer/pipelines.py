@@ -18,8 +18,8 @@ from benchmarks import CHECKOUT
 class Case:
     """A measured case, in which the first `warm` of its `steps` do not count.
 
-    `target` is the trainer's speed relative to the plain loop's. `keys` has the trainer's keys in
-    addition to those determined by the case.
+    `target` is the trainer's speed relative to the plain loop's. `keys` contains the trainer's keys
+    in addition to those determined by the case.
     """
 
     name: str

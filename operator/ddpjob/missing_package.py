@@ -11,7 +11,7 @@ INSTALL = "pip install '.[{extra}]' in the checkout of DDPJob"
 """How a user installs an extra. The package is not in any index yet, and its name is not reserved,
 so anyone who registers it could run code on the machines of readers who install it by name. After
 the first release this becomes "pip install 'ddpjob[{extra}]'". Until then tests/unit/test_names.py
-finds every text that installs it by name."""
+finds every file that installs it by name."""
 
 
 def missing_package(error: ModuleNotFoundError, program: str, extra: str) -> str:

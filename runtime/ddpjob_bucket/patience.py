@@ -16,7 +16,7 @@ T = TypeVar("T")
 def patiently(act: Callable[[], T], say: Callable[[str], None]) -> T:
     """Call `act` up to TRIES times, with pauses, and return its result. Raises BucketError.
 
-    Damaged is raised at once, because retrying would not help.
+    Damaged is raised immediately, because retrying would not help.
     """
     for number in range(1, TRIES):
         try:

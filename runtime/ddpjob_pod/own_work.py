@@ -16,7 +16,7 @@ host. If a version of torch waits elsewhere, all ranks show equal times, so no r
 has not been tested on several GPUs yet.
 
 The median of the steps counts, because a step with an evaluation or a checkpoint is an outlier.
-Every LOOK_SECONDS (a *look*), each rank writes its median into the group's store, and rank 0 reads
+Every LOOK_SECONDS (a *check*), each rank writes its median into the group's store, and rank 0 reads
 and judges all of them (`stragglers.py`). Without new steps, nothing is judged.
 
 Example: two ranks compute for 100 ms and a third one for 200 ms, and all exchange gradients.
@@ -57,13 +57,13 @@ _OPTIMIZER = "torch.optim.optimizer"
 _RECENT = 200
 """Maximum number of steps from which the median is computed."""
 _FEWEST = 3
-"""Minimum number of steps since the last look for a median."""
+"""Minimum number of steps since the last check for a median."""
 _UNREAD = 100
 """Maximum number of steps with unread events. Further steps are not measured."""
 
 
 class WorkClock:
-    """Measures how long this rank itself works in each step.
+    """Measures how long this rank itself works at each step.
 
     The methods `waits` and `step_ends` are called in the thread that trains.
     """

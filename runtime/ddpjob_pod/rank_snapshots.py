@@ -289,7 +289,7 @@ class Cadence:
     def copied(self, step: int, costs: list[Cost]) -> int:
         """Record a copy, and return the number of steps until the next one.
 
-        `costs` has every rank's cost of the previous copy.
+        `costs` contains every rank's cost of the previous copy.
         """
         if isinstance(self.every, int):
             return self.every
@@ -403,7 +403,7 @@ class _Copy:
     """A lock that the background thread releases; None if no thread is working on this copy."""
     error: Exception | None = None
     seconds: float = 0.0
-    """Processor time of the background thread."""
+    """CPU time of the background thread."""
 
     @property
     def costs(self) -> list[Cost]:

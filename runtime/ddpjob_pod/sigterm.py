@@ -3,7 +3,7 @@
 Python runs a signal handler in the main thread only, and not while that thread is blocked in a
 collective. A script that checks the flag between its steps needs nothing else. The built-in
 trainer, however, has to exit in time even if its peers no longer respond. For it, the C level
-writes the signal's number to the wake-up descriptor at once, and a thread reads it.
+writes the signal's number to the wake-up descriptor immediately, and a thread reads it.
 
 A thread in sigwait would notice the signal just as soon, but needs SIGTERM to be blocked in every
 other thread. Threads that torch, gloo and OpenMP started earlier would then receive it and end the

@@ -89,10 +89,10 @@ class Stragglers:
     ) -> tuple[Straggler, ...]:
         """Record the times since the last call, and return the lagging ranks.
 
-        `own` has each rank's own seconds per step, and `even` its seconds for equal shares of the
-        batch; 0 means unknown. Ranks r, r + stages, ... are compared only with each other. `step`
-        is the time of a whole step in seconds; 0 means unknown. `now` is a time in seconds that
-        never goes back.
+        `own` contains each rank's own seconds per step, and `even` its seconds for equal shares of
+        the batch; 0 means unknown. Ranks r, r + stages, ... are compared only with each other.
+        `step` is the time of a whole step in seconds; 0 means unknown. `now` is a time in seconds
+        that never goes back.
 
         The smaller slowdown counts. A rank with fewer samples needs more time per sample, because a
         pass has a fixed cost, but the other ranks do not wait for that rank.

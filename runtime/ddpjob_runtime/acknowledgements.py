@@ -1,6 +1,6 @@
 """Asks the kernel whether a connection's peer has acknowledged all bytes that were sent to it.
 
-The kernel acknowledges bytes for a process that is stopped or has no processor time. A host without
+The kernel acknowledges bytes for a process that is stopped or has no CPU time. A host without
 power or network acknowledges nothing. Only Linux shows this.
 """
 

@@ -37,7 +37,7 @@ _SIOCGIFADDR = 0x8915
 def main() -> None:
     """Run the check that the argument describes.
 
-    Exit at once when the launcher is gone, as the end of stdin shows.
+    Exit immediately when the launcher is gone, as the end of stdin shows.
     """
     settings = json.loads(sys.argv[1])
     threading.Thread(target=_end_with_launcher, daemon=True).start()
@@ -149,9 +149,9 @@ def device_problem(torch: Any, device: str) -> str:
 def check_links(settings: dict[str, Any]) -> dict[str, Any]:
     """Run one rank of an all-reduce of whole numbers. Verify the result and time it.
 
-    `settings` has `rank`, `world`, `local`, `host` and `port` of the store, `backend`, `gpus` and
-    `seconds`. In addition to the problem, the result has `transport` and `rate`, the bus bandwidth
-    as defined by nccl-tests, in 10^6 bytes per second (None with one rank).
+    `settings` contains `rank`, `world`, `local`, `host` and `port` of the store, `backend`, `gpus`
+    and `seconds`. In addition to the problem, the result has `transport` and `rate`, the bus
+    bandwidth as defined by nccl-tests, in 10^6 bytes per second (None with one rank).
     """
     import torch
     import torch.distributed as dist

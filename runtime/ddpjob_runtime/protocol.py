@@ -195,7 +195,7 @@ Without workers, it waits as long as for its first coordinator.
 
 MAX_LINE = 256 * 1024
 MAX_LOOKS = 96 * 1024
-"""Maximum number of characters of a member's stacks in one look, over all its ranks."""
+"""Maximum number of characters of a member's stacks in one check, over all its ranks."""
 MAX_RANKS = 1024
 """Maximum number of ranks of one member."""
 MAX_TEXT = 4096
@@ -216,12 +216,12 @@ DETAILED_INCIDENTS = 10
 """Number of newest incidents that the operator keeps with tracebacks; a status shows at most this
 many."""
 MAX_TOLD, MAX_TOLD_BEFORE, MAX_STACKS = 3000, 200, 6000
-"""Maximum number of characters that the operator keeps of three texts: a detailed incident's
+"""Maximum number of characters that the operator keeps of three strings: a detailed incident's
 message and traceback, an older incident's message, and an overdue step's stacks. The pods' logs
-have the full texts.
+have them in full.
 """
 MAX_REPORT = 1024 * 1024
-"""Maximum size of a report in bytes, whatever the number of pods."""
+"""Maximum size of a report in bytes, for any number of pods."""
 MAX_TEXTS = 96 * 1024
 """Maximum size in bytes of a report without its pods."""
 ROUNDS_FILE = ".ddpjob-rounds.jsonl"
@@ -378,7 +378,7 @@ def clip_kept(text: str, limit: int) -> str:
     """Shorten the text to `limit` characters, each of which takes at most two bytes in Python.
 
     A single character beyond 16 bits, such as an emoji, would make every character take four bytes.
-    In a text longer than half the limit, such characters are replaced.
+    In a string longer than half the limit, such characters are replaced.
     """
     text = clip(text, limit)
     return text if text.isascii() or len(text) <= limit // 2 else _BEYOND_16_BITS.sub("\N{REPLACEMENT CHARACTER}", text)
@@ -836,7 +836,7 @@ class Incident(Record):
 
 
 def shortened(incidents: tuple[Incident, ...], detailed: int = DETAILED_INCIDENTS) -> tuple[Incident, ...]:
-    """Return incidents with the texts that the operator keeps.
+    """Return incidents, shortened to what the operator keeps.
 
     Only the newest `detailed` incidents keep their tracebacks.
     """
@@ -865,10 +865,10 @@ class Recovery(Record):
 
 @dataclass(frozen=True)
 class RankLook(Record):
-    """The activity of one rank between two looks, and its position.
+    """The activity of one rank between two checks, and its position.
 
     `text` is a part of the stack, and `digest` a hash of the whole stack. In the `seconds` since
-    the last look, the worker's session used `cpu` seconds of processor time and transferred `bytes`
+    the last check, the worker's session used `cpu` seconds of CPU time and transferred `bytes`
     through files and sockets, and `forks` of its processes began or ended. `wait` and `call` come
     from the kernel.
     """
@@ -881,7 +881,7 @@ class RankLook(Record):
     bytes: float
     forks: int = 0
     gpu: bool = False
-    """Whether the worker uses a GPU. Waits for a GPU take processor time."""
+    """Whether the worker uses a GPU. Waits for a GPU take CPU time."""
     wait: Optional[WaitKind] = None
     call: str = _at_most(MAX_FIGURES, "")
 

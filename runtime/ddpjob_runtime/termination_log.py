@@ -17,7 +17,7 @@ MAX_BYTES = 4096
 def write_termination_log(kind: str, message: str, traceback: str = "") -> None:
     """Write the reason as a JSON object of at most 4096 bytes.
 
-    Long texts are shortened in the middle.
+    Long messages are shortened in the middle.
     """
     named = JobEnvironment.read().termination_log
     path = Path(named or "/dev/termination-log")

@@ -68,7 +68,7 @@ def test_inputs_depend_only_on_seed_and_number(name: str) -> None:
 
 
 @pytest.mark.parametrize("form", Form)
-def test_inputs_are_made_from_any_bytes_whatever_their_form(form: Form) -> None:
+def test_every_form_makes_inputs_from_any_bytes(form: Form) -> None:
     target = Target(bytes, [b"", b"\xff\x00", b"{", b"\x80\x04.", b"[1]"], ())
     inputs = inputs_of(Parser("any", "", form, lambda: target), target, seed=1)
     assert len({bytes(data) for data in islice(inputs, 200)}) > 10
@@ -142,8 +142,8 @@ def _soak(parser: Parser, rounds: int) -> Result:
     ("defect", "rounds", "says"),
     [
         ("crash", 1, "crash: KeyError: 'a field' at tests/benchmarks/test_fuzz.py"),
-        ("hang", 1, "hang: more than 0.3 s of processor time at tests/benchmarks/test_fuzz.py"),
-        ("stuck", 1, "hang: more than 0.6 s of processor time in a function of C"),
+        ("hang", 1, "hang: more than 0.3 s of CPU time at tests/benchmarks/test_fuzz.py"),
+        ("stuck", 1, "hang: more than 0.6 s of CPU time in a C function"),
         ("growth", 12, "growth: "),
         ("memory", 1, "memory: more than 4096 MiB at tests/benchmarks/test_fuzz.py"),
         ("refused bomb", 1, "memory: more than 4096 MiB at tests/benchmarks/test_fuzz.py"),

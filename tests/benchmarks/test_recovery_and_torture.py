@@ -129,7 +129,7 @@ def test_measurements_round_trip_and_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("begin", "end", "gap"), [(1.0, 3.0, 1.5), (2.5, 9.0, 6.5)])
-def test_the_longest_gap_of_any_rank(begin: float, end: float, gap: float, tmp_path: Path) -> None:
+def test_the_longest_gap_of_any_rank_is_found(begin: float, end: float, gap: float, tmp_path: Path) -> None:
     log_rows(tmp_path, 1, 2, 0, [1.0, 1.5, 2.0, 2.5, 3.0])
     log_rows(tmp_path, 1, 2, 1, [1.0, 2.5])
     assert StepLog(tmp_path).refresh().longest_gap(begin, end) == gap

@@ -19,7 +19,7 @@ def measured(*speeds: float) -> runs.Measured:
     return runs.Measured(list(speeds), 0.5, 9.0)
 
 
-def test_table_csv_and_chart(tmp_path: Path) -> None:
+def test_the_comparison_writes_a_table_a_csv_file_and_a_chart(tmp_path: Path) -> None:
     shown = [case for case in cases.CASES if case.name in ("single", "dp", "ddp")]
     found = {
         "single": [measured(50.0, 25.0, 100.0)],

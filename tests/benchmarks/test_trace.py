@@ -161,7 +161,7 @@ def test_runs_round_trip_and_are_tabulated_and_drawn(tmp_path: Path) -> None:
     document = tmp_path / "page.md"
     names = ("trace", "effective-time")
     document.write_text("".join(f"<!-- {name}: begin -->\n<!-- {name}: end -->\n" for name in names))
-    # A DDPJob that recovered from everything is fine, whatever happened to the others.
+    # A DDPJob that recovered from everything is fine, no matter what happened to the others.
     assert command.main(["--from", str(path), "-o", str(picture), "--table", str(document)]) == 0
     assert picture.stat().st_size > 10_000 and text in document.read_text()
 

@@ -68,7 +68,7 @@ def test_bookkeeping_is_everything_except_the_model_and_its_input() -> None:
 
 
 @pytest.mark.slow
-def test_bookkeeping_of_real_steps() -> None:
+def test_bookkeeping_of_real_steps_is_attributed_and_small() -> None:
     """Each rank's bookkeeping is attributed to its parts, and is small compared with a step of
     ResNet-18 (5 s on one thread).
     """

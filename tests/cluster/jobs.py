@@ -133,7 +133,9 @@ class Jobs:
         raise AssertionError(f"not within {timeout} s: {what}\n{self.kubectl('get', 'ddpjobs,pods', '--output=wide')}")
 
     def wait_phase(self, name: str, phase: str, timeout: float = 90) -> float:
-        """Wait for a phase. A different terminal phase fails the test at once, with its message."""
+        """Wait for a phase. A different terminal phase fails the test immediately, with its
+        message.
+        """
 
         def reached() -> bool:
             status = self.status(name)

@@ -1,5 +1,5 @@
-"""Each cause is provoked for real. `kubectl get` and `describe` must report it correctly and at
-once.
+"""Each cause is provoked for real. `kubectl get` and `describe` must report it correctly and
+immediately.
 
 The jobs train at the same time. Each misbehaves when its test requests it, at a time that the test
 can read.

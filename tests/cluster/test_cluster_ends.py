@@ -1,4 +1,4 @@
-"""The test cluster leaves nothing behind, whatever ended it."""
+"""The test cluster leaves nothing behind, no matter what ended it."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_gpus_are_scheduled_by_their_number(cluster: Cluster, namespace: str) ->
         cluster.set_gpus("n2", 0, resource)
 
 
-def test_an_image_that_does_not_exist_fails_soon(cluster: Cluster, namespace: str) -> None:
+def test_a_pod_with_an_image_that_does_not_exist_fails_soon(cluster: Cluster, namespace: str) -> None:
     """Nothing is pulled, because the cluster's network does not leave the machine."""
     pod = python_host.pod("nowhere", SLEEP, "n1")
     pod["spec"]["containers"][0] |= {"image": "registry.example/nowhere:1", "imagePullPolicy": "IfNotPresent"}

@@ -75,7 +75,7 @@ def test_the_pods_of_a_node_share_the_data_that_one_of_them_has_fetched(jobs: Jo
     said = [jobs.kubectl("logs", f"second-{index}-0", "--container=trainer") for index in (0, 1)]
     assert all("3 of 3 objects" in text and "/data has labels.txt" in text for text in said), said
 
-    # A Secret with other keys fails a job at once; the error contains the field's name.
+    # A Secret with other keys fails a job immediately; the error contains the field's name.
     jobs.cluster.apply({**secret, "stringData": {**KEYS, "AWS_SECRET_ACCESS_KEY": "no"}}, namespace=jobs.namespace)
     jobs.apply(data_job("third"))
     jobs.wait_phase("third", "Failed", timeout=180)

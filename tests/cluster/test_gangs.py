@@ -105,7 +105,7 @@ def test_two_jobs_that_deadlock_with_half_of_the_gpus_each_run_in_turn_as_gangs(
     jobs.wait_phase("two", "Complete")
 
 
-def test_one_of_two_gangs_runs_and_the_other_holds_no_node_meanwhile(jobs: Jobs, gpus: Gpus) -> None:
+def test_one_of_two_gangs_runs_while_the_other_holds_no_node(jobs: Jobs, gpus: Gpus) -> None:
     for name in ("one", "two"):
         jobs.apply(sleeping_job(name, 8))
     for name in ("one", "two"):
@@ -128,7 +128,7 @@ def test_one_of_two_gangs_runs_and_the_other_holds_no_node_meanwhile(jobs: Jobs,
     jobs.wait("no PodGroup is left", lambda: not jobs.cluster.kubectl_json(*left)["items"])
 
 
-def test_a_lost_pod_of_a_gang_is_replaced_at_once_and_spares_come_later(jobs: Jobs, gpus: Gpus) -> None:
+def test_a_lost_pod_of_a_gang_is_replaced_immediately_and_spares_come_later(jobs: Jobs, gpus: Gpus) -> None:
     gpus.each(1)
     jobs.apply(steps_job("lossy", 1000, spares=1, recovery=FAST, **ONE_GPU))
     jobs.wait_phase("lossy", "Running")

@@ -105,7 +105,7 @@ def accepted(namespace: str, ask: Ask) -> dict[str, Json]:
 
 
 def test_accepted_jobs_and_forged_statuses_are_reconciled(jobs: Jobs, ask: Ask, operator: OperatorProcess) -> None:
-    """Each job gets a condition, whatever its spec and status contain. A healthy job among them
+    """Each job gets a condition, regardless of its spec and status. A healthy job among them
     completes.
     """
     accepted_jobs = accepted(jobs.namespace, ask)

@@ -117,7 +117,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _apply(stage: Stage, checkpoints: Path) -> None:
     shared = {"checkpoints": {"hostPath": str(checkpoints), "shared": True}}
     keys = ["--config", "digits", "train.threads=1", "train.ledger=true", "train.epochs=12", "checkpoint.every_steps=9"]
-    training = held(keys, {"HELD": "", "PAUSE": "0.15"})  # takes 43 s, and leaves the processor to the other jobs
+    training = held(keys, {"HELD": "", "PAUSE": "0.15"})  # takes 43 s, and leaves the CPU to the other jobs
     stage.jobs.apply(job("moved", **training, storage=shared, **stage.place("moved")))
     stage.jobs.apply(
         steps_job("tainted", 100000, "--sleep=0.5", **stage.place("tainted"), recovery={"nodeLostAfterSeconds": 300})

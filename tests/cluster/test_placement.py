@@ -93,7 +93,7 @@ def ranks_in_logs(jobs: Jobs, name: str) -> dict[str, int]:
 
 
 def test_pods_of_one_rack_have_adjacent_ranks(cluster: Cluster, jobs: Jobs) -> None:
-    """Two pods run on each of two nodes. Neither node has only pods of neighbouring indices."""
+    """Two pods run on each of two nodes. Neither node has only pods with consecutive indices."""
     name = "ranks"
     for node, rack in {"n1": "b", "n2": "a"}.items():
         cluster.kubectl("label", "node", node, "--overwrite", f"{RACK}={rack}")

@@ -30,7 +30,7 @@ def test_gpus_are_requested_by_resource_name(jobs: Jobs, gpus: str) -> None:
     assert "of 4 begins" in jobs.kubectl("logs", "few-0-0"), "a process per GPU"
 
 
-def test_a_pod_that_has_lost_its_device_is_replaced_at_once(jobs: Jobs, gpus: str) -> None:
+def test_a_pod_that_has_lost_its_device_is_replaced_immediately(jobs: Jobs, gpus: str) -> None:
     rule = {**FAST, "maxRestarts": 1}
     jobs.apply(steps_job("lost", 20, "--lose-device-in=lost-1-0", recovery=rule, gpusPerNode=1, gpuResource=gpus))
     jobs.wait_phase("lost", "Complete")

@@ -1,5 +1,5 @@
-"""The trainer's strategies on real pods. Each job loses a pod by force, and its losses equal those
-of one process.
+"""The trainer's strategies on real pods. A pod of each job is force-deleted, and its losses equal
+those of one process.
 
 One strategy is tested in each mode of recovery. The others train through a loss in
 tests/local/test_process_strategies.py.

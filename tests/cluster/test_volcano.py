@@ -105,7 +105,7 @@ def test_volcano_accepts_the_group_of_a_job(jobs: Jobs) -> None:
     jobs.wait("nothing is left", lambda: not groups(jobs) and not jobs.pods())
 
 
-def test_one_of_two_jobs_runs_and_the_other_holds_no_node_meanwhile(
+def test_one_of_two_jobs_runs_while_the_other_holds_no_node(
     jobs: Jobs, volcano: None, gpus: Callable[[int], None]
 ) -> None:
     for name in ("one", "two"):

@@ -62,8 +62,8 @@ class Fault:
 
     `how` is a status (with `headers`) or a name. `reset` breaks the connection before the server
     acts, `reset-after` after it has acted. `hang` never answers and does nothing, `hang-after`
-    never answers but acts. `slow` acts and answers after `seconds`; `late` acts at once and answers
-    after `seconds`. `page` answers with a page of a different server and does nothing.
+    never answers but acts. `slow` acts and answers after `seconds`; `late` acts immediately and
+    answers after `seconds`. `page` answers with a page of a different server and does nothing.
     """
 
     how: int | str

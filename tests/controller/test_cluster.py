@@ -76,7 +76,7 @@ async def test_a_failed_request_is_not_a_defect(c: Case) -> None:
 
 
 @in_case()
-async def test_own_writes_wake_no_job_and_writes_of_others_do(c: Case) -> None:
+async def test_only_writes_by_others_wake_a_job(c: Case) -> None:
     await seen()
     c.woken.clear()
     c.server.drop_events = lambda kind, body: True  # an event could arrive before the response, and then wake the job
@@ -123,7 +123,7 @@ async def test_a_late_watch_does_not_hide_the_operators_own_actions(c: Case) -> 
 
 
 @in_case()
-async def test_a_status_written_by_others_is_read_again_at_once(c: Case) -> None:
+async def test_a_status_written_by_others_is_read_again_immediately(c: Case) -> None:
     await c.reconcile()
     pod = c.server.store.get("Pod", "job-0-0")
     pod["status"] = {"phase": "Running", "podIP": "127.0.0.9"}
@@ -551,7 +551,7 @@ async def test_the_tokens_secret_is_created_once_and_never_read(c: Case) -> None
 
 @pytest.mark.parametrize("restarted", [False, True])
 @in_case()
-async def test_a_deleted_token_is_created_once_until_the_kubelet_looks_again(c: Case, *, restarted: bool) -> None:
+async def test_a_deleted_token_is_recreated_only_once_before_the_kubelet_retries(c: Case, *, restarted: bool) -> None:
     await c.reconcile()
     for _ in range(2):
         await delete_token(c)

@@ -61,7 +61,7 @@ class Candidates(ReplicaTasks):
 
 
 async def elect(seed: int, minutes: float = 4.0) -> Candidates:
-    """Play two or three replicas under random faults, then a calm minute."""
+    """Run two or three replicas under random faults, and then for a minute without faults."""
     chance = random.Random(seed)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(api_server())
@@ -127,7 +127,7 @@ async def test_a_replica_that_dies_is_replaced_after_its_lease(server: ApiServer
 
 
 @pytest.mark.parametrize("fault", [Fault("hang"), Fault("reset"), Fault(503), Fault(401, reason="Unauthorized")])
-def test_an_outage_of_the_api_server_for_a_minute_ends_no_replica(
+def test_an_outage_of_the_api_server_for_a_minute_does_not_end_a_replica(
     fault: Fault, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:

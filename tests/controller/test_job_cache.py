@@ -145,7 +145,7 @@ async def test_a_job_that_is_deleted_while_it_is_read_stays_deleted() -> None:
 
 
 @virtual
-async def test_a_slow_read_of_a_job_delays_no_other_job() -> None:
+async def test_a_slow_read_of_a_job_does_not_delay_other_jobs() -> None:
     async with jobs("slow", "quick") as j:
         j.server.faults = lambda method, path: Fault("hang") if path.endswith("/ddpjobs/slow") else None
         j.change("slow", nodes=3)
@@ -169,7 +169,7 @@ async def test_a_failed_read_of_a_job_is_retried(status: int) -> None:
 
 
 @virtual
-async def test_an_unreadable_job_delays_no_other_job() -> None:
+async def test_an_unreadable_job_does_not_delay_other_jobs() -> None:
     async with api_server() as server, connected(server) as rest:
         j = Jobs(server, rest)
         j.server.store.create(KIND, {"metadata": {"name": "odd", "uid": "odd"}, "status": {}, "spec": {"nodes": []}})
@@ -182,7 +182,7 @@ async def test_an_unreadable_job_delays_no_other_job() -> None:
 
 
 @virtual
-async def test_an_error_that_ends_kopf_loses_no_event() -> None:
+async def test_an_error_that_ends_kopf_does_not_lose_events() -> None:
     async with jobs("job") as j:
         j.server.send_error(500, "InternalError")
         j.change("job", nodes=3)

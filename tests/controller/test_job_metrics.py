@@ -246,7 +246,7 @@ def test_pods_and_training_are_summed_up_over_time() -> None:
     assert scraped(one.accounts)["ddpjob_job_pod_seconds"] == {own: 200}, "it has ended"
 
 
-def test_the_time_before_the_first_step_and_of_repeated_steps_is_not_useful() -> None:
+def test_time_before_the_first_step_and_in_repeated_steps_is_not_useful_time() -> None:
     own, one = ("space", "job"), Job({**running(), "trained": False})
     one.becomes({**running(), "trained": False})
 
@@ -354,7 +354,7 @@ def test_jobs_beyond_a_limit_have_no_series_and_running_jobs_come_first(monkeypa
     assert found["ddpjob_operator_jobs_without_series"] == {(): 2}
 
 
-def test_a_namespace_with_many_jobs_takes_no_series_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_namespace_with_many_jobs_does_not_take_series_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_metrics, "MOST_JOBS", 6)
     accounts = JobAccounts()
     ended = {"phase": "Complete", "conditions": [condition("Complete")]}

@@ -260,7 +260,7 @@ async def test_an_error_in_a_watch_ends_nothing(server: ApiServer, monkeypatch: 
 
 @pytest.mark.parametrize("seed", range(4))
 @on_server
-async def test_jobs_are_run_through_faults_of_a_third_of_all_requests(
+async def test_all_pods_are_created_although_a_third_of_all_requests_fail(
     server: ApiServer, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(5):
@@ -326,7 +326,7 @@ async def test_only_watched_namespaces_are_read(server: ApiServer, monkeypatch: 
 
 @pytest.mark.parametrize("unreadable", ["", "/pods", "/networkpolicies"])
 @on_server
-async def test_a_watched_namespace_that_may_not_be_read_delays_no_other(
+async def test_a_watched_namespace_that_may_not_be_read_does_not_delay_others(
     server: ApiServer, unreadable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The operator's Role is deleted together with the namespace."""

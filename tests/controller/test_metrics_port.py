@@ -18,7 +18,7 @@ from ddpjob.controller.operator_metrics import CONNECTIONS, TURNS_SECONDS, Metri
 
 
 class Text:
-    """A text whose generation takes `seconds` of CPU time."""
+    """A page of metrics whose rendering takes `seconds` of CPU time."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.made = seconds, 0
@@ -33,7 +33,7 @@ class Text:
 
 @pytest.fixture
 def served() -> Iterator[Callable[[Callable[[], bytes]], int]]:
-    """Yield a function that serves a text and returns the port."""
+    """Yield a function that serves a page of metrics and returns the port."""
     servers: list[MetricsServer] = []
 
     def start(text: Callable[[], bytes]) -> int:
@@ -53,7 +53,7 @@ def ask(port: int) -> tuple[int, str, bytes]:
         return answer.status, answer.headers["Content-Type"], answer.read()
 
 
-def test_a_text_is_rendered_once_for_all_requests_within_a_moment(
+def test_metrics_are_rendered_once_for_all_requests_within_a_moment(
     served: Callable[[Callable[[], bytes]], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operator_metrics, "SHARE", 0.001)
@@ -64,7 +64,7 @@ def test_a_text_is_rendered_once_for_all_requests_within_a_moment(
     assert text.made == 1
 
 
-def test_an_old_text_is_rendered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_metrics_are_rendered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator_metrics, "FRESH_SECONDS", 0.0)
     monkeypatch.setattr(operator_metrics, "SHARE", 1e9)
     page = Page(Text())

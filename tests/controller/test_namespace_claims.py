@@ -107,7 +107,7 @@ async def left_alone() -> AsyncIterator[tuple[ApiServer, Leader]]:
 
 
 @virtual
-async def test_the_operator_touches_no_job_in_a_namespace_that_another_has_claimed() -> None:
+async def test_the_operator_leaves_jobs_alone_in_a_namespace_that_another_has_claimed() -> None:
     async with left_alone() as (server, leader):
         assert {path for method, path in server.acted if method != "GET"} == {CLAIMS}
         assert not leader.accounts.jobs(), "the other one counts and exports them"

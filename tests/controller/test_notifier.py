@@ -182,7 +182,7 @@ async def test_a_redirect_is_not_followed(server: Web, tmp_path: Path) -> None:
     await scene.notifier.close()
 
 
-async def test_a_receiver_that_hangs_delays_no_other_one(
+async def test_a_receiver_that_hangs_does_not_delay_other_receivers(
     server: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.handlers |= {"/stuck": hangs, "/team": fine}

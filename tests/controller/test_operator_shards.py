@@ -183,7 +183,7 @@ async def test_a_lease_that_is_deleted_stays_with_its_replica(server: ApiServer)
 
 
 @on_server
-async def test_a_holder_that_sees_another_in_its_lease_stops_at_once(server: ApiServer) -> None:
+async def test_a_holder_that_sees_another_in_its_lease_stops_immediately(server: ApiServer) -> None:
     dealt = Dealt(server)
     dealt.start("a", 1)
     await asyncio.sleep(3)

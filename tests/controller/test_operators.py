@@ -34,7 +34,7 @@ async def test_a_job_completes_and_only_one_of_two_replicas_acts(monkeypatch: py
 
 @pytest.mark.parametrize("seed", range(6))
 @virtual
-async def test_random_faults_of_http(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_invariants_hold_under_random_http_faults(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async with played(seed, monkeypatch) as story:
         await story.run()
 

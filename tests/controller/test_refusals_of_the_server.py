@@ -45,7 +45,7 @@ async def a_job_with_room_for_four_pods(c: Case) -> JobKey:
 
 
 async def the_room_of_a_pod_is_used(c: Case, key: JobKey) -> None:
-    """Delete one of the four pods, and check that its room is used at once."""
+    """Delete one of the four pods, and check that its room is used immediately."""
     await c.cluster.delete_pod(await c.job(key), "big-0-0", c.uid("big-0-0"), None)
     await seen()
     await reconcile(c.cluster, key, loop_moment)
@@ -54,7 +54,7 @@ async def the_room_of_a_pod_is_used(c: Case, key: JobKey) -> None:
 
 
 @in_case()
-async def test_a_quota_refusal_is_retried_with_back_off_and_room_is_used_at_once(c: Case) -> None:
+async def test_a_quota_refusal_is_retried_with_back_off_and_room_is_used_immediately(c: Case) -> None:
     key = await a_job_with_room_for_four_pods(c)
     tries = []
     for second in range(300):
@@ -68,7 +68,7 @@ async def test_a_quota_refusal_is_retried_with_back_off_and_room_is_used_at_once
 
 
 @in_case()
-async def test_room_is_used_at_once_after_the_first_refusal_too(c: Case) -> None:
+async def test_room_is_used_immediately_after_the_first_refusal_too(c: Case) -> None:
     key = await a_job_with_room_for_four_pods(c)
     await reconcile(c.cluster, key, loop_moment)
     assert len(c.pods()) == 4
@@ -182,7 +182,9 @@ async def test_throttling_is_waited_for_as_long_as_the_server_requests(c: Case) 
 
 @pytest.mark.parametrize("restarted", [False, True])
 @in_case()
-async def test_a_used_up_quota_of_secrets_keeps_no_pod_from_a_job_with_its_token(c: Case, *, restarted: bool) -> None:
+async def test_a_job_that_has_its_token_gets_pods_although_no_secret_can_be_created(
+    c: Case, *, restarted: bool
+) -> None:
     """The quota is checked before the name, so creating an existing Secret is refused like a new
     one.
     """
@@ -254,7 +256,7 @@ async def test_a_refused_pod_deletion_is_shown_and_retried_with_back_off(c: Case
 
 
 @in_case()
-async def test_an_expired_job_that_a_policy_keeps_is_wound_down_and_reported_by_an_event(c: Case) -> None:
+async def test_an_expired_job_that_a_policy_protects_is_stopped_and_gets_an_event(c: Case) -> None:
     policy = Fault(403, reason="Forbidden", message="policy 'nodel' denied request: jobs are evidence")
     await c.reconcile()
     await seen()
@@ -347,7 +349,7 @@ async def test_a_refused_label_is_not_an_error_and_retried_with_back_off(c: Case
 
 
 @in_case()
-async def test_a_namespace_that_forbids_root_gets_its_pods_at_once(c: Case) -> None:
+async def test_a_namespace_that_forbids_root_gets_its_pods_immediately(c: Case) -> None:
     """The pause after a pod is refused does not apply to the pod with runAsNonRoot that follows."""
     act = c.server._act
 

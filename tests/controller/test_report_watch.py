@@ -101,7 +101,7 @@ def in_virtual_time(test: Callable[[World, Coordinator], Awaitable[None]]) -> Ca
 
 
 @in_virtual_time
-async def test_the_first_report_and_news_wake_the_job_at_once(world: World, c: Coordinator) -> None:
+async def test_the_first_report_and_news_wake_the_job_immediately(world: World, c: Coordinator) -> None:
     assert world.watch.report(KEY) is None and not world.watch.is_asking(KEY)
     world.watch.follow(KEY, c.target)
     assert world.watch.is_asking(KEY)
@@ -153,7 +153,7 @@ async def test_news_of_a_large_job_among_many_is_read_soon(world: World, c: Coor
 
 
 @in_virtual_time
-async def test_progress_alone_wakes_no_job_and_is_read_every_ten_seconds(world: World, c: Coordinator) -> None:
+async def test_progress_alone_does_not_wake_a_job_and_is_read_every_ten_seconds(world: World, c: Coordinator) -> None:
     world.watch.follow(KEY, c.target)
     c.server.coordinator.report_progress({"step": 1})
     await asyncio.sleep(30)
@@ -214,7 +214,7 @@ async def test_findings_of_the_step_counter_are_news(world: World, c: Coordinato
 
 
 @in_virtual_time
-async def test_150_coordinators_that_hang_delay_no_other_job(world: World, c: Coordinator) -> None:
+async def test_150_coordinators_that_hang_do_not_delay_other_jobs(world: World, c: Coordinator) -> None:
     async with coordinator(world) as bad:
         bad.hangs = True
         for number in range(150):
@@ -291,7 +291,7 @@ async def test_a_report_that_is_too_large_is_refused_with_its_size_and_remedy(wo
 
 
 @in_virtual_time
-async def test_a_new_address_is_used_at_once_and_none_ends_the_watch(world: World, c: Coordinator) -> None:
+async def test_a_new_address_is_used_immediately_and_none_ends_the_watch(world: World, c: Coordinator) -> None:
     async with coordinator(world) as bad:
         bad.hangs = True
         world.watch.follow(KEY, bad.target)

@@ -134,7 +134,7 @@ async def test_a_watch_whose_connection_breaks_is_unavailable() -> None:
 
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("depth", [100, 990, 2000, 10_000])
-def test_an_object_as_deep_as_the_api_server_allows_hides_no_other(
+def test_an_object_as_deep_as_the_api_server_allows_does_not_hide_others(
     depth: int, limited: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The spec of a podTemplate may be nested arbitrarily deep. `limited` simulates the C recursion
@@ -262,7 +262,7 @@ def test_without_credentials_the_operator_exits_with_one_line_that_names_them(tm
 
 
 def test_events_that_arrive_at_once_hold_up_nothing_else() -> None:
-    """This happens when a thousand pods die. The Lease must be renewed meanwhile."""
+    """This happens when a thousand pods die. The Lease must still be renewed."""
     many, read = 400, list[str]()
 
     class Backlog(Rest):

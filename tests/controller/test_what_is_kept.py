@@ -52,7 +52,7 @@ def kept(read: Any, body: Any) -> tuple[Any, int]:
         tracemalloc.stop()
 
 
-def test_only_the_main_container_and_bounded_texts_of_a_pod_are_kept() -> None:
+def test_only_the_main_container_and_bounded_strings_of_a_pod_are_kept() -> None:
     pod, size = kept(read_pod, a_pod())
     assert pod.main.exit_code == 7 and len(pod.containers) == len(pod.init_containers) == 64
     assert len(pod.status_message) == 1000 and size < 1_500_000

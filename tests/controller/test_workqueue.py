@@ -114,7 +114,7 @@ async def test_only_non_urgent_keys_wait_a_second_after_the_last_start() -> None
 
     await asyncio.gather(drive(queue, handle, 2.5), events())
     assert len(starts) == 3
-    assert starts[0] < 0.3 < starts[1] < 0.9, "the first at once, and the urgent one at once"
+    assert starts[0] < 0.3 < starts[1] < 0.9, "the first and the urgent one immediately"
     assert starts[2] - starts[1] >= queue_module.INTERVAL
 
 

@@ -181,8 +181,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             raise TimeoutError(f"no end after {LONGEST:.0f} virtual seconds:\n{stacks.getvalue()}")
 
     def run_in_executor(self, executor: Any, function: Any, *args: Any) -> Any:
-        """Call the function at once, because the clock would not wait for a thread (aiohttp reads
-        .netrc in one).
+        """Call the function immediately, because the clock would not wait for a thread (aiohttp
+        reads .netrc in one).
         """
         done = self.create_future()
         try:

@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Case:
-    """A file, with the texts that a refusal must contain, by the component that refuses."""
+    """A file, with the strings that a refusal must contain, by the component that refuses."""
 
     path: Path
     says: tuple[str, ...]

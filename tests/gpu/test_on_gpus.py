@@ -177,7 +177,9 @@ def test_a_checkpoint_from_the_gpu_is_evaluated_on_either_device(tmp_path: Path)
 
 @two_devices
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
-def test_other_strategies_on_two_devices(strategy: str, reference: list[float], tmp_path: Path) -> None:
+def test_other_strategies_match_the_reference_on_two_devices(
+    strategy: str, reference: list[float], tmp_path: Path
+) -> None:
     np.testing.assert_allclose(losses(trained(tmp_path, f"strategy={strategy}", *WHOLE, ranks=2)), reference, rtol=2e-3)
 
 

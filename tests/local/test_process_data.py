@@ -167,7 +167,7 @@ def test_an_object_with_a_wrong_checksum_is_never_used(server: Server, machine: 
         ({"url": f"s3://{BUCKET}/nothing/here"}, "contains no objects; check storage.data.url"),
     ],
 )
-def test_a_wrong_bucket_fails_the_job_at_once(server: Server, machine: Machine, place: Json, says: str) -> None:
+def test_a_wrong_bucket_fails_the_job_immediately(server: Server, machine: Machine, place: Json, says: str) -> None:
     body = job(server.port)
     body["spec"]["storage"]["data"].update(place)
     run = machine.run(body)
@@ -177,7 +177,7 @@ def test_a_wrong_bucket_fails_the_job_at_once(server: Server, machine: Machine, 
     assert "storage.data" in failed["message"] and run.status["restarts"].get("counted", 0) == 0
 
 
-def test_wrong_keys_fail_the_job_at_once(server: Server, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_keys_fail_the_job_immediately(server: Server, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret-9f3e")
     run = machine.run(job(server.port))
     failed = run.condition("Failed")

@@ -150,7 +150,8 @@ def test_missing_free_ports_are_reported(machine: SameProcess, monkeypatch: pyte
     monkeypatch.setattr("ddpjob.local.local_platform._is_free", lambda port: False)
     answer = machine.command("run", str(machine.write(manifest(command=["true"]))))
     assert answer.returncode == 2, answer
-    assert answer.stderr.splitlines()[-1].startswith("no three neighbouring TCP ports between 20000 and 32000 are free")
+    said = answer.stderr.splitlines()[-1]
+    assert said.startswith("a job needs three consecutive free TCP ports between 20000 and 32000")
 
 
 def test_without_ports_no_checkpoints_are_set_aside(machine: SameProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +159,7 @@ def test_without_ports_no_checkpoints_are_set_aside(machine: SameProcess, monkey
     (machine.runs / "job" / "checkpoints").mkdir(parents=True)
     (machine.runs / "job" / "checkpoints" / "model.pt").touch()
     answer = machine.command("run", str(machine.write(manifest(command=["true"]))), "--fresh")
-    assert answer.returncode == 2 and "no three neighbouring TCP ports" in answer.stderr
+    assert answer.returncode == 2 and "three consecutive free TCP ports" in answer.stderr
     assert (machine.runs / "job" / "checkpoints" / "model.pt").exists()
 
 

@@ -94,7 +94,7 @@ def test_a_missing_script_starts_nothing(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("what", "said"), [({"module": "not_there"}, "not_there"), ({"command": ["no-such-program"]}, "no-such-program")]
 )
-def test_a_program_that_does_not_exist_fails_at_once(machine: Machine, what: Json, said: str) -> None:
+def test_a_program_that_does_not_exist_fails_immediately(machine: Machine, what: Json, said: str) -> None:
     run = machine.run(manifest(**what), seconds=40)
     assert run.process.returncode == 1, run.everything()
     assert run.condition("Failed")["reason"] == "InitFailure"
@@ -115,7 +115,7 @@ def test_a_script_that_raises_an_error_is_tried_three_times(machine: Machine) ->
     run.assert_nothing_left()
 
 
-def test_a_wrong_trainer_argument_fails_at_once_with_its_message(machine: Machine) -> None:
+def test_a_wrong_trainer_argument_fails_immediately_with_its_message(machine: Machine) -> None:
     arguments = ["--config", "digits", "train.epoch=3"]
     run = machine.run(manifest(module="ddpjob_trainer", args=arguments), seconds=60)
     assert run.process.returncode == 1, run.everything()
@@ -206,7 +206,9 @@ def test_a_closed_output_saves_and_leaves_nothing_behind(
     [(["env", "PYTHONIOENCODING=ascii"], "sch\\xf6n"), (["bash", "-c", 'exec "$@" >&-', "run"], "note: ")],
     ids=["without umlauts", "closed"],
 )
-def test_an_output_that_cannot_show_a_message_ends_no_job(machine: Machine, wrapper: list[str], shown: str) -> None:
+def test_an_output_that_cannot_show_a_message_does_not_end_the_job(
+    machine: Machine, wrapper: list[str], shown: str
+) -> None:
     """Neither a character that the terminal's encoding lacks nor an output closed by `>&-` may end
     it.
     """
@@ -235,7 +237,7 @@ def test_a_run_under_nohup_survives_its_terminal(machine: Machine) -> None:
     assert run.wait(40) == 143
 
 
-def test_files_that_cannot_be_written_end_no_training(machine: Machine) -> None:
+def test_files_that_cannot_be_written_do_not_end_training(machine: Machine) -> None:
     """Folders temporarily take the place of the files, which simulates a full disk."""
     run = machine.start(manifest(args=ENDLESS, recovery=FAST))
     run.until(lambda r: r.steps() >= 3)
@@ -256,7 +258,7 @@ def test_files_that_cannot_be_written_end_no_training(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "Complete"), (3, "Failed")])
-def test_a_folder_that_is_removed_during_the_run_ends_no_job(machine: Machine, code: int, state: str) -> None:
+def test_a_folder_that_is_removed_during_the_run_does_not_end_the_job(machine: Machine, code: int, state: str) -> None:
     ends = ["bash", "-c", f"while [ ! -e go ]; do sleep 0.1; done; exit {code}"]
     run = machine.start(manifest(command=ends, nodes=1, recovery={"maxRestarts": 0}))
     run.until(lambda r: r.status.get("phase") == "Running")
@@ -281,7 +283,7 @@ def test_a_run_whose_folder_was_removed_is_not_run_twice(machine: Machine) -> No
     assert again.process.returncode == 0, again.everything()
 
 
-def test_a_second_ctrl_c_ends_at_once(machine: Machine) -> None:
+def test_a_second_ctrl_c_ends_immediately(machine: Machine) -> None:
     run = machine.start(manifest(command=HANG))
     run.until(lambda r: r.status.get("phase") == "Running")
     run.signal(signal.SIGINT)

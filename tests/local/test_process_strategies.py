@@ -1,4 +1,4 @@
-"""`ddpjob run` with strategies of the trainer. Each loses a pod by force, and its losses equal
+"""`ddpjob run` with strategies of the trainer. A pod of each job is killed, and its losses equal
 those of one process.
 
 fsdp and deepspeed are tested on real pods in tests/cluster/test_strategies.py.

@@ -87,7 +87,7 @@ def test_the_agent_returns_when_all_workers_are_gone() -> None:
     assert [worker.poll() for worker in workers] == [-9, -9]
 
 
-def test_a_node_that_ends_does_not_wait_for_a_worker_that_will_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ending_node_does_not_wait_for_a_worker_that_keeps_running(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_module, "LAST_SECONDS", 0.2)
     monkeypatch.setattr(Exits, "begun", True)
     began = time.monotonic()
@@ -95,7 +95,7 @@ def test_a_node_that_ends_does_not_wait_for_a_worker_that_will_not_end(monkeypat
     assert time.monotonic() - began < 30
 
 
-def test_a_worker_that_will_not_end_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_keeps_running_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_module, "GONE_SECONDS", 0.2)
     with pytest.raises(SystemExit, match=r"processes \[1\] of workers are still running"):
         closed(SlowlyDying(1, 60), SlowlyDying(2, 0.0))

@@ -266,7 +266,7 @@ def test_a_loss_during_a_planned_restart_takes_the_time_to_save() -> None:
 
 
 @pytest.mark.parametrize("later", [0, 5])
-def test_a_loss_during_a_planned_restart_is_reported_at_once(later: float) -> None:
+def test_a_loss_during_a_planned_restart_is_reported_immediately(later: float) -> None:
     """This holds even if the loss's cause has been decided already, because the saving members may
     be waiting for the lost one.
     """
@@ -688,7 +688,7 @@ def test_a_line_that_arrived_while_the_process_was_stopped_is_not_missed() -> No
     assert asyncio.run(hear()) == b"a line\n"
 
 
-def test_cancelling_a_wait_cancels_it_at_once() -> None:
+def test_cancelling_a_wait_cancels_it_immediately() -> None:
     async def cancel() -> str:
         task = asyncio.ensure_future(within(60, asyncio.sleep(60)))
         await asyncio.sleep(0)

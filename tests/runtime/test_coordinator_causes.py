@@ -102,7 +102,7 @@ def test_an_own_error_that_a_silent_peer_caused_is_a_consequence() -> None:
     assert world.incidents() == [("PeerLost", "job-1-0", 1)]
 
 
-def test_a_failing_worker_restarts_the_others_at_once() -> None:
+def test_a_failing_worker_restarts_the_others_immediately() -> None:
     world, first, second = formed()
     world.fail(first)
     assert world.last(second) == (

@@ -65,7 +65,7 @@ class Disorder:
         assert current is None or current.drains == bool(current.draining())
 
     def speak(self, member: Member, what: str) -> None:
-        """Send a line of a member. If the member is lost, the server passes on only failures."""
+        """Send a line from a member. If the member is lost, the server passes on only failures."""
         chance, coordinator, number = self.chance, self.world.coordinator, self.number()
         if what == "fail":
             code, message = chance.choice([1, 75, -6, -9]), chance.choice(["ValueError: bug", RESET])

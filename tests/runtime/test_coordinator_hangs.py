@@ -17,7 +17,7 @@ Current thread 0x00007f4a99999740 (most recent call first):
 """
 
 
-def test_the_patience_can_change_while_the_group_runs() -> None:
+def test_hang_and_back_off_limits_can_change_while_the_group_runs() -> None:
     world, *members = formed(2)
     world.coordinator.report_progress({"step": 1})
     world.pass_time(100)

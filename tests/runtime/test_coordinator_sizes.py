@@ -32,7 +32,7 @@ def test_a_joiner_does_not_interrupt_members_that_finish() -> None:
     assert world.report()["state"] == "Succeeded" and world.verbs(world.coordinator.members.by_index[2])[-1] == "done"
 
 
-def test_a_joiner_that_dies_before_the_others_have_drained_costs_no_wait() -> None:
+def test_a_joiner_that_dies_before_the_others_have_drained_is_not_waited_for() -> None:
     world, *members = formed_by(2, 3, 2, STANDARD)
     joiner = world.hello(2)
     world.ready(joiner)
@@ -49,7 +49,7 @@ def test_members_above_the_wanted_size_are_spares() -> None:
     assert [m.state for m in members] == ["Running", "Running", "Ready", "Ready"]
 
 
-def test_a_smaller_size_applies_at_once_and_drops_the_highest_indices() -> None:
+def test_a_smaller_size_applies_immediately_and_drops_the_highest_indices() -> None:
     world, *members = formed(4)
     world.coordinator.resize(2, 2)
     assert all(
@@ -84,7 +84,7 @@ def test_an_impossible_size_is_refused() -> None:
 
 
 def crash(world: World, members: list[Any]) -> float:
-    """Return the seconds from the break to the next round."""
+    """Let a member fail, and return the seconds until the next round."""
     began, number = world.now, world.round.number
     world.fail(members[0])
     world.ready(*members)

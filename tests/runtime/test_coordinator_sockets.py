@@ -372,7 +372,7 @@ def test_a_lone_surrogate_in_a_metric_name_does_not_break_the_page(job: Job) -> 
     assert 'ddpjob_progress_metric{job_name="job",namespace="default",name="a?"} 1' in text
 
 
-def test_a_spare_takes_over_at_once(job: Job) -> None:
+def test_a_spare_takes_over_immediately(job: Job) -> None:
     first, second, spare = running(job, 3)
     started = time.monotonic()
     second.close()
@@ -566,7 +566,7 @@ def test_a_member_that_reads_nothing_does_not_stop_the_others(job: Job) -> None:
     job.wait_until(lambda r: [m["index"] for m in r["members"]] == [1], 5)
 
 
-def test_the_last_line_of_a_connection_that_is_closing_counts() -> None:
+def test_the_last_line_of_a_closing_connection_is_processed() -> None:
     """A launcher that is killed resets its connection right after its last line."""
 
     class Closing:
@@ -618,7 +618,7 @@ def test_sigterm_after_the_group_has_finished_is_not_an_error(tmp_path: Path) ->
     assert job.wait_exit("coordinator", 2 * slowness()) == 0
 
 
-def test_sigterm_ends_the_coordinator_at_once_and_so_does_a_dead_store(tmp_path: Path) -> None:
+def test_sigterm_ends_the_coordinator_immediately_and_so_does_a_dead_store(tmp_path: Path) -> None:
     job = Job(tmp_path, store=False)
     job.start_coordinator()
     job.wait_until(lambda r: True)
@@ -790,7 +790,7 @@ def stand_still(job: Job, seconds: float) -> None:
     job.kill("coordinator", signal.SIGCONT)
 
 
-def test_a_coordinator_that_was_stopped_restarts_no_worker(tmp_path: Path) -> None:
+def test_a_coordinator_that_was_stopped_does_not_restart_workers(tmp_path: Path) -> None:
     with contextlib.closing(started_job(tmp_path, 4)) as job:
         members = clients(job, 4)
         stand_still(job, 8)
@@ -801,7 +801,7 @@ def test_a_coordinator_that_was_stopped_restarts_no_worker(tmp_path: Path) -> No
         assert "was stalled for" in job.log("coordinator").read_text()
 
 
-def test_a_coordinator_that_was_stopped_reports_no_hang(tmp_path: Path) -> None:
+def test_a_coordinator_that_was_stopped_does_not_report_a_hang(tmp_path: Path) -> None:
     """The coordinator's timer for the next step fires as soon as it continues."""
     with contextlib.closing(started_job(tmp_path, 2, "--hang-after", "6")) as job:
         members = clients(job, 2)
@@ -825,7 +825,7 @@ time.sleep(1000)
 """
 
 
-def test_a_launcher_that_was_stopped_restarts_no_worker(job: Job) -> None:
+def test_a_launcher_that_was_stopped_does_not_restart_workers(job: Job) -> None:
     command = [sys.executable, "-c", LAUNCHER, f"127.0.0.1:{job.port}", TOKEN]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(RUNTIME.parent)}) as launcher:
         try:

@@ -392,7 +392,7 @@ def test_a_bucket_that_changes_during_the_fetch_is_listed_again(server: Server, 
         (400, {}, "ExpiredToken", "ExpiredToken"),
     ],
 )
-def test_an_error_that_no_retry_can_fix_ends_the_fetch_at_once(
+def test_an_error_that_no_retry_can_fix_ends_the_fetch_immediately(
     server: Server, tmp_path: Path, status: int, headers: dict[str, str], code: str, says: str
 ) -> None:
     server.answer = lambda path, query: (status, headers, f"<Error><Code>{code}</Code></Error>".encode())
@@ -495,7 +495,7 @@ def test_progress_is_reported_when_it_changes_and_withdrawn_at_the_end(
     assert all("of 19.5 KiB" in text for text in reported[:-1])
 
 
-def test_an_unreadable_certificate_authority_is_an_error_at_once(
+def test_an_unreadable_certificate_authority_is_an_error_immediately(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "empty.pem").touch()

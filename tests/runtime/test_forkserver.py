@@ -507,7 +507,7 @@ def test_a_fork_server_killed_by_the_memory_limit_is_reported_as_such(
     assert (verb, fields["round"], failure.kind, failure.message) == ("failure", 4, "OOMKilled", str(raised.value))
 
 
-def test_the_end_of_an_earlier_worker_with_the_same_pid_is_forgotten() -> None:
+def test_the_exit_of_an_earlier_worker_with_the_same_pid_is_ignored() -> None:
     ours, theirs = socket.socketpair()
     server = object.__new__(forkserver.ForkServer)
     server._socket, server._buffer, server._lock, server._number = ours, b"", threading.RLock(), 0

@@ -191,7 +191,7 @@ def test_a_hang_in_the_middle_of_an_evaluation_is_found() -> None:
     assert ": rank 0 in acquire (" in group.message
 
 
-def test_with_report_a_hang_is_shown_at_once_and_never_ended() -> None:
+def test_with_report_a_hang_is_shown_immediately_and_never_ended() -> None:
     group = Group(WAITS, LOCK, hangs=Hangs.REPORT)
     group.pass_time(19.5)
     assert group.world.report()["overdue"] is None
@@ -202,7 +202,7 @@ def test_with_report_a_hang_is_shown_at_once_and_never_ended() -> None:
     assert group.ended_after(3000) is None
 
 
-def test_hung_rounds_are_stopped_once_the_job_asks_for_it() -> None:
+def test_hung_rounds_are_stopped_once_hangs_is_set_to_end() -> None:
     group = Group(WAITS, LOCK, hangs=Hangs.REPORT)
     group.pass_time(60)
     group.world.coordinator.set_patience(None, 1, 60, Hangs.END)
@@ -250,7 +250,7 @@ def test_only_checks_that_may_prove_a_hang_are_recorded() -> None:
     assert sent[:4] == [False, False, True, False] and sent.count(True) == 1
 
 
-def test_a_pause_of_the_coordinator_proves_no_hang() -> None:
+def test_a_pause_of_the_coordinator_does_not_prove_a_hang() -> None:
     group = Group(WAITS, LOCK)
     group.pass_time(18)
     group.world.coordinator.stood_still(10.0)

@@ -112,7 +112,7 @@ launcher.main()
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
-def test_a_log_without_a_reader_loses_lines_and_blocks_no_writer() -> None:
+def test_a_log_without_a_reader_loses_lines_and_does_not_block_writers() -> None:
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream:
         log = Log("coordinator", stream)
@@ -276,7 +276,7 @@ def test_a_client_that_fails_ends_its_launcher(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_main_thread_resolves_the_first_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """glibc reads the environment for it, and getenv in a thread crashes if another thread sets a
-    variable meanwhile.
+    variable at the same time.
     """
     lookers: list[threading.Thread] = []
     client = MemberClient("host:1", "token", {}, Mode.STANDARD, 1.0, lambda *end: None)
@@ -516,7 +516,7 @@ def test_no_line_of_a_stranger_ends_a_launcher(line: bytes) -> None:
     assert ends == []
 
 
-def test_addresses_lines_and_shortened_texts_have_the_wire_format() -> None:
+def test_addresses_lines_and_shortened_strings_have_the_wire_format() -> None:
     with pytest.raises(ValueError, match="host:port"):
         MemberClient("nowhere", "token", {}, Mode.STANDARD, 1.0, lambda *_: None)
     assert protocol.decode(protocol.encode("hello", pod="p")) == {"t": "hello", "pod": "p"}
@@ -560,7 +560,7 @@ def test_a_stack_shows_only_the_frames_of_the_script() -> None:
     assert stacks.strip_runtime_frames(alone) == alone, "it has not reached the script"
 
 
-def test_texts_are_shortened_by_whole_lines() -> None:
+def test_strings_are_shortened_by_whole_lines() -> None:
     lines = [f'  File "/job/train.py", line {number} in step' for number in range(1000)]
     for short in (protocol.clip("\n".join(lines), 2000), protocol.last_lines("\n".join(lines), 2000)):
         assert 1500 < len(short) <= 2000

@@ -1,4 +1,4 @@
-"""Nodes watch their neighbours over real connections. Socket filters lose packets, as a partitioned
+"""Nodes watch their neighbours over real connections. Socket filters drop packets, as a partitioned
 network does.
 """
 

@@ -136,7 +136,7 @@ def test_no_order_of_the_operators_port_makes_the_report_unreadable() -> None:
 def test_the_operator_reads_the_largest_possible_report(nodes: int, character: str) -> None:
     """The report has all spares, names of the maximum length, 60 incidents, notes and metrics.
 
-    Tracebacks and texts are realistic: ASCII, messages of one paragraph, and pod names of 63
+    Tracebacks and strings are realistic: ASCII, messages of one paragraph, and pod names of 63
     characters.
     """
     world, text = World(nodes), character * protocol.MAX_TRACEBACK

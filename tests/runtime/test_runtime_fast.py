@@ -82,7 +82,7 @@ def with_a_spare(job: Job, steps: int) -> tuple[str, ...]:
     return script
 
 
-def test_a_spare_takes_over_at_once(job: Job) -> None:
+def test_a_spare_takes_over_immediately(job: Job) -> None:
     script = with_a_spare(job, steps=5)
     victim = next(m["pod"] for m in job.status()["members"] if m["state"] == "Running" and m["rank"] == 0)
     killed = time.time()
@@ -100,7 +100,7 @@ def test_a_spare_takes_over_at_once(job: Job) -> None:
     assert report["notes"] == [], "no worker was started cold"
 
 
-def test_several_workers_on_a_node_and_a_replaced_node(tmp_path: Path) -> None:
+def test_a_node_with_several_workers_is_replaced(tmp_path: Path) -> None:
     with contextlib.closing(Job(tmp_path, procs=2, mode="Fast")) as job:
         script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02")
         job.start_coordinator()
@@ -134,13 +134,13 @@ def test_no_step_is_lost_with_the_coordinator(job: Job) -> None:
     job.start_node(1, *script, attempt=1)
     report = finish(job, "job-0-0", "job-1-1")
     assert [steps for _, _, steps in made(job, 0)][:before] == list(range(before)), (
-        "the loss of the coordinator cost no step"
+        "the loss of the coordinator did not lose a step"
     )
     assert kinds(report) == [("PeerLost", "job-1-0")]
     assert report["incidents"][0]["id"] > 1_000_000
 
 
-def test_a_group_shrinks_at_once_and_grows_again(tmp_path: Path) -> None:
+def test_a_group_shrinks_immediately_and_grows_again(tmp_path: Path) -> None:
     with contextlib.closing(Job(tmp_path, mode="Fast", min_nodes=1)) as job:
         script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02", "--trap")
         job.start_coordinator()

@@ -228,7 +228,7 @@ def test_a_node_asked_to_stop_lets_its_workers_save_and_is_not_a_failure(job: Jo
     assert [(i["kind"], i["pod"]) for i in report["incidents"]] == [("Left", "job-1-0")]
 
 
-def test_a_coordinator_that_is_stopped_for_a_while_costs_no_pod(job: Job) -> None:
+def test_a_coordinator_that_is_stopped_for_a_while_loses_no_pods(job: Job) -> None:
     """One node is still working, and the other has finished. Both notice the silence and
     reconnect.
     """
@@ -259,7 +259,7 @@ def test_a_cut_connection_costs_only_a_restart(folder: Path) -> None:
         assert [(i["kind"], i["pod"]) for i in report["incidents"]] == [("PeerLost", "job-0-0")]
 
 
-def test_commands_without_python_and_several_processes_per_node(folder: Path) -> None:
+def test_a_command_without_python_runs_in_several_processes_per_node(folder: Path) -> None:
     with contextlib.closing(Job(folder, procs=2)) as job:
         command = (sys.executable, STEPS, "--steps", "6", "--exit-at", "3", "--rank", "3")
         job.start_coordinator()

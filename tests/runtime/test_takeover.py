@@ -129,7 +129,7 @@ def test_a_rank_that_left_is_a_consequence_of_a_member_that_does_not_return() ->
     assert world.incidents() == [("PeerLost", None, 1)]
 
 
-def test_a_broken_round_whose_members_are_all_back_continues_at_once() -> None:
+def test_a_broken_round_whose_members_are_all_back_continues_immediately() -> None:
     world = second(2)
     first = world.resume(0, 7, 0, 2, "Ready")
     other = world.resume(1, 7, 1, 2, "Ready")
@@ -240,7 +240,7 @@ def test_a_member_of_a_superseded_coordinator_is_notified_and_not_stopped() -> N
         assert world.heard["job-0-1"][-1] == ("error", {"why": why})
 
 
-def test_a_first_coordinator_waits_for_no_member_to_return() -> None:
+def test_a_first_coordinator_does_not_wait_for_members_to_return() -> None:
     world = World(2, mode=FAST)
     world.restart_coordinator(CoordinatorSettings(2, 2, mode=FAST))
     world.ready(world.hello(0), world.hello(1))

@@ -69,7 +69,7 @@ def test_a_report_about_an_earlier_round_does_not_replace_reports_of_this_one() 
     assert lost(world) == ["job-2-0"]
 
 
-def test_one_witness_alone_proves_no_loss() -> None:
+def test_one_witness_alone_does_not_prove_a_loss() -> None:
     world = World(4)
     members = world.form(4, spares=1)
     report(world, members[1], members[2])
@@ -105,7 +105,7 @@ def test_a_report_that_is_not_repeated_expires() -> None:
     assert lost(world) == []
 
 
-def test_a_member_that_sends_something_meanwhile_is_alive() -> None:
+def test_a_reported_member_that_still_sends_is_alive() -> None:
     world = World(4)
     members = world.form(4, spares=1)
     world.cut.add(members[2].pod)  # It sends, but its kernel acknowledges nothing.
@@ -169,7 +169,7 @@ def test_a_check_that_came_late_is_repeated() -> None:
     members = world.form(4, spares=1)
     cut(world, members[2])
     report(world, members[1], members[2])
-    world.now += 5  # This process was stopped, and its host acknowledged nothing meanwhile.
+    world.now += 5  # This process was stopped, and its host acknowledged nothing during the stop.
     world.pass_time(0)
     assert lost(world) == []
     heal(world, members[2])

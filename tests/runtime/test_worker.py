@@ -290,7 +290,7 @@ def test_a_command_keeps_its_signals_and_dies_with_its_launcher(tmp_path: Path) 
 
 
 def test_python_exec_of_a_program_may_start_it_unless_its_launcher_is_gone(tmp_path: Path) -> None:
-    """Regression: under such a program, for example a profiler, the worker ended at once and
+    """Regression: under such a program, for example a profiler, the worker ended immediately and
     silently.
     """
     wrapper, script = tmp_path / "wrapper", write(tmp_path, "hello.py", "print('hello')\n")

@@ -80,7 +80,7 @@ class CoordinatorProcess:
     # ---- connections
 
     def receive(self, connection: Connection, line: bytes) -> None:
-        """Handle a line of a launcher."""
+        """Handle a line from a launcher."""
         self._hear()
         if connection.nonces is None:
             connection.nonces = self.real.prove(line, connection.send)

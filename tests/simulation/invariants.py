@@ -30,7 +30,7 @@ class Invariants:
         self.s = simulation
         self.names: set[str] = set()
         self.unseen: set[str] = set()
-        """Pods deleted by force before the operator knew of them, so that it creates them again."""
+        """Pods force-deleted before the operator knew of them, so that it creates them again."""
         self.attempts: dict[tuple[str, int], int] = {}
         self.last_round: tuple[int, int] = (-1, -1)
         self.worlds: list[int] = []

@@ -489,7 +489,7 @@ class Machines:
             self.clock.later(noticed_after, tell)
 
     def silence(self, host: Host, noticed_after: float) -> None:
-        """Kill its kubelet. Its Ready condition shows it after `seconds`."""
+        """Kill the host's kubelet. The node becomes NotReady after `noticed_after` seconds."""
         host.mute = True
         host.generation += 1
         generation = host.generation

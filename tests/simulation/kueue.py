@@ -121,8 +121,8 @@ class Kueue:
             self.s.store.changed("Pod", pod)
 
     def evict(self, workload: Json | None = None) -> None:
-        """Revoke the quota, or one Workload's, for a job of a higher priority, which uses it at
-        once.
+        """Revoke the quota, or one Workload's, for a job of a higher priority, which uses it
+        immediately.
         """
         for one in self.workloads().values() if workload is None else [workload]:
             if self.holds(one, "QuotaReserved") and not self.holds(one, "Finished"):

@@ -70,7 +70,7 @@ class Launcher:
         self.stands_in = "step"
         """The function that its ranks' stacks show."""
         self.stands_still = False
-        """Whether its ranks use no processor time at all."""
+        """Whether its ranks use no CPU time at all."""
         self._later(0.01, self._dial)
         if self.mode == production.FAST:
             self._later(production.LOOKUP_SECONDS, self._look)
@@ -201,7 +201,7 @@ class Launcher:
             self._unsent.append((verb, fields))
 
     def receive(self, connection: Connection, line: bytes) -> None:
-        """Handle a line of the coordinator."""
+        """Handle a line from the coordinator."""
         if connection is not self._connection or not self.alive:
             return
         message = production.decode(line)
@@ -442,7 +442,7 @@ class Launcher:
         self._later(self.network.draw("drain"), lambda: self._exit(code, kind, message))
 
     def crash(self, code: int, reason: str, message: str = "") -> None:
-        """Kill the process at once."""
+        """Kill the process immediately."""
         if self.alive:
             self.kill()
             self._ended(code, message if message else reason)

@@ -131,11 +131,11 @@ class Connection:
     # ---- sending; None is the end of the stream
 
     def to_coordinator(self, line: bytes | None) -> None:
-        """Send a line of the launcher."""
+        """Send a line from the launcher."""
         self._send(True, line)
 
     def to_launcher(self, line: bytes | None) -> None:
-        """Send a line of the coordinator."""
+        """Send a line from the coordinator."""
         self._send(False, line)
 
     def _from_coordinator(self, verb: str, fields: dict[str, Any]) -> None:

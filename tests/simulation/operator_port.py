@@ -46,7 +46,7 @@ from .network import Network
 from .store import NAMESPACE, Json, Refusal, Store
 
 LISTED_FOR = 30.0
-"""Seconds after which a list is read again whatever the watches report, as in the Kubernetes
+"""Seconds after which a list is read again even if the watches work, as in the Kubernetes
 implementation.
 """
 

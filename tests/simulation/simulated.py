@@ -176,7 +176,7 @@ class Simulation:
 
     def force_delete(self, name: str) -> None:
         """Delete a pod as `kubectl delete --force` does."""
-        self.network.say(f"FAULT: {name} is deleted by force")
+        self.network.say(f"FAULT: {name} is force-deleted")
         self.store.delete("Pod", name, grace=0)
 
     def delete(self, name: str) -> None:

@@ -143,7 +143,7 @@ class Store:
         self, kind: str, name: str, uid: str | None = None, grace: int | None = None, namespace: str = NAMESPACE
     ) -> Json:
         """Request an object's deletion. A pod that a kubelet may run gets its grace period; other
-        objects go at once.
+        objects go immediately.
 
         Raises Refusal 404, and 409 if the precondition on the uid fails.
         """

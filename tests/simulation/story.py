@@ -112,14 +112,14 @@ class Story:
         self.last_fault = -APART
         self.faults: Counter[str] = Counter()
         self.fatal = False
-        """Whether a fault has occurred that may fail the job at once."""
+        """Whether a fault has occurred that may fail the job immediately."""
         self.reconciles = 0
         self.calm = False
 
     # ---- the operator
 
     def _observe(self, kind: str, what: str, body: Json) -> None:
-        """Deliver a change by a watch: at once, late, or never."""
+        """Deliver a change by a watch: immediately, late, or never."""
         if kind not in ("Pod", "Node", "DDPJob") or self.s.now < self.gap_until:
             return
         if kind == "DDPJob" and self.random.random() < 0.8:

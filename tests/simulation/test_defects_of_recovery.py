@@ -51,7 +51,7 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         liveness,
         "_host_lost",
         lambda *_: None,
-        places.test_an_out_of_service_taint_is_trusted_at_once,
+        places.test_an_out_of_service_taint_is_trusted_immediately,
     ),
     "a lost coordinator takes the group with it": (
         replacing,

@@ -77,7 +77,7 @@ async def test_without_a_gang_the_same_job_holds_every_free_node() -> None:
         {"podTemplate": {"spec": {"schedulingGroup": {"podGroupName": "ours"}}}},
     ],
 )
-async def test_a_job_with_its_own_scheduler_or_group_gets_no_gang_unless_it_asks(spec: Json) -> None:
+async def test_a_job_with_its_own_scheduler_or_group_gets_a_gang_only_if_it_asks(spec: Json) -> None:
     for gang, wanted in ((None, set()), (True, {"job-gang-0"})):
         scheduling = {**spec.get("scheduling", {}), **({} if gang is None else {"gang": gang})}
         s = WithGangs({"nodes": 2, **spec, "scheduling": scheduling})
@@ -100,7 +100,7 @@ async def test_a_job_for_volcano_gets_a_gang_unless_its_pods_name_one() -> None:
 
 
 @pytest.mark.parametrize("gang", [True, False])
-async def test_two_jobs_that_each_need_the_whole_cluster(gang: bool) -> None:
+async def test_two_jobs_that_each_need_the_whole_cluster_deadlock_only_without_gangs(gang: bool) -> None:
     """The other job takes free nodes as this one does, pod by pod or all at once."""
     s = WithGangs({"nodes": 2, "scheduling": {"gang": gang}}, steps=20)
     s.machines.capacity = 1  # the other job's first pod holds the other half
@@ -171,7 +171,7 @@ async def test_a_job_that_requires_a_gang_waits_for_a_cluster_that_serves_it() -
     await s.until_phase("Complete")
 
 
-async def test_apis_that_the_cluster_serves_later_change_no_running_job() -> None:
+async def test_apis_that_the_cluster_serves_later_do_not_change_running_jobs() -> None:
     s = await Simulation({}, steps=1000).begun()
     for serves in (True, False):
         s.cluster.serves_gangs = serves
@@ -219,7 +219,7 @@ async def test_a_group_that_cannot_train_releases_its_nodes_and_waits_as_a_gang(
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_need_for_room_that_cannot_be_met_destroys_no_only_copy(mode: str) -> None:
+async def test_a_need_for_room_that_cannot_be_met_does_not_destroy_the_only_copy(mode: str) -> None:
     """Regression: 30 s after a cordon, the only copy of a job's progress was deleted although no
     pod needed its node.
     """
@@ -310,7 +310,7 @@ def preempt(s: Simulation, name: str) -> None:
 @pytest.mark.parametrize(
     "spec", [{}, FAST, {"script": None, "command": ["train"]}], ids=["Standard", "Fast", "command"]
 )
-async def test_a_preempted_job_releases_its_other_pods_at_once(spec: Json) -> None:
+async def test_a_preempted_job_releases_its_other_pods_immediately(spec: Json) -> None:
     spec = {key: value for key, value in {"script": "train.py", **spec}.items() if value is not None}
     s = WithGangs({"nodes": 3, **spec}, steps=10**6)
     if "command" in spec:
@@ -342,7 +342,7 @@ async def test_a_preempted_job_leaves_its_room_to_the_preempting_gang(nodes: int
     assert s.status["restarts"]["counted"] == 0
 
 
-async def test_without_gangs_the_replacement_of_a_preempted_pod_is_created_at_once() -> None:
+async def test_without_gangs_the_replacement_of_a_preempted_pod_is_created_immediately() -> None:
     """The scheduler reserves the room for a pod that preempts."""
     s = await Simulation({"nodes": 1}, steps=10**6).begun()
     preempt(s, "job-0-0")
@@ -358,7 +358,7 @@ async def test_a_preempted_spare_interrupts_nothing() -> None:
     assert s.phase == "Running" and s.status["rendezvous"]["generation"] == 0 and len(bound(s)) == 2
 
 
-async def test_an_unscheduled_spare_replaces_no_pod() -> None:
+async def test_an_unscheduled_spare_does_not_replace_a_pod() -> None:
     s = WithGangs({"nodes": 2, "spares": 1, **FAST}, steps=10**6)
     s.machines.capacity = 2
     await s.until_phase("Running")
@@ -418,7 +418,7 @@ async def test_the_operator_dies_before_and_after_every_call(
 
 
 @pytest.mark.slow
-async def test_a_preempted_job_ends_well_at_whatever_point_the_operator_dies() -> None:
+async def test_a_preempted_job_ends_well_if_the_operator_dies_at_any_point() -> None:
     """A new process may find the pod gone without a reason. Then the job yields a while later."""
 
     async def preempted(s: Simulation) -> None:
@@ -481,6 +481,6 @@ async def test_a_refused_group_is_reported_with_its_cause_and_the_remedy(status:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(5))
-def test_random_faults_with_gangs(part: int) -> None:
+def test_all_invariants_hold_under_random_faults_with_gangs(part: int) -> None:
     for seed in range(part, SEEDS, 5):
         asyncio.run(Story(seed, simulation=WithGangs).run())

@@ -83,7 +83,7 @@ def check(job: DDPJob, decision: Decision) -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_no_spec_and_no_status_makes_a_decision_raise(part: int) -> None:
+def test_a_decision_never_raises_for_any_spec_and_status(part: int) -> None:
     size, done = 100 * TIMES, 0
     for number in range(part * size, (part + 1) * size):
         with tried(number) as (manifest, maker):
@@ -142,7 +142,7 @@ class Generated(Simulation):
 
 
 @pytest.mark.parametrize("part", range(2))
-async def test_a_job_is_reconciled_whatever_is_written_into_its_status(part: int) -> None:
+async def test_a_job_is_reconciled_with_any_status(part: int) -> None:
     size, reached = 60 * TIMES, dict[Any, int]()
     for number in range(part * size, (part + 1) * size):
         with tried(number) as (manifest, maker):

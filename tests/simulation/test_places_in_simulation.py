@@ -70,7 +70,7 @@ async def test_an_agent_that_calls_most_nodes_unhealthy_moves_nothing() -> None:
     assert conditions(s)["NodesHealthy"]["status"] == "True"
 
 
-async def test_a_spare_takes_over_from_an_unhealthy_node_at_once() -> None:
+async def test_a_spare_takes_over_from_an_unhealthy_node_immediately() -> None:
     s = Simulation({**FAST, "nodes": 2, "spares": 1}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
     for host in s.machines.hosts.values():
@@ -154,7 +154,7 @@ async def test_a_deleted_node_object_is_a_loss_after_the_same_delay() -> None:
     assert s.status["restarts"]["recent"][0]["message"] == f"Kubernetes node {node} of pod job-1-0 has been deleted"
 
 
-async def test_an_out_of_service_taint_is_trusted_at_once() -> None:
+async def test_an_out_of_service_taint_is_trusted_immediately() -> None:
     s = await Simulation({"nodes": 2, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 600}}, steps=1000).begun()
     node = s.pods["job-1-0"].node
     s.cut(node, noticed_after=0)
@@ -240,7 +240,7 @@ async def fails_wherever(s: Simulation, broken: set[str], message: str, seconds:
 
 @pytest.mark.parametrize("spares", [0, 1])
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
-async def test_a_pod_that_has_lost_its_device_is_replaced_at_once_and_counts_once(mode: str, spares: int) -> None:
+async def test_a_pod_that_has_lost_its_device_is_replaced_immediately_and_counts_once(mode: str, spares: int) -> None:
     s = Simulation({"nodes": 2, "spares": spares, "recovery": {"mode": mode, "maxRestarts": 1}}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     node = s.pods["job-0-0"].node
@@ -249,7 +249,7 @@ async def test_a_pod_that_has_lost_its_device_is_replaced_at_once_and_counts_onc
     assert "has lost its device (no CUDA-capable device)" in s.status["restarts"]["recent"][-1]["message"]
     assert [entry["node"] for entry in s.status["avoidedNodes"]] == [node]
     assert "job-0-1" in s.pods and s.pods["job-0-1"].node != node
-    assert s.status["restarts"]["recent"][0]["seconds"] < (3 if spares else 15), "a spare takes over at once"
+    assert s.status["restarts"]["recent"][0]["seconds"] < (3 if spares else 15), "a spare takes over immediately"
 
 
 async def test_a_pod_that_fails_again_before_its_deletion_reaches_it_does_not_count_twice() -> None:
@@ -329,7 +329,7 @@ async def test_if_new_pods_lose_their_devices_too_the_budget_ends_the_job() -> N
 @pytest.mark.parametrize(
     "message", ["NameError: name 'lunch' is not defined", "killed by the kernel: the container's memory limit"]
 )
-async def test_an_error_that_every_pod_would_have_moves_no_pod(message: str) -> None:
+async def test_an_error_that_every_pod_would_have_does_not_move_a_pod(message: str) -> None:
     s = Simulation({**FAST, "nodes": 2, "recovery": {"mode": "Fast", "maxRestarts": 3}}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     for _ in range(3):
@@ -339,7 +339,7 @@ async def test_an_error_that_every_pod_would_have_moves_no_pod(message: str) -> 
     assert s.status["restarts"]["counted"] == 3
 
 
-async def test_an_error_that_another_pod_had_in_the_same_round_moves_no_pod() -> None:
+async def test_an_error_that_another_pod_had_in_the_same_round_does_not_move_the_pod() -> None:
     s = Simulation({**FAST, "nodes": 2}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     for number in (1, 2, 3):

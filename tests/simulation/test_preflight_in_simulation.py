@@ -23,7 +23,7 @@ def reasons(s: Simulation) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
-async def test_a_pod_that_fails_the_preflight_is_replaced_elsewhere_uncounted(mode: str) -> None:
+async def test_a_pod_that_fails_the_preflight_is_replaced_elsewhere_without_counting(mode: str) -> None:
     s = Simulation({"preflight": {"scope": "Node"}, "recovery": {"mode": mode, "maxRestarts": 0}}, steps=10**6)
     s.machines.favourite = {1: "n5"}
     defective(s, "n5")

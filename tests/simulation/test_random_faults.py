@@ -23,7 +23,7 @@ PARTS = 40
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_random_faults(part: int, kind: str) -> None:
+def test_all_invariants_hold_under_random_faults(part: int, kind: str) -> None:
     for seed in range(part, SEEDS // 20 if kind else SEEDS, PARTS):
         story = KINDS[kind](seed)
         try:

@@ -66,7 +66,7 @@ async def test_the_first_round_and_the_next_have_the_order(mode: Json, placement
     assert took <= plain.now + 3, "one or two reconciles"
 
 
-async def test_labels_that_appear_later_restart_no_job_and_order_the_next_round() -> None:
+async def test_labels_that_appear_later_order_only_the_next_round() -> None:
     s = await Racks(ORDERED, labels=False).begun()
     assert s.ranks() == BY_INDEX and s.shown == ("False", "LabelsMissing")
     assert s.now < ORDER_SECONDS, "labels that are known to be missing are not waited for"

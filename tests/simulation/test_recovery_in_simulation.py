@@ -1,6 +1,6 @@
 """Elastic jobs, spares, lost nodes, the Fast coordinator, budget and rules.
 
-The tests check the actions, and that the status stays true meanwhile.
+The tests check the actions, and that the status stays true throughout.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ async def test_a_group_that_is_about_to_grow_restarts_instead_of_starting() -> N
         await s.one_pass()
         phases += [s.phase] if s.phase != phases[-1] else []
         if phases[-1] == "Restarting":
-            assert conditions(s)["Running"]["message"] == "3 of 3 nodes run, and the group restarts"
+            assert conditions(s)["Running"]["message"] == "3 of 3 nodes run, and the group is restarting"
         s.advance(0.25)
     assert phases == ["Running", "Restarting", "Running"]
     assert reasons(s) == [("Joined", False)]

@@ -93,14 +93,15 @@ async def test_pods_that_wait_for_refused_pods_are_reported_and_can_be_released(
         s.advance(10)
         messages.append(conditions(s)["Scheduled"]["message"])
     assert len(set(messages[2:])) == 1, "the condition does not flap"
-    assert "meanwhile 2 of 4 pods wait with 16 GPUs: to release them, set runPolicy.suspend to true" in messages[-1]
+    waiting = "; 2 of 4 pods are already waiting with 16 GPUs: to release them, set runPolicy.suspend to true"
+    assert waiting in messages[-1]
     assert len(s.nodes()) == 2 and s.status["restarts"]["total"] == 0
     await s.suspended()
     s.change_spec({"runPolicy": {"suspend": False}, "nodes": 2})
     await s.until_phase("Complete")
 
 
-async def test_a_refused_disruption_budget_is_reported_and_delays_no_replacement() -> None:
+async def test_a_refused_disruption_budget_is_reported_and_does_not_delay_replacements() -> None:
     s = Refusing({"nodes": 2}, steps=10**6)
     s.cluster.budget_denial = Refused(403, "exceeded quota: budgets")
     await s.until_phase("Running")
@@ -135,7 +136,7 @@ async def test_training_pods_hold_nothing_idle() -> None:
     s = await Refusing({"nodes": 3, "elastic": {"minNodes": 2}}, pods_allowed=3, steps=1000).begun()
     await s.settle()
     scheduled = conditions(s)["Scheduled"]
-    assert scheduled["reason"] == "CreationRefused" and "meanwhile" not in scheduled["message"]
+    assert scheduled["reason"] == "CreationRefused" and "already waiting" not in scheduled["message"]
     await s.one_pass()
     said = conditions(s)["Running"]["message"]
     assert said.startswith("2 of 3 nodes run together; the missing pods cannot be created (CreationRefused): Pod job-2")

@@ -125,7 +125,7 @@ class Training:
             self._peers_notice(current, gone=launcher)
 
     def _peers_notice(self, current: WorkerRound, gone: Launcher | None = None, only: Launcher | None = None) -> None:
-        """Notice a lost peer: at once if the kernel closes the connection, never if the link is
+        """Notice a lost peer: immediately if the kernel closes the connection, never if the link is
         cut.
         """
         for member in [only] if only is not None else list(current.working.values()):

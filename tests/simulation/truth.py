@@ -22,8 +22,8 @@ UNKNOWABLE = frozenset(
 
 
 class Truth:
-    """Samples a story of faults that can be known at once. Raises Violation if a statement stays
-    untrue.
+    """Samples a story of faults that can be noticed immediately. Raises Violation if a statement
+    stays untrue.
     """
 
     def __init__(self, story: Story) -> None:

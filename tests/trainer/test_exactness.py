@@ -22,7 +22,7 @@ TOLERANCE, TINIEST = 1e-4, 2e-6
 SAME = [*TINY, "data.micro_batches=6"]
 """The same micro-batches are used on 1, 2 and 3 ranks. Sums in a different order differ by 1e-7 at
 first. After 16 steps, when the sign of an activation has changed, they differ by 2e-4 on some
-processors.
+CPUs.
 """
 
 

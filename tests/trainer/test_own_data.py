@@ -374,7 +374,7 @@ def test_scores_and_targets_of_one_value_are_not_broadcast() -> None:
     assert float(loss.sum(scores[:0], Batch(scores[:0], targets[:0]))) == 0
 
 
-def test_bce_of_classes_with_unreadable_samples() -> None:
+def test_bce_of_classes_leaves_out_unreadable_samples() -> None:
     scores, loss = torch.randn(3, 4), Loss(OptimConfig(loss="bce"))
     whole = loss.sum(scores, Batch(scores, torch.tensor([1, 3, -100]), unreadable=1))
     shares = torch.tensor([[0.0, 1, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]])
@@ -396,7 +396,7 @@ def test_a_samples_random_numbers_are_the_same_in_each_process_and_isolated() ->
     assert data[0].fingerprint() == data[1].fingerprint() and data[0].class_names == ["below", "above"]
 
 
-def test_workers_share_no_file_that_a_dataset_opens_at_its_first_sample(tmp_path: Path) -> None:
+def test_workers_do_not_share_a_file_that_a_dataset_opens_at_its_first_sample(tmp_path: Path) -> None:
     np.arange(256.0).tofile(tmp_path / "numbers")
     data = open_data(DataConfig(name="somebodys_data:lazy", dir=tmp_path, workers=2))
     fingerprint = data.fingerprint()
@@ -583,7 +583,9 @@ def test_an_own_loss_of_classes_needs_their_outputs_from_the_first_step(tmp_path
     assert row["loss"] > 0 and "accuracy" not in row
 
 
-def test_own_losses_binary_labels_and_the_command_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_losses_and_binary_labels_train_and_are_evaluated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from ddpjob_trainer.commands import evaluate_checkpoint
 
     quantile = [*KEYS, "data.name=somebodys_data:regression", "optim.loss=somebodys_data:quantile", "train.epochs=1"]

@@ -84,7 +84,7 @@ def rooms(graph: Arrows) -> Arrows:
     return found
 
 
-def test_no_module_and_no_room_imports_itself_indirectly() -> None:
+def test_modules_and_rooms_do_not_import_themselves_indirectly() -> None:
     graph = arrows(ROOT)
     assert len(graph) > 100, "the trainer was found"
     advice = "move what they share into a room below both (the order of the rooms is in pyproject.toml, importlinter)"

@@ -63,9 +63,9 @@ def test_defaults_are_given_in_the_description() -> None:
     missing = [
         p
         for p, s in _schemas(SPEC, "spec")
-        if "default" in s and s["default"] != {} and "Default " not in s["description"]
+        if "default" in s and s["default"] != {} and "Default: " not in s["description"]
     ]
-    assert missing == [], do(f'write "Default VALUE." into the descriptions of these fields in {CRD}', 1)
+    assert missing == [], do(f'write "Default: VALUE." into the descriptions of these fields in {CRD}', 1)
 
 
 def test_every_value_is_bounded() -> None:
@@ -101,7 +101,7 @@ def test_rules_use_only_features_of_both_evaluators() -> None:
         assert "\\" not in rule["rule"], "cel-python and the API server treat escapes differently: write it without"
 
 
-def test_no_field_changes_by_itself_while_running() -> None:
+def test_every_field_may_change_while_running_or_has_a_rule_against_it() -> None:
     """A field of spec either may change at any time or has a rule against changes, never both."""
     free = {"nodes", "elastic", "spares", "recovery", "runPolicy", "notify", "rankOrder"}
     guarded = {rule["fieldPath"].lstrip(".") for rule in SPEC["x-kubernetes-validations"] if "oldSelf" in rule["rule"]}
@@ -468,7 +468,7 @@ STORED = json.loads(
 )
 
 
-def test_a_new_default_of_the_crd_restarts_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_default_in_the_crd_does_not_restart_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The upgrade is from this release to a later one, and back."""
     stored = JobSpec.read(STORED).template_hash
     later = deepcopy(schema_of("spec"))

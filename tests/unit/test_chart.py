@@ -271,7 +271,7 @@ def test_conflicting_values_are_reported(values: str, words: str) -> None:
     "key", [f"{'node.kubernetes.io/'[:n]}{end}" for n in range(1, 20) for end in ("", "*")]
     + ["node.kubernetes.io/unschedulable", "nodes", "node-health*", "node.kubernetes.iox/gpu", "*"],
 )  # fmt: skip
-def test_the_chart_takes_the_taints_that_the_operator_takes(key: str) -> None:
+def test_the_chart_accepts_the_taints_that_the_operator_accepts(key: str) -> None:
     """Otherwise the operator would crash because of a name that `helm upgrade` has accepted."""
     signals = json.loads((CHART / "values.schema.json").read_text())["properties"]["nodeHealth"]["properties"]
     schema = signals["taints"]["items"]
@@ -320,7 +320,7 @@ MANY = ["n" * 60] * 20
     ids=["receivers", "classes"],
 )
 def test_values_too_large_for_the_operators_environment_are_reported(values: Any, name: str, tmp_path: Path) -> None:
-    """Linux starts no program with a variable of more than 128 KiB."""
+    """Linux does not start a program with a variable of more than 128 KiB."""
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(subprocess.CalledProcessError) as refused:
         template("--set", "key.existingSecret=given", "--values", str(tmp_path / "values.yaml"))
@@ -567,7 +567,7 @@ def test_the_chart_of_a_release_uses_the_image_of_its_digest(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("digest", ["", "sha256:12", f"{DIGEST}\n", DIGEST.upper()])
-def test_a_text_that_is_not_a_digest_is_not_packaged(digest: str, tmp_path: Path) -> None:
+def test_a_string_that_is_not_a_digest_is_not_packaged(digest: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="not the digest of an image; write sha256: and 64 hexadecimal digits"):
         PACKAGE(digest, tmp_path)
     assert not list(tmp_path.iterdir())

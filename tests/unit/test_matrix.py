@@ -40,7 +40,7 @@ def run(row: object) -> None:
         pytest.skip(result.skipped_because)
     print(matrix.table([result]))
     if not result.ok:
-        # On a machine with far more work than processors, one worker among hundreds did not end
+        # On a machine with far more work than CPUs, one worker among hundreds did not end
         # with its group (torch 2.6 and 2.9). The cause is unknown, and the output contains its
         # stacks. Two failures in a row are a defect.
         print(result.output)
@@ -95,7 +95,7 @@ def test_the_newest_pre_release_of_torch_has_a_row_that_may_fail(monkeypatch: py
     assert failed.ok and not failed.went_well and "which may fail" in matrix.table([failed])
 
 
-def test_the_oldest_and_newest_python_of_a_torch_are_chosen() -> None:
+def test_the_oldest_and_newest_python_for_a_torch_version_are_chosen() -> None:
     wheels = {"3.9": {(2, 8): "2.8.0"}, "3.10": {(2, 8): "2.8.0"}, "3.13": {(2, 8): "2.8.0", (2, 9): "2.9.1"}}
     rows = [matrix.Row("3.9", "2.8.0"), matrix.Row("3.13", "2.8.0")]
     assert matrix.of_minor((2, 8), wheels, everything=False) == rows

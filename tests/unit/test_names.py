@@ -57,7 +57,7 @@ def different(pattern: re.Pattern[str], right: tuple[str, ...]) -> list[str]:
     ]
 
 
-def test_no_text_installs_the_package_by_a_name_that_is_not_reserved() -> None:
+def test_no_file_installs_the_package_by_a_name_that_is_not_reserved() -> None:
     """Anybody who registers the name would run code on the machine of each reader."""
     is_published = "ddpjob[" in INSTALL
     assert is_published or different(BY_NAME, ()) == [], f"write as INSTALL has it: {INSTALL}"

@@ -22,7 +22,7 @@ from ddpjob_pod.own_work import Lookout, WorkClock, count_tail, count_waits, rea
 from torch import distributed, nn
 
 SLEEP = 0.1
-"""Seconds that a normal rank sleeps in each step."""
+"""Seconds that a normal rank sleeps at each step."""
 WORLD = 3
 
 
@@ -47,8 +47,8 @@ LOOPS = {"ddp": by_ddp, "by hand": by_hand}
 
 
 def train(kind: str, rank: int, folder: Path) -> None:
-    """Train like a script until rank 1 is reported. Rank 0 saves a checkpoint in every tenth
-    step.
+    """Train as a user's script would, until rank 1 is reported. Rank 0 saves a checkpoint every
+    tenth step.
     """
     os.environ |= {"WORLD_SIZE": str(WORLD), "RANK": str(rank)}
     said, step, stop = folder / "said", 0, torch.zeros(1)
@@ -71,7 +71,7 @@ def train(kind: str, rank: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_only_the_lagging_rank_is_reported(kind: str, tmp_path: Path) -> None:
-    """The others wait in the exchange. Rank 0 sleeps longest, but only in every tenth step."""
+    """The others wait in the exchange. Rank 0 sleeps longest, but only every tenth step."""
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=train, args=(kind, rank, tmp_path)) for rank in range(WORLD)]
     for process in ranks:

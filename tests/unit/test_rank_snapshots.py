@@ -597,7 +597,7 @@ def test_a_malformed_inventory_counts_as_an_empty_one_on_all_ranks(
 
 
 @pytest.mark.parametrize("claimed", [2**40, 2**63, 2**64 - 1])
-def test_a_size_that_a_peer_claims_takes_no_memory(claimed: int) -> None:
+def test_memory_is_not_filled_for_a_size_that_a_peer_claims(claimed: int) -> None:
     before = Path("/proc/self/statm").read_text().split()[1]
     try:
         assert len(rank_snapshots._reserve(claimed)) == claimed
@@ -729,7 +729,7 @@ def test_an_evaluation_does_not_count_as_the_cost_of_a_copy(
 
 
 @given(st.integers(1, 1000), st.integers(1, 10**6))
-def test_an_explicit_number_of_steps_is_kept_whatever_it_costs(every: int, step: int) -> None:
+def test_an_explicit_number_of_steps_is_kept_at_any_cost(every: int, step: int) -> None:
     cadence = Cadence(every)
     assert cadence.is_due(step) == (step % every == 0)
     assert cadence.copied(step, [Cost(100.0, 1.0, 0.001, 1.0)]) == every

@@ -85,7 +85,7 @@ def test_versions_that_disagree_are_reported(checkout: Path, name: str, old: str
 
 
 @pytest.mark.parametrize("tag", ["9.8.7", "v9.8", "v9.8.7-rc.1", "main"])
-def test_other_tags_are_refused(checkout: Path, tag: str) -> None:
+def test_a_tag_that_is_not_v_and_three_numbers_is_refused(checkout: Path, tag: str) -> None:
     [problem] = SCRIPT["problems"](checkout, tag)
     assert "three numbers" in problem
 

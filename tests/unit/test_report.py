@@ -527,7 +527,7 @@ class Accelerator:
         self.loaded = ""
 
     def wait_for_everyone(self) -> None:
-        """Return at once, because there is only one process."""
+        """Return immediately, because there is only one process."""
 
     def save_state(self, folder: str) -> None:
         Path(folder).mkdir()

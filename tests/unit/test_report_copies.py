@@ -462,7 +462,7 @@ def test_a_script_without_its_last_copy_fails(bucket: Bucket) -> None:
     assert bucket.entries() == []
 
 
-def test_a_script_that_removes_its_last_copy_fails_at_once(bucket: Bucket) -> None:
+def test_a_script_that_removes_its_last_copy_fails_immediately(bucket: Bucket) -> None:
     began = time.monotonic()
     done = ends("1", "600", "removes")
     assert done.returncode == 1 and "will not be copied" in done.stderr and "so the job is not complete" in done.stderr

@@ -201,7 +201,7 @@ def test_lightning_continues_from_memory(
     survives(train, tmp_path, job, starts)
 
 
-def test_lightning_reports_the_loss_of_epochs_that_are_shorter_than_its_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightning_reports_the_loss_even_if_an_epoch_ends_before_its_first_log(monkeypatch: pytest.MonkeyPatch) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
     from ddpjob_report import lightning as callbacks
 

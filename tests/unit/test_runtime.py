@@ -74,7 +74,7 @@ def test_a_pod_does_not_list_the_files_of_the_runtime() -> None:
 
 
 def test_the_archive_runs_itself_and_the_worker_next_to_it(mount: Path) -> None:
-    """The coordinator starts the store by a path, and torchrun starts the workers by one."""
+    """The coordinator starts the store by its path, and torchrun starts the workers by theirs."""
     words = "import sys; sys.path[:0] = sys.argv[1:]; import ddpjob_runtime as it; print(it.PROGRAM, it.WORKER)"
     found = python("-c", words, f"{mount}/ddpjob_runtime")
     program, worker = found.stdout.split()

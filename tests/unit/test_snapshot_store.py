@@ -110,7 +110,7 @@ def test_the_last_completed_step_is_known_without_a_copy(tmp_path: Path) -> None
     assert store.made == Moment((1, 3), 5)
 
 
-def test_no_reader_and_no_kill_meets_a_half_written_number(tmp_path: Path) -> None:
+def test_readers_never_see_a_half_written_number(tmp_path: Path) -> None:
     first, second = 0x00FFFFFFFF, 0x0100000000
     SnapshotStore(tmp_path).note_made(Moment((0, 1), first))
     child = os.fork()

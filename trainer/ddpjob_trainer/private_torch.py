@@ -40,7 +40,7 @@ class _ShortUnpicklingError(pickle.UnpicklingError):
     """An error from torch's restricted unpickler, with very long words shortened.
 
     torch.load searches the message with a regular expression whose time grows with the square of
-    the longest word. A 20 kB file kept the processor busy for eight seconds, and a 1 MB file would
+    the longest word. A 20 kB file kept the CPU busy for eight seconds, and a 1 MB file would
     take hours.
     """
 

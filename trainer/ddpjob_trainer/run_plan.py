@@ -279,7 +279,7 @@ class Division:
         )
 
     def explain_waits(self) -> str:
-        """Return why ranks or pipelines wait in each step; empty if full batches divide evenly."""
+        """Return why ranks or pipelines wait at each step; empty if full batches divide evenly."""
         batch, dealing = self.config.data.batch, self.dealing
         if dealing.passes(batch):
             return ""

@@ -60,7 +60,9 @@ class _Made:
 def keep_account(
     incarnations: Mapping[int, Incarnation], events: Sequence[tuple[float, Kind]], begin: float, end: float
 ) -> Account:
-    """Return the account from `begin` to `end`. `events` has the time and kind of each failure."""
+    """Return the account from `begin` to `end`. `events` contains the time and kind of each
+    failure.
+    """
     every = _made(incarnations)
     made = [one for one in every if begin <= one.when <= end]
     gaps = [after.when - before.when for before, after in pairwise(made) if before.incarnation == after.incarnation]

@@ -18,7 +18,7 @@ class Kind(StrEnum):
 
     KILL = "kill"
     """All processes of a node are killed, as with `kubectl delete pod --force`. A replacement
-    starts at once.
+    starts immediately.
     """
     CRASH = "crash"
     """A worker is killed (SIGKILL), and its node is healthy."""

@@ -54,7 +54,7 @@ class System(Protocol):
     """Number of times that everything had to be restarted."""
 
     def kill_node(self, node: str) -> None:
-        """Kill all processes of a node. Its replacement starts at once."""
+        """Kill all processes of a node. Its replacement starts immediately."""
 
     def crash_worker(self, node: str) -> None:
         """Kill a worker (SIGKILL), but no other process of its node."""

@@ -511,14 +511,14 @@ _SPEC = TypeAdapter(JobSpec)
 # --- size limits: the operator keeps every job in memory, and users choose how large they are
 
 LARGEST_TEXT, MOST_VALUES = 256 * 1024, 5000
-"""Maximum number of characters in all names and texts of a spec, and maximum number of values
-(mappings, lists, texts and numbers) in it. Values are limited too, because an empty mapping takes 3
-bytes in etcd and 72 in the operator."""
+"""Maximum number of characters in all names and strings of a spec, and maximum number of values
+(mappings, lists, strings and numbers) in it. Values are limited too, because an empty mapping takes
+3 bytes in etcd and 72 in the operator."""
 _SMALL_TEXT, _SMALL_VALUES = 4096, 100
 
 
 def oversized(spec: Mapping[str, Any]) -> str:
-    """Return the path of the oversized part of a spec, or an empty text."""
+    """Return the path of the oversized part of a spec, or an empty string."""
     parts = (("spec.podTemplate", spec.get("podTemplate")), ("spec", spec))
     return next((path for path, part in parts if exceeds(part, LARGEST_TEXT, MOST_VALUES)), "")
 

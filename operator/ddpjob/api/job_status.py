@@ -405,7 +405,7 @@ class JobStatus:
     ready: Annotated[_Number, _below("nodes", "ready")] = 0
     """Number of pods that train."""
     spare: Annotated[_Number, _below("nodes", "spare")] = 0
-    """Number of pods that are ready to take over at once."""
+    """Number of pods that are ready to take over immediately."""
     slots: tuple[Slot, ...] = ()
     rank_order: Annotated[tuple[_Number, ...], _OMIT_EMPTY] = ()
     """Indices of the last group's nodes, in rank order. Empty if ranks follow the indices."""
@@ -448,7 +448,7 @@ class JobStatus:
         return condition is not None and condition.status
 
     def nodes_display(self, spec: JobSpec) -> str:
-        """Return a text such as `2/2 +1`: nodes that train or have succeeded, nodes wanted, and
+        """Return a string such as `2/2 +1`: nodes that train or have succeeded, nodes wanted, and
         spares.
         """
         wanted = self._wanted(spec)

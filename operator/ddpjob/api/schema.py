@@ -133,7 +133,8 @@ def without_nulls(value: Any) -> Any:
 
 
 def exceeds(value: Any, text: int, values: int) -> bool:
-    """Return whether a JSON value exceeds a limit on characters (in names and texts) or on values.
+    """Return whether a JSON value exceeds a limit on characters (in names and strings) or on
+    values.
 
     Counting stops at the limits, so that the cost is bounded too.
     """

@@ -173,7 +173,7 @@ def kill(backend: Backend, pod: str) -> None:
 
 
 @command_of_job
-@click.option("--now", is_flag=True, help="Kill the pods at once, without time to save a checkpoint.")
+@click.option("--now", is_flag=True, help="Kill the pods immediately, without time to save a checkpoint.")
 def stop(job: str, now: bool) -> None:
     """Stop a run on this machine, with all its processes.
 

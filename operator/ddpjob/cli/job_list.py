@@ -54,7 +54,7 @@ class JobList:
         self._page = 10
 
     def press(self, key: str) -> str:
-        """Apply a key. Return `quit` or `open` if the key requests it, otherwise an empty text."""
+        """Apply a key. Return `quit` or `open` if it requests that, otherwise an empty string."""
         if self.finding:
             self._type(key)
         elif key in ("q", "escape"):

@@ -357,7 +357,7 @@ def logs(
 
 
 def _list_ended(backend: Backend, job: str) -> int:
-    """Print the names of terminated pods and what remains of each, oldest attempts first."""
+    """Print the name, state and message of each terminated pod, oldest attempts first."""
     pods = backend.pods(job)
     left, fault = [pod for pod in pods if pod.ended], ""
     try:

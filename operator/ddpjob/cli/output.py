@@ -45,7 +45,7 @@ def paint(line: str) -> str:
 
 
 def usable_streams() -> None:
-    """Make sure that printing never fails, whatever the text.
+    """Make sure that printing never fails, for any text.
 
     It could fail because of a character that the output's encoding lacks, or because a stream was
     closed (`<&-`, `>&-`).
@@ -160,7 +160,7 @@ class PathTemplate:
 
 
 def _unquoted(text: str) -> str:
-    """Return the content of a text in single or double quotes, with JSON's escape sequences
+    """Return the content of a string in single or double quotes, with JSON's escape sequences
     resolved.
     """
     try:

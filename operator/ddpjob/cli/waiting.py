@@ -1,4 +1,4 @@
-"""Waits for a job to reach a state, and reports its progress meanwhile."""
+"""Waits for a job to reach a state, and reports its progress while waiting."""
 
 from __future__ import annotations
 

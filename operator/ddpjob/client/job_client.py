@@ -180,7 +180,7 @@ class Client:
     uses the jobs of this machine, in $DDPJOB_RUNS or ./runs. `namespace` and `context` default to
     those of the kubeconfig.
 
-    Methods accept the name of a job or a Job. They raise Mistake, with a text for the user, if a
+    Methods accept the name of a job or a Job. They raise Mistake, with a message for the user, if a
     request cannot be carried out. NoSuchJob, JobFailed and Unreachable are kinds of Mistake.
     """
 

@@ -39,7 +39,7 @@ _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def rerun(backend: Backend, name: str, *, fresh: bool) -> str:
-    """Rerun the job and return a text about what was done.
+    """Rerun the job and return a message about what was done.
 
     Raises Mistake if the job has not finished.
     """
@@ -64,7 +64,8 @@ def rerun(backend: Backend, name: str, *, fresh: bool) -> str:
 
 
 def _in_a_new_folder(manifest: Json, uid: str) -> tuple[Json, str]:
-    """Return the manifest with an unused checkpoint folder, and a text about where the job starts.
+    """Return the manifest with an unused checkpoint folder, and a phrase that says where the job
+    starts.
 
     Raises Mistake if the folder cannot be changed in the job's own spec.
     """
@@ -118,7 +119,9 @@ def checkpoints_that_stay(body: Json) -> str:
 
 
 def _manifest(body: Json) -> Json:
-    """Return an object as its user would write it, without fields of the server and the runner."""
+    """Return an object as its user would write it, without the fields that the server and the
+    runner add.
+    """
     meta = body["metadata"]
     kept: dict[str, Any] = {key: dict(meta[key]) for key in _KEPT if meta.get(key)}
     kept.get("annotations", {}).pop(_LAST_APPLIED, None)

@@ -365,7 +365,7 @@ class KubernetesCluster:
         self._checked[body["metadata"]["uid"]] = holds_runtime(body)
 
     async def _runtime(self, job: DDPJob, name: str) -> str:
-        """Return `name` if this ConfigMap exists and is usable, otherwise an empty text.
+        """Return `name` if this ConfigMap exists and is usable, otherwise an empty string.
 
         To be usable, it must have the right content and the job as an owner.
         """

@@ -25,8 +25,8 @@ from ddpjob.controller.kube.informer import PAGE_BYTES
 from ddpjob.controller.kube.rest import JSON, METADATA, METADATA_LIST, loads
 
 WATCH_PAUSE = 1.0
-"""Minimum delay in seconds between the starts of two watches. Otherwise kopf would retry at once,
-regardless of what ended the last watch."""
+"""Minimum delay in seconds between the starts of two watches. Otherwise kopf would retry
+immediately, regardless of what ended the last watch."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 
 

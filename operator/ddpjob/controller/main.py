@@ -113,7 +113,7 @@ class Leader:
         self.queue.add(key, urgent=urgent)
 
     def hosts_changed(self, hosts: Hosts | None, changed: frozenset[str]) -> None:
-        """Queue jobs with pods on changed hosts at once. Called by the host watch."""
+        """Immediately queue the jobs with pods on changed hosts. Called by the host watch."""
         for key in self.caches.jobs_on(changed):
             self.queue.add(key)
 

@@ -120,10 +120,10 @@ CONNECTIONS = 16
 PATIENCE = 10.0
 """Maximum time in seconds for which a client may be silent."""
 FRESH_SECONDS = 0.5
-"""How long a text is reused after it was created, in seconds."""
+"""How long, in seconds, rendered metrics are reused."""
 SHARE = 0.1
-"""Maximum share of a CPU's time for creating texts. A text about many jobs takes a long time to
-create, so it is reused for longer."""
+"""Maximum share of a CPU's time for rendering metrics. Those of many jobs take a long time to
+render, so they are reused for longer."""
 
 
 class Page:

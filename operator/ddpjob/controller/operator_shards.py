@@ -4,8 +4,8 @@ One process can reconcile only as many jobs as one CPU allows. With more jobs, s
 at the same time, but never two for the same job. Each shard has a Lease, elected as in `election`;
 the rules here only say which replica should take which Lease.
 
-- A replica without a Lease takes a free one at once. Otherwise it waits until the Lease has been
-  free for PATIENCE per Lease that it holds, so that others can take it first.
+- A replica without a Lease takes a free one immediately. Otherwise it waits until the Lease has
+  been free for PATIENCE per Lease that it holds, so that others can take it first.
 - A replica with at least two fewer shards than another one asks that one for a shard by writing its
   own name into an annotation of the Lease. The holder stops acting for that shard and releases it.
 - The Leases' names contain the number of shards. As long as a Lease for a different number is held,

@@ -18,7 +18,7 @@ job within a moment, even with a thousand jobs.
 Example with 200 jobs, in one of which a rank fails:
 
     progress is at most 40 s old (10 x 200 / 50), which is 5 requests per second for all jobs
-    the coordinator responds to the pending request at once, so its job is woken within milliseconds
+    the coordinator responds to the pending request, so its job is woken within milliseconds
     its next 9 responses are at least 0.1 s apart, and wake the job once a second
 """
 
@@ -48,7 +48,7 @@ later."""
 BURST = 10
 WAKE_SECONDS = 1.0
 """Minimum delay in seconds between wake-ups of one job. The first news after a quiet second wakes
-it at once."""
+it immediately."""
 FIRST_RETRY, LONGEST_RETRY = 0.5, 10.0
 """Delays in seconds between retries. The longest one is also how long a user waits for the current
 state after a network has recovered."""
@@ -241,7 +241,7 @@ def _jitter() -> float:
 
 
 def _news(report: Report) -> Any:
-    """Return the parts of a report that require a reconcile at once if they change.
+    """Return the parts of a report that require an immediate reconcile if they change.
 
     For progress, only the set of reported figures matters, not their values.
     """

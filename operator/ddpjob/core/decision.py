@@ -46,7 +46,7 @@ class CreateToken:
 
 @dataclass(frozen=True)
 class CreateGang:
-    """Creates the generation's PodGroup: the scheduler places its pods at once or not at all."""
+    """Creates the generation's PodGroup: the scheduler places all of its pods or none."""
 
 
 @dataclass(frozen=True)

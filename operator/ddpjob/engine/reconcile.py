@@ -93,7 +93,7 @@ async def _act(cluster: Cluster, seen: Observation, clock: Callable[[], datetime
     decision = decide(seen.job, seen.world, clock())
     applied = await apply(cluster, seen.job, decision)
     if applied.rejections:
-        # Show the rejection in the status at once.
+        # Show the rejection in the status immediately.
         rejections = tuple(r for r in applied.rejections if not r.optional)
         policy_refused = next((r.message for r in applied.rejections if r.optional), "")
         world = replace(seen.world, rejections=rejections, policy_refused=policy_refused)

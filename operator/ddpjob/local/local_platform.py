@@ -85,7 +85,7 @@ def free_ports() -> tuple[int, socket.socket]:
             return port, mark
         mark.close()
     raise NoFreePorts(
-        f"no three neighbouring TCP ports between {_LOWEST} and {_HIGHEST} are free, but a job needs them; end"
+        f"a job needs three consecutive free TCP ports between {_LOWEST} and {_HIGHEST}, but none are free; stop"
         " programs that listen there (`ss -ltn` lists them)"
     )
 

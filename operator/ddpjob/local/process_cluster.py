@@ -39,7 +39,7 @@ log = logging.getLogger("ddpjob.local")
 SPARE_SECONDS = 0.5
 """Delay in seconds before a lost pod is replaced if the job has spares.
 
-A new pod occupies a processor for seconds, and would slow down the group that restarts with the
+A new pod occupies a CPU for seconds, and would slow down the group that restarts with the
 spare.
 """
 
@@ -230,7 +230,7 @@ class ProcessCluster:
             self.changed.set()
 
     def force_delete(self, pod: Pod) -> None:
-        """Remove a pod at once, as `kubectl delete pod --force --grace-period=0` does."""
+        """Remove a pod immediately, as `kubectl delete pod --force --grace-period=0` does."""
         pod.kill()
         del self.pods[pod.name]
         self.changed.set()

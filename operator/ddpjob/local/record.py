@@ -40,7 +40,7 @@ def held(folder: JobFolder) -> Iterator[None]:
                 f"job {folder.name} is already running (process {pid}); run `ddpjob stop {folder.name}` to stop it"
             )
         os.ftruncate(descriptor, 0)
-        # Write at once, because a process that finds the lock held reports who holds it.
+        # Write immediately, because a process that finds the lock held reports who holds it.
         os.write(descriptor, str(os.getpid()).encode())
         try:
             if parent := _unlocked_runner(folder):

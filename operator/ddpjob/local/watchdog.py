@@ -4,8 +4,8 @@ stdin closes when `ddpjob run` has exited or crashed.
 
     python3 -I -S watchdog.py UID FOLDER
 
-The watchdog is run by path, so that it starts at once, and in its own session, so that it survives
-a killed terminal.
+The watchdog is run by path, so that it starts immediately, and in its own session, so that it
+survives a killed terminal.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def build_workload(job: DDPJob, platform: Platform, asked: CreateWorkload) -> Js
 
 
 def _topology_request(job: DDPJob) -> Json:
-    """Return what podTemplate's annotations ask of Kueue's topology-aware scheduling, which gives
-    neighbouring slots the same domain.
+    """Return what podTemplate's annotations ask of Kueue's topology-aware scheduling, which puts
+    consecutive slots in the same domain.
     """
     given: Json = (job.spec.pod_template.get("metadata") or {}).get("annotations") or {}
     request: Json = {"podIndexLabel": LABEL_INDEX}
@@ -108,8 +108,8 @@ def marked(workload: Json, now: datetime, *, condition: str, reason: str, messag
 
 
 _REQUEUED_AT_ONCE = ("Preempted", "NodeFailures")
-"""Eviction reasons after which a Workload may be admitted at once. After any other reason, Kueue
-decides when."""
+"""Eviction reasons after which a Workload may be admitted immediately. After any other reason,
+Kueue decides when."""
 
 
 def released(workload: Json, now: datetime) -> Json | None:

@@ -87,9 +87,9 @@ async def _until_asked(server: Server) -> int:
 async def run(arguments: argparse.Namespace, settings: CoordinatorSettings, token: str) -> NoReturn:
     """Serve until asked to exit (exit code 0) or until the store ends (1; 78 without torch).
 
-    SIGTERM ends the process at once with 143. After the group has finished, the code is 0 instead,
-    so that the pod is not shown as failed. Never returns. Raises OSError if it cannot listen on the
-    port.
+    SIGTERM ends the process immediately with 143. After the group has finished, the code is 0
+    instead, so that the pod is not shown as failed. Never returns. Raises OSError if it cannot
+    listen on the port.
     """
     server = Server(settings, token, store_ready=arguments.store_port is None)
     rounds = server.coordinator.rounds

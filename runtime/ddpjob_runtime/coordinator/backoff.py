@@ -9,7 +9,7 @@ between failures, however, should not wait at all.
 - A row ends when the job completes a step beyond the furthest one so far, or when a round has run
   for HEALTHY_SECONDS. A step that only repeats work lost since the last checkpoint does not end a
   row.
-- Only failures of the job itself count. After a lost node the next round begins at once.
+- Only failures of the job itself count. After a lost node the next round begins immediately.
 
 Example, initial=10 and maximum=300. The script fails at step 120 each time, after 20 s:
 
@@ -42,7 +42,7 @@ class RoundBackoff:
     def __init__(self, initial: float, maximum: float, *, no_restarts: bool = False) -> None:
         self.initial, self.maximum, self._no_restarts = initial, maximum, no_restarts
         self.until: float | None = None
-        """When the next round may begin; None means at once."""
+        """When the next round may begin; None means immediately."""
         self._failures = 0
         self._furthest: tuple[float, float] | None = None  # (epoch, step)
         self._advanced = False

@@ -125,7 +125,7 @@ class Coordinator:
         if resumed is not None:
             self._takeover.resume(member, resumed)
         # Otherwise nothing is due. When a thousand members started, checking all of them at each
-        # hello took a quarter of the processor time.
+        # hello took a quarter of the CPU time.
         if old is not None or resumed is not None:
             self._advance()
         return member
@@ -235,12 +235,12 @@ class Coordinator:
     def stacks(self, member: Member, number: int, rank: int, text: str, idle: bool | None = True) -> None:
         """Add one rank's stacks in a hung group.
 
-        `idle` indicates whether the rank has stood still since the last look; None means unknown.
+        `idle` indicates whether the rank has been idle since the last check; None means unknown.
         """
         self.rounds.stacks(member, number, rank, text, idle)
 
     def looked(self, member: Member, number: int, ranks: list[RankLook]) -> None:
-        """Add what a member's ranks have done since the last look."""
+        """Add what a member's ranks have done since the last check."""
         self.rounds.looked(member, number, ranks)
 
     def note(self, member: Member, kind: str, why: str) -> None:

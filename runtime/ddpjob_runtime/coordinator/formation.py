@@ -4,9 +4,9 @@ A round that begins with too few nodes wastes the nodes that come later, but a r
 wastes the nodes that are ready. The rules weigh these costs by what is known about the missing
 nodes:
 
-- A round of `nodes` nodes begins at once; a round of fewer than `min_nodes` never begins.
+- A round of `nodes` nodes begins immediately; a round of fewer than `min_nodes` never begins.
 - In between, the first round waits FIRST_GRACE, because pods start at different times.
-- A later round begins at once if as many nodes are ready as the last round had. With fewer, it
+- A later round begins immediately if as many nodes are ready as the last round had. With fewer, it
   waits SHRINK_GRACE, which is 10 s in Standard mode and 0 in Fast mode, where a restart is cheap.
 - A running round that could have more nodes is restarted. If the joiners complete the group, the
   round is restarted FILL_SECONDS after it began; otherwise after GROW_SECONDS, because every
@@ -16,9 +16,9 @@ Example, nodes=8 and min_nodes=6:
 
     t=0    6 nodes are ready: the first round may begin at t=30
     t=12   all 8 are ready: round 1 begins
-    t=900  a node is lost, 7 are ready: Fast begins round 2 at once, Standard at t=910
+    t=900  a node is lost, 7 are ready: Fast begins round 2 immediately, Standard at t=910
     t=960  the replacement is ready, and makes the group whole. Round 2 has run for longer than
-           FILL_SECONDS, so it is restarted at once, and round 3 has 8 nodes
+           FILL_SECONDS, so it is restarted immediately, and round 3 has 8 nodes
 
 Survivors of the last round come first (`choose`), then the members that have waited longest. If
 there are too many survivors, the highest indices are excluded, because a smaller job loses those

@@ -8,19 +8,19 @@ alone only raises a suspicion, and the ranks' activity decides:
   round, training, and whatever the script reports, such as evaluating. After FACTOR times their
   99th percentile, and at least LEAST_SECONDS, the coordinator looks at the ranks. Before LEAST_GAPS
   gaps are known, the minimum is longer (UNKNOWN), and at startup much longer.
-- **Proof.** If two more looks, LOOK_EVERY seconds apart, show a standstill (`standstill`), the
+- **Proof.** If two more checks, LOOK_EVERY seconds apart, show a standstill (`standstill`), the
   round ends as a hang, unless recovery.hangs is Report. From the first of these two on, the report
-  shows the step as overdue. If something moves, the pauses between looks grow.
+  shows the step as overdue. If something moves, the pauses between checks grow.
 - **hangAfterSeconds** ends the round after that time even without a proof. If the script's steps
   are not counted, silence proves nothing, so the ranks' stacks are compared, and all ranks must
   have been idle for that time.
 - A group that is active but completes no steps is reported as overdue after max(300 s, 20 times the
   longest gap). Without hangAfterSeconds, its round is never ended.
 
-Example, with steps of 0.5 s: rank 1 deadlocks in its data loader. The first look comes after 15 s,
+Example, with steps of 0.5 s: rank 1 deadlocks in its data loader. The first check comes after 15 s,
 the step is reported as overdue at 20 s, and the round ends at 25 s: "no step for 25 s: rank 1 in
-wait (...), the other ranks wait for it". An evaluation of 60 s gets four looks, each of which shows
-processor time or transferred bytes, so nothing is reported.
+wait (...), the other ranks wait for it". An evaluation of 60 s gets four checks, each of which
+shows CPU time or transferred bytes, so nothing is reported.
 
 A hang is treated as a first cause, like any other: docs/decisions/0010. Why hung rounds are stopped
 automatically: docs/decisions/0024.
@@ -145,7 +145,7 @@ class HangWatch:
             self.since = now
 
     def forgive(self, seconds: float) -> None:
-        """Ignore `seconds` of the time since the last step, and all looks since that step."""
+        """Ignore `seconds` of the time since the last step, and all checks since that step."""
         if self.since is not None:
             self.since += seconds
             self._suspicion = None
@@ -169,21 +169,21 @@ class HangWatch:
         return None if self.since is None or self.limit is None else self.since + self.limit
 
     def looks_at(self) -> float | None:
-        """Return the time of the next look at the ranks; None while no round runs."""
+        """Return the time of the next check of the ranks; None while no round runs."""
         if self.since is None:
             return None
         suspicion = self._suspicion
         return self.since + self._usual.limit(self._phase) if suspicion is None else suspicion.next_at
 
     def suspect(self) -> Suspicion:
-        """Return the results of the looks since the last step."""
+        """Return the results of the checks since the last step."""
         if self._suspicion is None:
             self._suspicion = Suspicion()
         return self._suspicion
 
 
 class Suspicion:
-    """The looks at the ranks since the last step, and the time of the next one."""
+    """The checks of the ranks since the last step, and the time of the next one."""
 
     def __init__(self) -> None:
         self.standstill = Standstill()
@@ -191,7 +191,7 @@ class Suspicion:
         self._pause = LOOK_EVERY
 
     def ask(self, now: float) -> bool:
-        """Begin a look, and return whether it may prove a hang.
+        """Begin a check, and return whether it may prove a hang.
 
         If so, logs should keep its stacks.
         """
@@ -199,8 +199,8 @@ class Suspicion:
         return self.standstill.looks == 1
 
     def add(self, now: float, look: Look | None) -> None:
-        """Add a look, or None if a member did not respond. If ranks have moved, the next looks are
-        delayed.
+        """Add a check's result, or None if a member did not respond. If ranks have moved, the next
+        checks are delayed.
         """
         if look is None:
             self.standstill = Standstill()

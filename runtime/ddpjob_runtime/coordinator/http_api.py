@@ -136,7 +136,7 @@ async def _answer(
 
 
 def _report(report: Report) -> str:
-    """Return the report as JSON, with texts shortened if it is too large for the operator."""
+    """Return the report as JSON, with strings shortened if it is too large for the operator."""
     most = report.nodes + protocol.MAX_SPARES  # A job cannot have more pods; the operator cuts the lists too.
     report = replace(report, members=report.members[:most], lost=report.lost[:most])
     text, allowed = _json(report), protocol.MAX_TEXTS
@@ -169,7 +169,7 @@ def _shorten(report: Report) -> Report:
 
 
 def _drop_texts(report: Report) -> Report:
-    """Keep only names and numbers, because each character of a text may take six bytes in JSON."""
+    """Keep only names and numbers, because characters of strings may take six bytes in JSON."""
     last = tuple(replace(i, message="", traceback="") for i in report.incidents[-protocol.DETAILED_INCIDENTS :])
     overdue = report.overdue and replace(report.overdue, where="", traceback="")
     figures = {name: value for name, value in report.progress.items() if name != "metrics"}

@@ -75,7 +75,7 @@ PROGRESS = {
 def render(report: Report, incidents: Mapping[IncidentKind, int]) -> str:
     """Return Prometheus' text format, version 0.0.4.
 
-    `incidents` has the number of incidents of each kind.
+    `incidents` is the number of incidents of each kind.
     """
     lines: list[str] = []
     states = [m.state for m in report.members]

@@ -68,7 +68,7 @@ def check(body: Any) -> dict[str, Any]:
             _check_metrics(value)
         elif name == ACTIVITY:
             if value is not None and not (isinstance(value, str) and len(value) <= MAX_FIGURES):
-                raise ValueError(f"{ACTIVITY}: must be a text of at most {MAX_FIGURES} characters, or null")
+                raise ValueError(f"{ACTIVITY}: must be a string of at most {MAX_FIGURES} characters, or null")
         elif name == START:
             if not read_start(value):
                 raise ValueError(f"{START}: must have step and source, as docs/protocol.md says, not {value!r:.80}")

@@ -16,7 +16,7 @@ Example: one of four nodes has an error in its program.
 
     0.00  node 2 reports `failed` with a ValueError: the round is BROKEN, everyone gets `restart`
     0.03  nodes 0, 1 and 3 report connection errors, which are evidence and nothing more
-    0.50  the verdict is sure: JUDGED, the operator's next look finds the incident
+    0.50  the verdict is sure: JUDGED, the operator's next reconcile finds the incident
     0.90  the last `ready`: the next round may form (`round_sequence`)
 
 If a connection error comes first, `restart` waits SETTLE_SECONDS: the real cause may still arrive,
@@ -362,7 +362,7 @@ class Round:
         self._end_dump()
 
     def stacks(self, member: Member, rank: int, text: str, idle: bool | None) -> None:
-        """Add one rank's stacks to the dump or look that is waiting for them."""
+        """Add one rank's stacks to the dump or check that is waiting for them."""
         for dump in (self._dump, self._look):
             if dump is not None:
                 dump.add(member, rank, text, idle, self.draining)

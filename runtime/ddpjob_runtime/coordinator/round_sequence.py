@@ -68,7 +68,7 @@ from ddpjob_runtime.protocol import (
 class Rounds:
     """Decides when a round begins and when it ends.
 
-    `progress` has the last values that the script reported.
+    `progress` contains the last values that the script reported.
     """
 
     def __init__(self, settings: CoordinatorSettings, members: Members, loop: Loop, progress: MergedProgress) -> None:
@@ -175,7 +175,7 @@ class Rounds:
         line = {"event": event, "time": iso(time_of(self._now())), "round": self.last_number, **fields}
         line["incidents"] = [i.short().write() for i in new[-MAX_RECORDED:]]
         line["progress"] = self._progress.report()
-        if len(encode(ToMember.RECORD, **line)) > MAX_LINE // 2:  # Scripts may report texts of any length.
+        if len(encode(ToMember.RECORD, **line)) > MAX_LINE // 2:  # Scripts may report strings of any length.
             line["incidents"] = [i.short(traceback=0).write() for i in new[-MAX_RECORDED:]]
             line["progress"] = {}
         writer.send(ToMember.RECORD, line)
@@ -221,7 +221,7 @@ class Rounds:
             current.look(partial(self._on_look, since))
 
     def _check_standstill(self, current: Round) -> None:
-        """Look at the ranks if a look is due, and end the round once a hang is proved."""
+        """Check the ranks if a check is due, and end the round once a hang is proved."""
         due, since = self.watch.looks_at(), self.watch.since
         if due is None or since is None or not current.can_hang or current.looks_closely:
             return
@@ -269,8 +269,8 @@ class Rounds:
     def _on_look_without_steps(self, since: float, dump: HangDump) -> None:
         """Decide whether a round whose steps are not counted hangs.
 
-        It does not hang while any rank is working. If that is unknown, as after the first look, the
-        time limit starts again.
+        It does not hang while any rank is working. If that is unknown, as after the first check,
+        the time limit starts again.
         """
         current = self.current
         if self.watch.since != since or current is None or current.broken or self.watch.hang_after is None:
@@ -378,7 +378,7 @@ class Rounds:
             self.current.stacks(member, rank, text, idle)
 
     def looked(self, member: Member, number: int, ranks: list[RankLook]) -> None:
-        """Add what a member's ranks have done since the last look."""
+        """Add what a member's ranks have done since the last check."""
         if self.current is not None and number == self.current.number:
             self.current.looked(member, ranks)
 

@@ -200,7 +200,7 @@ class Server:
     def watch_for_stalls(self) -> None:
         """Detect suspensions of this process from now on.
 
-        A suspension happens when the host is migrated or has no processor time for this process.
+        A suspension happens when the host is migrated or has no CPU time for this process.
 
         Detection uses the loop's timers, which run in the order of their times. So a stall is
         detected before a hang that became due during the stall is judged.

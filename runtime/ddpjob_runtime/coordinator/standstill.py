@@ -1,26 +1,27 @@
-"""Looks at the ranks of a round without steps: does any rank move, and which one blocks the others?
+"""Checks the ranks of a round without steps: does any rank move, and which one blocks the others?
 
-A look asks every launcher for the stacks of its workers, and for what they have done since the last
-look (`worker_vitals`). One look proves nothing, so a `Standstill` compares each look with the last
-one. The round stands still between two looks if the stack of every rank is the same, and
+A check (`Look`) asks every launcher for the stacks of its workers, and for what they have done
+since the last check (`worker_vitals`). One check proves nothing, so a `Standstill` compares each
+check with the last one. The round stands still between two checks if the stack of every rank is the
+same, and
 
 - the ranks outside of a collective have not read, written, received or computed anything. The other
   ranks wait for them, so they are the culprits;
 - or every rank is in a collective, and no rank has transferred anything.
 
-A rank that uses a GPU and stands at the same place may spend processor time, because a wait for a
+A rank that uses a GPU and stands at the same place may spend CPU time, because a wait for a
 GPU spins. A long computation on the GPU looks the same. Such a rank is not a culprit, and if there
-is one, the others must stand still for SPIN_LOOKS looks. Otherwise LEAST_LOOKS looks are enough.
+is one, the others must stand still for SPIN_LOOKS checks. Otherwise LEAST_LOOKS checks are enough.
 Some waits often end by themselves, and must last longer (PATIENCE): a stopped process, a system
 call on storage, a sleep. After any movement, the comparison starts again.
 
-Example, 5 s between looks:
+Example, 5 s between checks:
 
-     0  rank 0 in all_reduce; rank 1 in get (queue.py:180), no processor time known yet
+     0  rank 0 in all_reduce; rank 1 in get (queue.py:180), no CPU time known yet
      5  the same places; rank 1 used 0.00 s, 0 bytes: a standstill, rank 1 is awaited
     10  the same again: proved. If rank 1 had been in fsync, it would be proved after 120 s
 
-A look that lacks the response of a member is dropped. Why: docs/decisions/0024.
+A check that lacks the response of a member is dropped. Why: docs/decisions/0024.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ LEAST_MEMBERS = 3
 NAMED_RANKS = 8
 
 LOOK_SECONDS = 4.0
-"""How long a look waits for the responses of all members."""
+"""How long a check waits for the responses of all members."""
 LEAST_LOOKS, SPIN_LOOKS = 2, 6
-"""How many looks after the first one must show a standstill: if no rank spins on a GPU, and if one
+"""How many checks after the first one must show a standstill: if no rank spins on a GPU, and if one
 does.
 """
 LEAST_GAP = 2.0
-"""Two looks closer together than this, in seconds, do not prove anything."""
+"""Two checks closer together than this, in seconds, do not prove anything."""
 IDLE_SHARE, IDLE_BYTES = 0.02, 8192
-"""Idle ranks use a smaller share of a core and transfer fewer bytes between two looks. Threads that
-only watch, such as NCCL's, stay below that."""
+"""Idle ranks use a smaller share of a core and transfer fewer bytes between two checks. Threads
+that only watch, such as NCCL's, stay below that."""
 PATIENCE = {
     WaitKind.STOPPED: 60.0, WaitKind.STORAGE: 120.0, WaitKind.ASLEEP: 120.0, WaitKind.TRACED: float("inf"),
 }  # fmt: skip
@@ -68,8 +69,8 @@ BACKWARD = "_engine_run_backward"
 
 
 class Look:
-    """Collects one look. It calls `done` with the places of all ranks, or with None if a member did
-    not respond.
+    """Collects the responses of one check. It calls `done` with the places of all ranks, or with
+    None if a member did not respond.
     """
 
     def __init__(self, loop: Loop, members: list[Member], done: Callable[[Look | None], None]) -> None:
@@ -101,18 +102,18 @@ class Look:
 
 
 class Standstill:
-    """The results of consecutive looks since the last step."""
+    """The results of consecutive checks since the last step."""
 
     def __init__(self) -> None:
         self._before: Look | None = None
         self._since, self._spins = 0.0, False
         self.looks = 0
-        """Number of looks in a row that have shown a standstill."""
+        """Number of checks in a row that have shown a standstill."""
         self.awaited: frozenset[int] = frozenset()
         """The ranks that the others wait for; all ranks if every rank is in a collective."""
 
     def add(self, now: float, look: Look) -> bool:
-        """Compare a look with the last one, and return False if something has moved in between."""
+        """Compare a check with the last one, and return False if something has moved in between."""
         before, self._before = self._before, look
         found = None if before is None else _compare(before.ranks, look.ranks)
         if found is None:
@@ -124,14 +125,14 @@ class Standstill:
         return True
 
     def is_proved(self, now: float) -> bool:
-        """Whether the looks prove that the ranks will not continue by themselves."""
+        """Whether the checks prove that the ranks will not continue by themselves."""
         if self._before is None or self.looks < (SPIN_LOOKS if self._spins else LEAST_LOOKS):
             return False
         waits = [self._before.ranks[rank].wait for rank in self.awaited]
         return now - self._since >= max((PATIENCE[wait] for wait in waits if wait), default=0.0)
 
     def stacks(self) -> Stacks:
-        """Return the last look's stacks, the awaited ranks first."""
+        """Return the last check's stacks, the awaited ranks first."""
         look = self._before
         if look is None:
             return Stacks({}, {})
@@ -176,8 +177,8 @@ def _describe_wait(look: RankLook) -> str:
 class Stacks:
     """The stacks of a round without steps, by rank.
 
-    `members` has the member that runs each rank. `apart` has the ranks that the others wait for; it
-    is empty if unknown. `waits` has any other facts that are known about a rank.
+    `members` maps each rank to the member that runs it. `apart` contains the ranks that the others
+    wait for; it is empty if unknown. `waits` contains any other facts that are known about a rank.
     """
 
     def __init__(

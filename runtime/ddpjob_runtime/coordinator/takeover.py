@@ -25,7 +25,7 @@ end after 5 s, and round 7 would break with the cause PeerLost.
 A member from a later round than the adopted one supersedes it, and members of the earlier round are
 drained. Round numbers cannot collide (NUMBERS_PER_ATTEMPT).
 
-Why a lost coordinator costs no step in Fast mode: docs/decisions/0008.
+Why the loss of the coordinator does not lose a step in Fast mode: docs/decisions/0008.
 """
 
 from __future__ import annotations

@@ -8,14 +8,14 @@ spare when it reconnects. So a loss is decided within a second if two witnesses 
   acknowledge a byte for 0.5 s, and has not withdrawn that report;
 - a heartbeat on this coordinator's own connection is not acknowledged within CONFIRM_SECONDS.
 
-A report makes the coordinator look at all members, not only at the reported one. If most of them
+A report makes the coordinator check all members, not only at the reported one. If most of them
 are silent, this coordinator is the one that is partitioned, and no member is lost. A spare counts
 only if it also acknowledges the heartbeat. There must be a spare for each lost member; otherwise
 the server's limits decide.
 
 A link that is down for less than 0.5 s cannot cause a loss. Both kernels resend every 0.2 s
 (`resend_often`), so the heartbeat is acknowledged at most 0.7 s after the outage began. The
-coordinator looks at the earliest after 0.85 s.
+coordinator judges after 0.85 s at the earliest.
 
 Example with 8 nodes and a spare. The host of rank 3 loses its network at 0.0 s:
 
@@ -38,13 +38,13 @@ from ddpjob_runtime.protocol import MemberState, ToMember
 CONFIRM_SECONDS = 0.35
 """How long members' kernels may take to acknowledge a heartbeat."""
 LATE_SECONDS = 0.3
-"""If a look is this many seconds late, this process or its host was stopped. The look is then
+"""If a check is this many seconds late, this process or its host was stopped. The check is then
 repeated.
 """
 FRESH_SECONDS = 2.0
 """How long a report is valid. Neighbours repeat it every second, and a withdrawal may be lost."""
 PAUSE_SECONDS = 1.0
-"""Minimum time between looks that find no loss."""
+"""Minimum time between checks that find no loss."""
 
 
 class Witnesses:
@@ -58,7 +58,7 @@ class Witnesses:
         self._acknowledges = acknowledges
         self._number = 0
         self._reports: dict[tuple[int, int], float] = {}  # (reporting rank, silent rank) -> when
-        self._looked_at: float | None = None  # when the current look began
+        self._looked_at: float | None = None  # when the current check began
         self._rests_until = 0.0
 
     def report(self, member: Member, number: int, rank: int, silent: bool) -> None:

@@ -176,7 +176,7 @@ def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
 
 
 def on_signal(number: signal.Signals, client: MemberClient, shutdown: Shutdown) -> None:
-    """Announce at once that this node is leaving, then give the workers the pod's grace period."""
+    """Announce this node's departure immediately, then give the workers the pod's grace period."""
     why = f"asked to stop by {number.name}"
     shutdown.exit(
         128 + number,
@@ -416,7 +416,7 @@ def parse(run: Any, arguments: list[str]) -> Any:
         return parser.parse_args(arguments)
     except SystemExit:
         raise InitFailure(
-            "torchrun prints a text and exits with these arguments: {}; correct spec.torchrunArgs".format(
+            "torchrun prints a message and exits with these arguments: {}; correct spec.torchrunArgs".format(
                 " ".join(arguments)
             )
         ) from None

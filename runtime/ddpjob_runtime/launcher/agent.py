@@ -4,8 +4,8 @@ torchrun alone would restart its workers when it sees a failure, wait 30 s for a
 children behind. Here the coordinator decides, and a round's workers are gone before the next round
 begins:
 
-- A worker's failure is reported at once, with its error file. Workers that this launcher has ended
-  are not reported, because their errors are consequences.
+- A worker's failure is reported immediately, with its error file. Workers that this launcher has
+  ended are not reported, because their errors are consequences.
 - `restart` stops all workers and their sessions with SIGTERM, and with SIGKILL after the grace
   period. The launcher then waits until the kernel has removed them, because they may hold the
   device. In a planned restart, workers have the pod's grace period to save.
@@ -108,7 +108,7 @@ class CoordinatedAgent(LocalElasticAgent):
         self._oom_kills = 0
         self._activity = stacks.Activity()
         shutdown.stop_workers = self._stop_for_good
-        self._vitals: dict[int, Vitals] = {}  # what the last look has read, by pid
+        self._vitals: dict[int, Vitals] = {}  # what the last check has read, by pid
         self._looks = threading.Lock()
         client.on_dump, client.on_look, client.on_hurry = self._dump, self._look, self._hurry
         spec = self._worker_group.spec
@@ -134,8 +134,8 @@ class CoordinatedAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: Any) -> Any:
         self._node_shutdown.block_if_begun()
         assert self._round is not None
-        # This must be equal on all nodes, whatever their history, because scripts and stores use
-        # TORCHELASTIC_RESTART_COUNT.
+        # This must be equal on all nodes, regardless of their history, because scripts and stores
+        # use TORCHELASTIC_RESTART_COUNT.
         self._remaining_restarts = worker_group.spec.max_restarts - restarts_before(self._round)
         os.environ["DDPJOB_FENCE"] = f"{JobEnvironment.read().generation or 0}.{self._round}"
         self._oom_kills = oom.oom_kills()
@@ -304,7 +304,7 @@ class CoordinatedAgent(LocalElasticAgent):
             threading.Thread(target=self._send_look, args=arguments, name="ddpjob-look", daemon=True).start()
 
     def _send_look(self, number: int, record: bool) -> None:
-        """Send what each rank has done since the last look, and its stack."""
+        """Send what each rank has done since the last check, and its stack."""
         context, workers = self._pcontext, self._worker_group.workers
         if context is None:
             return
@@ -313,7 +313,7 @@ class CoordinatedAgent(LocalElasticAgent):
             local = {worker.global_rank: pids[worker.local_rank] for worker in workers}
             before, now = self._vitals, read_vitals(local.values())
             texts = stacks.collect(local, record)
-            # The next look must compare with this moment, because writing stacks makes workers
+            # The next check must compare with this moment, because writing stacks makes workers
             # active.
             self._vitals = read_vitals(local.values())
         share = protocol.MAX_LOOKS // max(1, len(local))

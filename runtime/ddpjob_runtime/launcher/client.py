@@ -111,7 +111,7 @@ class MemberClient:
         self.on_record: Callable[[dict[str, Any]], None] = lambda line: None
 
     def start(self) -> None:
-        """Begin to connect, and return at once."""
+        """Begin to connect, and return immediately."""
         with contextlib.suppress(OSError):
             # glibc reads the environment at the first lookup. In a thread, that could crash if a
             # variable is being set at the same time.

@@ -148,7 +148,7 @@ class NodePreflight:
         return int(STAGES * (self.settings.seconds + 4 * MARGIN_SECONDS))
 
     def begin(self) -> None:
-        """Start the check of this node, and return at once."""
+        """Start the check of this node, and return immediately."""
         known = self.settings
         what = {"what": "node", "folder": known.folder, "pod": JobEnvironment.read().pod}
         self._checks = [HardwareCheck({**what, "gpus": known.gpus, "resource": known.resource})]

@@ -10,8 +10,8 @@ crafted to escape from its folder, fill the disk or exhaust the memory. Three ru
    numbers in an archive's headers may be wrong.
 
 Example: a small archive that unpacks to 100 GiB of zeros is refused after 8 GiB, because unpacked
-bytes are counted. An archive that claims a header of 4 GiB is refused at once, because no single
-read may exceed 1 MiB.
+bytes are counted. An archive that claims a header of 4 GiB is refused immediately, because no
+single read may exceed 1 MiB.
 
     NAME                      a file of the archive
     .ddpjob-code-DIGEST       marker: the archive with this digest has been unpacked completely
@@ -19,7 +19,7 @@ read may exceed 1 MiB.
     .ddpjob-lock              held by the fetching pod; the kernel releases it when the pod ends
 
 A launcher that finds the marker changes nothing, so files that the program has written are kept.
-The pods of a job on one machine share the folder, and the first pod fetches the archive.
+A job's pods on the same machine share the folder, and the first pod fetches the archive.
 
 Why: docs/decisions/0029.
 """
@@ -118,8 +118,8 @@ class CodeSettings:
 class CodeFetch:
     """Fetches the archive once, when a launcher starts.
 
-    `report(text)` is called occasionally to update the job's status, and finally with an empty text
-    at the end.
+    `report(text)` is called occasionally to update the job's status, and finally with an empty
+    string at the end.
     """
 
     def __init__(self, settings: CodeSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:

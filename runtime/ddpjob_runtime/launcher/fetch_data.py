@@ -119,8 +119,8 @@ class FetchSettings:
 class Fetch:
     """Fetches the data once, when a launcher starts.
 
-    `report(text)` is called occasionally to update the job's status, and finally with an empty text
-    at the end.
+    `report(text)` is called occasionally to update the job's status, and finally with an empty
+    string at the end.
     """
 
     def __init__(self, settings: FetchSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:

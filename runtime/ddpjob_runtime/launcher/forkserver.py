@@ -125,7 +125,7 @@ class ForkServerEnded(RuntimeError):
 
 
 class ForkServer:
-    """The launcher's side. `more` has additional modules to import, separated by commas."""
+    """The launcher's side. `more` lists additional modules to import, separated by commas."""
 
     def __init__(self, more: str = "") -> None:
         ours, theirs = socket.socketpair()
@@ -325,7 +325,7 @@ def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
 def import_report(place: str) -> None:
     """Import `ddpjob_report` for all workers, and hide it from programs until they import it.
 
-    Otherwise, each restarted worker would spend a tenth of a second of processor time on the
+    Otherwise, each restarted worker would spend a tenth of a second of CPU time on the
     import, while its group waits. Programs must not see it, because an image may have a different
     version installed, which needs its own modules.
     """

@@ -14,9 +14,9 @@ bounded buffer and passes it on unchanged. A thread writes the buffer to a file 
   pod's own log reports this once, and the kept log contains the number of missing bytes.
 - Closing the log takes at most three seconds, or a quarter of a short grace period. The launcher
   and its workers have this much less, so that PID 1 returns the exit code before the pod is killed.
-- PID 1 outlives the launcher and the workers, so their last lines are kept whatever kills them. If
-  the whole container is killed at once, the output of the last second is lost; with a bucket, that
-  of the last minute.
+- PID 1 outlives the launcher and the workers, so their last lines are kept no matter what ends
+  them. If the whole container is killed without warning, the output of the last second is lost;
+  with a bucket, that of the last minute.
 - A pod keeps at most MAX_KEPT_LOG bytes. When it starts, it removes the oldest logs of its slot.
   DDPJOB_LOGS_KEPT is the number of logs per slot, and 0 or unset disables all of this.
 

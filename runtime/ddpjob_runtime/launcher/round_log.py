@@ -37,7 +37,7 @@ class RoundLog:
         self._thread: threading.Thread | None = None
 
     def write(self, line: dict[str, Any]) -> None:
-        """Queue a line, with the names of the job and pod, and return at once."""
+        """Queue a line, with the names of the job and pod, and return immediately."""
         if self._path is None:
             return
         if self._thread is None:

@@ -107,17 +107,17 @@ _OWN_FRAME = re.compile(
 
 
 class Activity:
-    """Measures whether workers have done anything since the last look.
+    """Measures whether workers have done anything since the last check.
 
     A rank that waits in a collective is idle: its main thread is never woken up, and the rest of
-    its session, such as watchdogs, takes almost no processor time.
+    its session, such as watchdogs, takes almost no CPU time.
     """
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[float, int, float]] = {}
 
     def idle(self, pid: int) -> bool | None:
-        """Whether the worker was idle since the last look; None at the first, or if the worker is
+        """Whether the worker was idle since the last check; None at the first, or if the worker is
         gone.
         """
         before, now = self._before.get(pid), _counters(pid)
@@ -127,7 +127,7 @@ class Activity:
         return switches < IDLE_SWITCHES and cpu < IDLE_SHARE * seconds
 
     def remember(self, pids: Iterable[int]) -> None:
-        """Make the next look compare with the present state.
+        """Make the next check compare with the present state.
 
         Call this after stacks are written, because that wakes up workers.
         """
@@ -136,7 +136,7 @@ class Activity:
 
 
 def _counters(pid: int) -> tuple[float, int, float] | None:
-    """Return (now, switches to the main thread, processor seconds of the worker's session)."""
+    """Return (now, switches to the main thread, CPU seconds of the worker's session)."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         cpu = sum(_processor_ticks(path, pid) for path in Path("/proc").glob("[0-9]*/stat"))

@@ -20,7 +20,7 @@ handler or barrier. Only `get_subprocess_handler` has a fallback: workers are th
 the log says so.
 
 worker.py itself replaces `FileBaton.try_acquire`, because it cannot import other modules. The
-modules `late_*.py` call whatever exists, and report the parts that they cannot find. The trainer
+modules `late_*.py` call the parts that exist, and report those that they cannot find. The trainer
 has its own module for this purpose, `ddpjob_trainer/private_torch.py`; neither may import the
 other.
 """

@@ -1,11 +1,11 @@
-"""Reads from /proc what workers have done since the last look, and what they wait for.
+"""Reads from /proc what workers have done since the last check, and what they wait for.
 
 A worker is judged together with all processes of its session, because its data-loader processes or
 a program that it started may do its work. Activity that the kernel does not show is not counted.
-That is safe, because the stacks must also be equal, and the coordinator compares several looks
+That is safe, because the stacks must also be equal, and the coordinator compares several checks
 (`standstill`).
 
-    stat         processor time, and whether a process is stopped (T) or waits in the kernel (D)
+    stat         CPU time, and whether a process is stopped (T) or waits in the kernel (D)
     io           bytes read and written through files and pipes
     sock_diag    bytes received and acknowledged through sockets, which `io` leaves out
     syscall      whether the main thread is in a system call on storage, or asleep
@@ -82,7 +82,7 @@ class Vitals:
     call: str = ""
 
     def since(self, before: Vitals | None) -> dict[str, object]:
-        """Return the fields of a RankLook that compare with the last look; 0 at the first look."""
+        """Return the fields of a RankLook that compare with the last check; 0 at the first."""
         start = self if before is None else before
         return {
             "seconds": self.at - start.at,

@@ -203,7 +203,7 @@ class Cluster:
             print(f"the logs of the failed start are in {kept}", flush=True)
 
     def _clean(self) -> None:
-        """Remove all processes, mounts, namespaces, cgroups and files, whatever their state is."""
+        """Remove all processes, mounts, namespaces, cgroups and files, in any state."""
         processes.end_all(self.settings)
         _unmount_below(self.settings.run)
         network.remove(self.settings)

@@ -20,7 +20,7 @@ def _gates() -> list[str]:
 
 
 def create_credentials(settings: Settings) -> pki.Authority:
-    """Create the certificates of all parts except the nodes."""
+    """Create the certificates of all control plane components."""
     authority = pki.create_authority(settings)
     addresses = settings.addresses
     names = [

@@ -14,7 +14,8 @@ from testcluster.processes import kill, recorded, run, spawn, succeeds, wait_for
 from testcluster.settings import Settings, node_number
 
 DEVICE_PLUGINS = "/var/lib/kubelet/device-plugins/kubelet.sock"
-"""Socket for device plugins. All kubelets of this machine share it, whatever their --root-dir."""
+"""Socket for device plugins. All kubelets of this machine share it, regardless of their --root-dir.
+"""
 PAUSE_IMAGE = "localhost/pause:1"
 CNI_PLUGINS = Path("/usr/lib/cni")
 

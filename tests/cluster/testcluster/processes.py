@@ -126,7 +126,7 @@ def spawn(
         )
     stat = _stat(child.pid)
     if stat is None:
-        raise ClusterError(f"{name} ended at once: see {settings.run}/log/{name}.log")
+        raise ClusterError(f"{name} ended immediately: see {settings.run}/log/{name}.log")
     process = Process(name, child.pid, stat.started)
     (settings.run / "pid" / name).write_text(json.dumps({"pid": process.pid, "started": process.started}))
     return process

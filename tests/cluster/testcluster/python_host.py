@@ -1,4 +1,4 @@
-"""A tiny image whose pods run this machine's Python, which takes seconds instead of gigabytes.
+"""A tiny image whose pods run this machine's Python, so that no gigabytes have to be copied.
 
 The image contains only folders and links. `overlay` mounts the interpreter, its virtual
 environment, the checkout and their libraries, read-only and at the same paths as on the host.

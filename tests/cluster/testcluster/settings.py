@@ -1,4 +1,4 @@
-"""Paths of the cluster's files, names of its parts, and their addresses."""
+"""Paths of the cluster's files, names of its components, and their addresses."""
 
 from __future__ import annotations
 

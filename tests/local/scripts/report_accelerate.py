@@ -28,7 +28,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         take(accelerator, step + 1)
-        accelerator.log({"loss": loss, "steps": steps, "mode": "a text is no figure"}, step=step + 1)
+        accelerator.log({"loss": loss, "steps": steps, "mode": "a string is not a number"}, step=step + 1)
         stop = ddpjob_report.should_stop()
         if stop or (step + 1) % 20 == 0:
             save(accelerator, step + 1)

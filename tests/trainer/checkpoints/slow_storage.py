@@ -33,7 +33,7 @@ class Slow:
         def slowly(*given: Any) -> Any:
             enough, until = self._agreed + 3, time.monotonic() + 20 * slowness()
             while self._agreed < enough:
-                assert time.monotonic() < until, "the ranks did not agree meanwhile to wait longer"
+                assert time.monotonic() < until, "the ranks did not agree in time to wait longer"
                 time.sleep(0.01)
             self.ended += 1
             return act(*given)

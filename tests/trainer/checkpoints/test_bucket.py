@@ -220,7 +220,7 @@ def test_a_forged_manifest_is_refused(text: bytes, store: Any) -> None:
         bucket.manifest(Stored(1, 5))
 
 
-def test_removal_and_scores(store: Any, tmp_path: Path) -> None:
+def test_checkpoints_are_removed_and_scores_are_kept(store: Any, tmp_path: Path) -> None:
     bucket = begun(store)
     first = bucket.publish(saved(tmp_path, 5), 5)
     bucket.publish(saved(tmp_path, 6), 6)
@@ -389,7 +389,7 @@ def test_on_a_slow_line_a_large_file_is_sent_piece_by_piece(
         return
     entries = [bucket.publish(large, 5), bucket.publish(saved(tmp_path, 6, bytes(6 * 2**20)), 6)]
     assert bucket.entries() == entries[::-1]
-    assert how == [12, 1, 1], "and at once with the next"
+    assert how == [12, 1, 1], "and immediately with the next"
 
 
 def test_an_upload_that_fails_for_an_unknown_reason_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

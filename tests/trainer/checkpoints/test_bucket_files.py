@@ -80,7 +80,9 @@ def fails(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception, times: i
 
 
 @pytest.mark.parametrize("name", ["manifest", "fetch", "scores", "entries", "take_term"])
-def test_a_temporary_failure_of_the_bucket_costs_no_step(name: str, two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_failure_of_the_bucket_does_not_lose_a_step(
+    name: str, two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regression: the next older copy was used, and the newest was deleted as superseded."""
     calls = fails(monkeypatch, name, BucketError("503 Service Unavailable"), 2)
     found = opened(two, "another", 2).newest()
@@ -106,7 +108,7 @@ def test_a_full_disk_ends_a_start_with_the_files_name(two: Path, monkeypatch: py
         opened(two, "another", 2).newest()
 
 
-def test_a_damaged_copy_is_skipped_at_once(
+def test_a_damaged_copy_is_skipped_immediately(
     two: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fails(monkeypatch, "fetch", Damaged("differs from the uploaded file in size or checksum"), 1)

@@ -168,7 +168,7 @@ def test_a_rank_uploads_in_order_and_retries(url: str, tmp_path: Path, monkeypat
     assert [entry.step for entry in Bucket.open(url).entries()] == [9, 7]
 
 
-def test_a_part_removed_before_its_upload_blocks_no_later_one(url: str, tmp_path: Path) -> None:
+def test_a_part_removed_before_its_upload_does_not_block_later_parts(url: str, tmp_path: Path) -> None:
     """Regression: the part's rank retried forever, and the first rank waited for it."""
     copies, share = begun(url)
     first, second = two_nodes(tmp_path, 7)

@@ -132,7 +132,7 @@ def test_a_kill_in_the_middle_of_an_upload_over_a_slow_line_loses_no_complete_co
     line.close()
 
 
-def test_an_unreachable_server_stops_no_training_and_a_start_without_it_is_refused(
+def test_an_unreachable_server_prevents_only_the_start_of_training(
     server: Server, tmp_path: Path, undisturbed: list[float]
 ) -> None:
     line = SlowLine(server.port)
@@ -179,7 +179,7 @@ PARTS = [
 
 
 def nodes(server: Server, place: Path, slow: SlowLine | None = None) -> Callable[[int], dict[str, str]]:
-    """Return the environment of ranks on one node each. `slow` limits the line of rank 1."""
+    """Return the environment of ranks with a node each. `slow` limits rank 1's bandwidth."""
 
     def node(rank: int) -> dict[str, str]:
         folder = {"DDPJOB_CHECKPOINT_DIR": str(place / f"node{rank}"), "DDPJOB_CHECKPOINT_SHARED": "0"}

@@ -358,7 +358,7 @@ def test_the_cost_of_a_save_is_its_pause_and_processor_time_not_the_disks(tmp_pa
         assert least <= made.cost < most
 
 
-def test_a_save_that_retention_or_the_end_needs_is_due_at_once(tmp_path: Path) -> None:
+def test_a_save_that_retention_or_the_end_needs_is_due_immediately(tmp_path: Path) -> None:
     checkpoints = opened(tmp_path, keep_every_epochs=2, every_seconds=0)
     assert checkpoints.due(10, epoch=1) is Due.WHEN_FREE
     assert checkpoints.due(20, epoch=2) is Due.NOW

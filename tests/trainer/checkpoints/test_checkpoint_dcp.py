@@ -302,7 +302,7 @@ def test_a_save_that_cannot_be_read_back_fails_and_keeps_the_older_ones(
     ]
 
 
-def test_a_state_that_json_cannot_represent_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_state_that_json_cannot_represent_is_refused_immediately(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(CheckpointConfig(format=Format.DCP), tmp_path, Group())
     checkpoints.claim(Claim(0, 0, 1))
     with pytest.raises(CheckpointError, match=r"torch.dtype as a value at state\['kind'\]"):

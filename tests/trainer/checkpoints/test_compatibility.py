@@ -44,7 +44,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_differences() -> None:
+def test_differences_are_listed_by_tensor() -> None:
     saved = {"a": torch.zeros(2, 3), "old": torch.zeros(()), "same": torch.zeros(1)}
     wanted = {"a": torch.zeros(3, 2), "new": torch.zeros(4), "same": torch.ones(1)}
     assert list_differences(saved, wanted) == [
@@ -109,7 +109,7 @@ def test_training_starts_from_the_weights_of_a_file(source: str, trained: Path, 
         torch.save(known, path)
     if source == "wrapped":  # like torch.save of a DistributedDataParallel, in a dictionary as in the examples
         torch.save({"epoch": 3, "state_dict": {f"module.{name}": tensor for name, tensor in known.items()}}, path)
-    if source == "compiled":  # torch.compile of the model and of a part of it, with the arguments as timm saves them
+    if source == "compiled":  # a compiled model with a compiled submodule, saved with its arguments as timm does
         inner = {name.replace("features.", "features._orig_mod.", 1): tensor for name, tensor in known.items()}
         state = {f"module._orig_mod.{name}": tensor for name, tensor in inner.items()}
         torch.save({"state_dict": state, "args": argparse.Namespace(lr=0.1)}, path)
@@ -283,7 +283,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_very_long_word_of_a_file_costs_no_time(tmp_path: Path) -> None:
+def test_a_very_long_word_in_a_file_does_not_slow_the_check(tmp_path: Path) -> None:
     """torch itself would search this file for minutes to write its message."""
     pickled = b"\x80\x02c" + b"a" * 100_000 + b"\nb\n."
     torch.save({}, tmp_path / "long.pt")

@@ -69,7 +69,7 @@ def test_a_broken_checkpoint_is_reported_with_an_exit_code(
     )
 
 
-def test_a_checkpoint_that_training_deletes_meanwhile_is_left_out(
+def test_a_checkpoint_deleted_during_the_listing_is_left_out(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: for a running job's folder, an error was shown instead of the table."""

@@ -116,7 +116,7 @@ def test_ranks_meet_and_train_like_one_process(method: str, tmp_path: Path, sing
     until(lambda: not processes_with(str(tmp_path)), 10)
 
 
-def test_two_nodes_with_one_rank_each(tmp_path: Path, single_losses: list[float]) -> None:
+def test_two_nodes_with_one_rank_each_train_like_one_process(tmp_path: Path, single_losses: list[float]) -> None:
     """Two launchers, each with its own ranks, meet at a tcp:// address."""
     where = f"tcp://127.0.0.1:{free_port()}"
     folders = [tmp_path / "a", tmp_path / "b"]

@@ -288,7 +288,7 @@ def test_a_rank_starts_without_parsing_sources(monkeypatch: pytest.MonkeyPatch) 
     assert read.flat()
 
 
-def test_command_line_help_and_error() -> None:
+def test_help_lists_keys_with_types_and_environment_variables() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "ddpjob_trainer", "--help"], capture_output=True, text=True, check=True
     ).stdout

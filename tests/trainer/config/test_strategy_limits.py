@@ -1,4 +1,4 @@
-"""The table of limits: exactly the strategies in a row refuse its setting."""
+"""Each row of the table of limits names exactly the strategies that refuse its setting."""
 
 from __future__ import annotations
 

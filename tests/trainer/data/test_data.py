@@ -339,7 +339,7 @@ def test_workers_live_over_epochs_and_serve_the_test_set_too(tmp_path: Path) -> 
     assert children() - others == workers
 
 
-def test_a_signal_to_the_group_while_workers_start_ends_no_worker(
+def test_a_signal_to_the_group_while_workers_start_does_not_end_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchrun may send SIGTERM after the fork but before the worker has left the rank's process

@@ -67,7 +67,7 @@ def test_random_erasing_matches_torchvision() -> None:
             wanted[:, top : top + height, left : left + width] = value
         assert torch.equal(found[number], wanted), number
     some = [7, 3, 250]
-    assert torch.equal(RandomErasing(0.25, SEED)(images[some].clone(), some, EPOCH), found[some]), "whatever the batch"
+    assert torch.equal(RandomErasing(0.25, SEED)(images[some].clone(), some, EPOCH), found[some]), "in any batch"
 
 
 def test_cutout_matches_the_paper() -> None:

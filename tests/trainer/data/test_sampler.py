@@ -37,7 +37,7 @@ from hypothesis import strategies as st
     accumulate=st.integers(1, 3),
     equal=st.booleans(),
 )
-def test_each_sample_once_per_epoch_over_any_sequence_of_worlds(
+def test_each_sample_is_used_once_per_epoch_over_any_sequence_of_worlds(
     size: int,
     batch: int,
     seed: int,
@@ -269,7 +269,7 @@ def test_versions_match_the_samplers_of_timm_and_deit(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("repeats", "micro_batches"), [(4, 4), (4, 8), (3, 8), (2, 2)])
-def test_a_micro_batch_holds_no_sample_twice(repeats: int, micro_batches: int) -> None:
+def test_a_micro_batch_never_holds_a_sample_twice(repeats: int, micro_batches: int) -> None:
     """If there are at least as many micro-batches as versions, they behave like the ranks of timm's
     sampler.
     """

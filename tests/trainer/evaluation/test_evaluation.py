@@ -318,7 +318,7 @@ def test_an_empty_test_set_gives_no_numbers_but_ends() -> None:
 
 
 @pytest.mark.parametrize("classes", [3, 60])
-def test_files_and_pictures(classes: int, tmp_path: Path) -> None:
+def test_an_evaluation_writes_files_and_pictures(classes: int, tmp_path: Path) -> None:
     from ddpjob_trainer.evaluation.result_files import EvaluationFiles
     from PIL import Image
     from sklearn.metrics import precision_recall_fscore_support

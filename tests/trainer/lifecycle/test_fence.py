@@ -76,7 +76,7 @@ def test_a_claim_that_an_older_incarnation_has_overwritten_is_repeated(
         save(zombie, 9)
 
 
-def test_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_round_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DDPJOB_FENCE", "DDPJOB_GENERATION", "DDPJOB_ROUND"):
         monkeypatch.delenv(name, raising=False)
     assert round_from_env() == (0, 0)
@@ -110,7 +110,7 @@ CHECK_NOTHING = "from ddpjob_trainer.lifecycle.fence import Claim; Claim.check =
 
 
 @pytest.mark.parametrize("defect", ["", CHECK_NOTHING], ids=["as-it-is", "defect-no-check"])
-def test_a_frozen_process_that_wakes_up_after_its_successor(defect: str, tmp_path: Path) -> None:
+def test_a_frozen_process_that_wakes_up_after_its_successor_is_fenced(defect: str, tmp_path: Path) -> None:
     """A partitioned node returns and its process continues where it was frozen. Without the check,
     it would undo the final state of its successor.
     """
@@ -147,7 +147,7 @@ def test_a_frozen_process_that_wakes_up_after_its_successor(defect: str, tmp_pat
     )
 
 
-def test_all_ranks_end_as_fenced_when_the_writer_is(tmp_path: Path) -> None:
+def test_all_ranks_end_as_fenced_when_the_writer_is_fenced(tmp_path: Path) -> None:
     """Rank 0 finds out in the background. Rank 1 must not be reported as a separate failure."""
 
     def prepare(rank: int) -> None:
@@ -228,7 +228,7 @@ def test_a_second_job_is_refused_and_disturbs_nothing(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_same_job_reclaims_its_folder_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_job_reclaims_its_folder_immediately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fence, "WATCH_SECONDS", 60.0)
     job(monkeypatch, tmp_path, "a", "uid-a", "0.1")
     save(job(monkeypatch, tmp_path, "a", "uid-a", "0.2"), 1)
@@ -251,8 +251,8 @@ def test_jobs_with_the_same_name_on_two_clusters_do_not_take_over_the_folder(
 
 
 def test_the_ranks_wait_for_one_that_watches_longer_than_a_collective_may_take(tmp_path: Path) -> None:
-    """Watching takes 30 s in production, whatever train.timeout_seconds is. Here the times are 6 s
-    and 3 s.
+    """Watching takes 30 s in production, regardless of train.timeout_seconds. Here the times are 6
+    s and 3 s.
     """
     former = {"job": "uid-b", "namespace": "team", "name": "b", "pod": "b-0-0", "ended": False, "cluster": ""}
     tmp_path.joinpath("owner.json").write_text(json.dumps(former))

@@ -84,7 +84,7 @@ def test_all_ranks_dump_before_a_hanging_collective_fails(tmp_path: Path, capfd:
     assert "rank 1: no step for 2.7 s" in capfd.readouterr().err
 
 
-def test_the_signal_ends_no_rank_that_is_about_to_leave(tmp_path: Path) -> None:
+def test_the_signal_does_not_end_a_rank_that_is_about_to_leave(tmp_path: Path) -> None:
     """Regression: the signal ended the rank, because faulthandler had restored the default
     action.
     """

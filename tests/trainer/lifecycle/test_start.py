@@ -155,7 +155,7 @@ def test_ranks_of_agents_that_have_restarted_differently_find_each_other(tmp_pat
     good(2, [*TINY, "train.epochs=1", "train.timeout_seconds=20", f"checkpoint.dir={tmp_path}"], env=agent)
 
 
-def test_backend_and_device() -> None:
+def test_the_backend_decides_the_device() -> None:
     if not torch.cuda.is_available():
         assert devices.choose("auto", 0) == devices.RankPlacement(torch.device("cpu"), "gloo")
         with pytest.raises(
@@ -193,7 +193,7 @@ def test_residual_blocks_may_begin_at_zero() -> None:
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.state_dict().items())
     cifar = build_model(ModelConfig(name="resnet18_cifar", zero_init_residual=True), (3, 32, 32), 7, 5).state_dict()
     assert not cifar["blocks.0.bn2.weight"].any() and cifar["blocks.0.bn1.weight"].all()
-    with pytest.raises(ConfigError, match=r"model.zero_init_residual: small_cnn has no residual blocks"):
+    with pytest.raises(ConfigError, match=r"model.zero_init_residual: small_cnn has no ResNet residual"):
         build_model(ModelConfig(zero_init_residual=True), (1, 8, 8), 10, 0)
 
 

@@ -146,8 +146,8 @@ def test_sigterm_during_evaluation_keeps_the_epoch_and_evaluates_later(tmp_path:
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_rank_whose_peer_is_gone_leaves_promptly(how: signal.Signals, tmp_path: Path) -> None:
-    """SIGSTOP lets the collective block forever; SIGKILL makes it fail at once. No checkpoint is
-    being written, because the rank would wait for it.
+    """SIGSTOP lets the collective block forever; SIGKILL makes it fail immediately. No checkpoint
+    is being written, because the rank would wait for it.
     """
     ranks = start(2, [*TINY, "train.epochs=4000", "checkpoint.every_epochs=0", f"checkpoint.dir={tmp_path}"])
     until(lambda: steps(tmp_path) > 3)

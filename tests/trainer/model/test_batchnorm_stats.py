@@ -1,4 +1,4 @@
-"""Running statistics need only a few calls per step, whatever the number of layers."""
+"""Running statistics need only a few calls per step, regardless of the number of layers."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_evaluation_drops_no_branch_and_a_copy_has_its_own_mode() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"drop_path": 0.1}, r"model.drop_path: small_cnn has no residual blocks of a ResNet"),
+        ({"drop_path": 0.1}, r"model.drop_path: small_cnn has no ResNet residual blocks"),
         ({"name": "resnet18_cifar", "drop_path": 1.0}, r"model.drop_path=1.0: must be a probability below 1"),
         ({"name": "resnet18_cifar", "drop_path": -0.1}, r"model.drop_path=-0.1: must be a probability"),
         ({"name": "resnet18_cifar", "drop_path": 0.1, "sync_batchnorm": True}, r"leave out model.drop_path"),
@@ -93,7 +93,7 @@ def test_a_model_in_parts_is_refused(strategy: str) -> None:
 
 
 RUN = [
-    # Only two steps, because rounding differences between processors grow tenfold with each step.
+    # Only two steps, because rounding differences between CPU models grow tenfold with each step.
     *("data.name=synthetic", "data.shape=1,8,8", "data.size=48", "data.batch=24", "data.micro_batches=4"),
     *("model.name=resnet18_cifar", "model.drop_path=0.5", "train.epochs=1", "train.log_every=1", "optim.lr=0.001"),
     *("optim.momentum=0", "checkpoint.every_seconds=0", "eval.pictures=false", "train.threads=1", "data.stretch=1.5"),
@@ -138,6 +138,6 @@ def test_1_2_and_3_ranks_train_identically(tmp_path: Path) -> None:
     assert distance(folders["1"], folders["defect"]) > 10 * TOLERANCE
 
 
-def test_the_shipped_recipe_with_stochastic_depth(tmp_path: Path) -> None:
+def test_the_shipped_recipe_uses_stochastic_depth(tmp_path: Path) -> None:
     assert config.load("imagenet-lamb", [f"data.dir={tmp_path}"]).model.drop_path == 0.05
     assert models._LAST_NORMALIZATION.keys() >= {"Bottleneck", "BasicBlock"}

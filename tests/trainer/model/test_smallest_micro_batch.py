@@ -41,7 +41,7 @@ def test_a_single_sample_is_refused_before_the_first_step(size: int, world: int,
         assert f"; set {remedy}, or" in end.error
 
 
-def test_the_remedy_trains(tmp_path: Path) -> None:
+def test_a_run_with_the_suggested_remedy_trains(tmp_path: Path) -> None:
     keys = [*RESNET, "data.size=33", "data.batch=31", f"checkpoint.dir={tmp_path}"]
     (end,) = run(1, keys)
     assert end.code == 0, end

@@ -63,7 +63,7 @@ def _rank(rank: int, shares: list[list[int]], port: int, momentum: float | None,
 
 @pytest.mark.parametrize(("momentum", "affine"), [(0.1, True), (None, False)])
 @pytest.mark.parametrize("shares", [[[0, 1, 2, 3], [4, 5, 6]], [[0, 1, 2, 3, 4], [], [5, 6]]])
-def test_outputs_gradients_and_running_statistics(
+def test_outputs_gradients_and_running_statistics_equal_those_of_one_process(
     shares: list[list[int]], momentum: float | None, affine: bool, tmp_path: Path
 ) -> None:
     port = free_port()
@@ -137,7 +137,9 @@ def counting_stand_ins(rank: int) -> None:
 
 
 @pytest.mark.parametrize("defect", [None, counting_stand_ins])
-def test_a_rank_without_samples_changes_no_statistics(defect: Callable[[int], None] | None, tmp_path: Path) -> None:
+def test_a_rank_without_samples_does_not_change_statistics(
+    defect: Callable[[int], None] | None, tmp_path: Path
+) -> None:
     """A run grows to 3 ranks with a global batch of 2 and a last batch of 1."""
     arguments = [
         "data.name=synthetic",

@@ -47,7 +47,7 @@ def test_the_average_matches_torch() -> None:
 
 
 def test_skipped_steps_do_not_count() -> None:
-    """This holds whether the skip is known at once or only on the device."""
+    """This holds whether the skip is known immediately or only on the device."""
     weight = torch.zeros(3)
     known, later = MovingAverage(0.9, [("w", weight)]), MovingAverage(0.9, [("w", weight)])
     for step in range(6):
@@ -108,7 +108,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("defect", [None, forgetful])
-def test_a_restart_changes_nothing(defect: object, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_restart_changes_neither_losses_nor_the_average(defect: object, undisturbed: Path, tmp_path: Path) -> None:
     assert [end.code for end in run(1, [*AVERAGE, f"checkpoint.dir={tmp_path}"], prepare=stop_at(11))] == [75]
     good(1, [*AVERAGE, f"checkpoint.dir={tmp_path}"], prepare=defect)  # type: ignore[arg-type]
     assert final_losses(tmp_path / "run") == final_losses(undisturbed / "run"), "training itself never sees the average"

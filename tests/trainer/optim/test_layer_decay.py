@@ -44,7 +44,7 @@ def rates(model: nn.Module, optim: OptimConfig = CONFIG) -> dict[str, tuple[floa
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "convnext_atto", "swin_tiny_patch4_window7_224"])
 @pytest.mark.parametrize("freeze", [(), ("*.0.*",)])
-def test_a_model_of_timm_has_timms_groups(name: str, freeze: tuple[str, ...]) -> None:
+def test_a_timm_model_gets_the_parameter_groups_that_timm_would_give_it(name: str, freeze: tuple[str, ...]) -> None:
     param_groups_layer_decay = pytest.importorskip("timm.optim").param_groups_layer_decay
     model = build_model(ModelConfig(name=f"timm:{name}", freeze=freeze), (3, 224, 224), 5, 0)
     unlike = {"pos_embed", "cls_token", "relative_position_bias_table"}
@@ -133,7 +133,7 @@ class HeadFirst(nn.Module):
         self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(4, 2) for _ in range(3))
 
 
-def test_the_first_and_last_rates_show_a_head_in_the_wrong_place() -> None:
+def test_the_first_and_last_rates_reveal_a_head_in_the_wrong_place() -> None:
     model = torchvision.models.VisionTransformer(16, 8, 4, 2, 8, 16, num_classes=3)
     assert describe_shares(depths(model), 0.5) == (
         "optim.layer_decay=0.5: 6 groups, whose learning rates rise from 0.0312 times optim.lr"

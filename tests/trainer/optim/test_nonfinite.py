@@ -95,7 +95,7 @@ def test_the_first_nonfinite_step_ends_the_run_if_configured(tmp_path: Path) -> 
 
 
 def test_without_skipping_the_weights_would_be_lost(tmp_path: Path) -> None:
-    """Deliberate defect: the optimizer takes every step, whatever the gradient is."""
+    """Deliberate defect: the optimizer takes every step, even with a nonfinite gradient."""
 
     def prepare(rank: int) -> None:
         from ddpjob_trainer.optim.precision import Precision
@@ -140,7 +140,7 @@ def test_a_dynamic_scale_may_overflow_while_it_adapts() -> None:
             take(watch, step, True, torch.nan)
 
 
-def test_a_sample_common_to_all_steps_with_a_broken_loss_is_reported() -> None:
+def test_a_sample_common_to_all_steps_with_a_nonfinite_loss_is_reported() -> None:
     texts: list[str] = []
     watch = NonFiniteGuard(9, Group(), lambda step, text, samples: texts.append(text))
 

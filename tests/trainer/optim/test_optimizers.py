@@ -77,7 +77,7 @@ def test_one_cycle_matches_torch(rise: float, start: float, end: float) -> None:
     assert rates(config) == pytest.approx(torchs_rates)
 
 
-def test_one_cycle_of_few_steps() -> None:
+def test_one_cycle_works_with_few_steps() -> None:
     """The rise is one step long, for which torch's scheduler divides by zero."""
     config = OptimConfig(lr=0.4, schedule=ScheduleName.ONE_CYCLE, rise=0.5)
     assert [learning_rate(config, Position(step, 2, 1, 1)) for step in range(2)] == pytest.approx([0.4, 0.4 * 4e-6])
@@ -107,7 +107,7 @@ SCHEDULES = [
     batches=st.lists(st.integers(1, 300), min_size=1, max_size=5),
     changes=st.lists(st.integers(1, 2500), min_size=4, max_size=4),
 )
-def test_the_rate_follows_the_samples_whatever_the_batches_were(
+def test_the_rate_follows_the_samples_for_any_batch_sizes(
     config: OptimConfig, batches: list[int], changes: list[int]
 ) -> None:
     """The batch size may change at any sample. Each step's rate lies within the rates that the

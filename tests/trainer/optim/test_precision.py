@@ -265,7 +265,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(
         for name, value in strategy.model.named_buffers():
             value.copy_(running[name])
     assert all(torch.equal(strategy.state()["model"][name], value) for name, value in before.items())
-    # Halving the scale changes no bit of gradients that neither overflow nor underflow.
+    # Halving the scale does not change a bit of gradients that neither overflow nor underflow.
     steps(strategy, range(when, 6))
     steps(undisturbed, range(when, 6))
     for name, value in undisturbed.state()["model"].items():
@@ -273,7 +273,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_images_that_are_not_finite_spoil_no_running_statistics(level: str) -> None:
+def test_nonfinite_images_do_not_spoil_running_statistics(level: str) -> None:
     """Otherwise one such image would make every later evaluation NaN."""
     strategy = opened(f"amp.level={level}")
     steps(strategy, range(2))
@@ -472,7 +472,7 @@ def test_invalid_values_are_refused(amp: AmpConfig, message: str) -> None:
 def test_a_device_without_the_format_is_reported_before_training(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """torch has no float16 convolution for some processors."""
+    """torch has no float16 convolution on some CPUs."""
 
     def refuse(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("\"slow_conv2d_cpu\" not implemented for 'Half'")

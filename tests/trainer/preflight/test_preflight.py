@@ -155,7 +155,7 @@ def all_ok(flown: Flown) -> None:
 # ---------------------------------------------------------------- nothing wrong
 
 
-def test_all_is_well(tmp_path: Path) -> None:
+def test_a_healthy_group_passes_every_check(tmp_path: Path) -> None:
     """Three nodes run on one machine. The file that shows whether a folder is shared is removed
     afterwards.
     """
@@ -167,7 +167,7 @@ def test_all_is_well(tmp_path: Path) -> None:
     assert flown.said[0].startswith("preflight of 3 rank(s) on 3 node(s): 14 OK") and flown.said[1:] == ["", ""]
 
 
-def test_alone(tmp_path: Path) -> None:
+def test_a_single_rank_passes_every_check(tmp_path: Path) -> None:
     flown = fly(tmp_path, 1)
     all_ok(flown)
     assert flown.results["all-reduce"]["value"] == "one rank"
@@ -233,14 +233,14 @@ def listener_loses(rank: int, longer_than: int = -1) -> Prepare:
     return on(rank, lambda: setattr(peers, "Listener", Filtered))
 
 
-def test_three_networks_without_a_fault(nodes: Network, tmp_path: Path) -> None:
+def test_three_networks_without_a_fault_pass(nodes: Network, tmp_path: Path) -> None:
     flown = fly(tmp_path, 3, place=nodes)
     all_ok(flown)
     assert flown.results["own address"]["value"] == "10.77.0.1 (eth0), 10.77.0.2 (eth0), 10.77.0.3 (eth0)"
 
 
 @pytest.mark.parametrize(("world", "pairs"), [(3, "2 of 6"), (2, "1 of 2")])
-def test_one_direction_that_is_blocked(world: int, pairs: str, tmp_path: Path) -> None:
+def test_a_firewall_that_blocks_one_direction_is_reported(world: int, pairs: str, tmp_path: Path) -> None:
     """A host's firewall lets outgoing connections through but no incoming ones. The store works."""
     flown = fly(tmp_path, world, prepare=listener_loses(1))
     value = f"{pairs} directed pairs fail; node-a -> node-b ("
@@ -252,7 +252,7 @@ def test_one_direction_that_is_blocked(world: int, pairs: str, tmp_path: Path) -
     assert flown.seconds < 20 * slowness()
 
 
-def test_both_directions_blocked_but_for_the_store(nodes: Network, tmp_path: Path) -> None:
+def test_a_node_whose_firewall_opens_only_the_stores_port_is_reported(nodes: Network, tmp_path: Path) -> None:
     """A cloud's security group may open only the documented port."""
     nodes.run(2, "ip rule add pref 10 ipproto tcp dport 29450 lookup main")
     nodes.run(2, "ip rule add pref 20 to 10.77.0.0/24 ipproto tcp blackhole")
@@ -263,7 +263,7 @@ def test_both_directions_blocked_but_for_the_store(nodes: Network, tmp_path: Pat
     assert (flown.results["clocks"]["status"], flown.results["clocks"]["culprit"]) == ("SKIPPED", ["node-c"])
 
 
-def test_full_packets_that_are_lost(tmp_path: Path) -> None:
+def test_a_path_that_loses_full_packets_is_reported(tmp_path: Path) -> None:
     """If a path's MTU is smaller than the interfaces report, a connection is established and then
     stalls.
     """
@@ -283,7 +283,7 @@ def test_a_rank_that_cannot_reach_rank_0_is_reported_by_itself_and_others(nodes:
     assert flown.seconds < 25 * slowness()
 
 
-def test_an_interface_that_gloo_would_not_find_others_by(nodes: Network, tmp_path: Path) -> None:
+def test_a_host_name_that_leads_gloo_to_the_loopback_is_reported(nodes: Network, tmp_path: Path) -> None:
     """The host's name does not resolve to an address of this network, so gloo falls back to the
     loopback.
     """
@@ -297,7 +297,7 @@ def test_an_interface_that_gloo_would_not_find_others_by(nodes: Network, tmp_pat
     )
 
 
-def test_an_interface_that_does_not_exist(nodes: Network, tmp_path: Path) -> None:
+def test_an_interface_that_does_not_exist_is_reported(nodes: Network, tmp_path: Path) -> None:
     flown = fly(tmp_path, 2, place=nodes, env=lambda rank: {"GLOO_SOCKET_IFNAME": "eth7" if rank else "eth0"})
     assert flown.results["own address"]["culprit"] == ["node-b"]
     assert (
@@ -306,7 +306,7 @@ def test_an_interface_that_does_not_exist(nodes: Network, tmp_path: Path) -> Non
     )
 
 
-def test_a_name_of_rank_0_that_is_not_known(tmp_path: Path) -> None:
+def test_an_unknown_name_of_rank_0_is_reported(tmp_path: Path) -> None:
     flown = fly(tmp_path, 2, "preflight.join_seconds=2", absent=(0,), env=lambda _: {"MASTER_ADDR": "rank0.invalid"})
     assert flown.codes == [1]
     assert (
@@ -318,7 +318,7 @@ def test_a_name_of_rank_0_that_is_not_known(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- ranks that do not come
 
 
-def test_a_rank_that_never_comes(tmp_path: Path) -> None:
+def test_a_rank_that_never_joins_is_reported(tmp_path: Path) -> None:
     flown = fly(tmp_path, 3, "preflight.join_seconds=3", absent=(1,))
     assert flown.codes == [1, 1]
     assert flown.results["ranks"]["value"] == "2 of 3 here"
@@ -327,7 +327,7 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     assert 3 < flown.seconds < 15 * slowness()
 
 
-def test_rank_0_that_never_comes(tmp_path: Path) -> None:
+def test_a_rank_0_that_never_joins_is_reported(tmp_path: Path) -> None:
     flown = fly(tmp_path, 2, "preflight.join_seconds=2", absent=(0,))
     assert flown.codes == [1] and "check that rank 0 runs" in flown.said[0]
 
@@ -346,7 +346,7 @@ def test_a_rank_that_stops_is_reported_with_its_last_check(tmp_path: Path) -> No
 # ---------------------------------------------------------------- clocks, memory, folders
 
 
-def test_clock_skew(tmp_path: Path) -> None:
+def test_clock_skew_is_reported_with_its_node(tmp_path: Path) -> None:
     flown = fly(tmp_path, 3, prepare=on(2, lambda: setattr(peers, "now", lambda: time.time() + 7.0)))
     assert flown.results["clocks"]["culprit"] == ["node-c (+7.0 s)"]
     assert (
@@ -371,7 +371,7 @@ def images(folder: Path) -> list[str]:
     return ["data.name=imagefolder", f"data.dir={folder}"]
 
 
-def test_small_shared_memory(tmp_path: Path) -> None:
+def test_too_small_shared_memory_is_reported_with_the_required_size(tmp_path: Path) -> None:
     """The loaders hold 128 / 2 training images and 64 test images of 224 x 224 x 3 bytes, four
     batches ahead. One node has 16 MB.
     """
@@ -402,7 +402,7 @@ def test_small_shared_memory_is_enough_without_workers(tmp_path: Path) -> None:
     all_ok(fly(tmp_path, 2, *arguments, prepare=on(1, lambda: own_mount(Path("/dev/shm"), "size=16m"))))
 
 
-def test_read_only_checkpoint_folder(tmp_path: Path) -> None:
+def test_a_read_only_checkpoint_folder_is_reported(tmp_path: Path) -> None:
     need_namespaces()
     (tmp_path / "c").mkdir()
     flown = fly(tmp_path, 2, prepare=on(1, lambda: own_mount(tmp_path / "c", "ro")))
@@ -412,7 +412,7 @@ def test_read_only_checkpoint_folder(tmp_path: Path) -> None:
     assert "mount it writable for uid 0, or set checkpoint.dir" in flown.results["checkpoint folder"]["remedy"]
 
 
-def test_checkpoint_folder_that_is_not_shared(tmp_path: Path) -> None:
+def test_a_checkpoint_folder_that_is_not_shared_is_reported(tmp_path: Path) -> None:
     need_namespaces()
     (tmp_path / "c").mkdir()
     prepare = on(1, lambda: own_mount(tmp_path / "c", "size=2g"))
@@ -420,7 +420,7 @@ def test_checkpoint_folder_that_is_not_shared(tmp_path: Path) -> None:
     flown.assert_only("shared folder", "FAIL", "node-b", "is not rank 0's there", "or set checkpoint.shared=false")
 
 
-def test_a_shared_checkpoint_folder_that_contradicts_the_configuration(tmp_path: Path) -> None:
+def test_a_shared_checkpoint_folder_is_reported_if_the_configuration_denies_it(tmp_path: Path) -> None:
     flown = fly(tmp_path, 2, "checkpoint.shared=false")
     flown.assert_only("shared folder", "FAIL", "node-b", "is rank 0's there", "set checkpoint.shared=true")
 
@@ -436,7 +436,7 @@ def test_a_folder_per_node_is_accepted_if_the_configuration_sets_it(tmp_path: Pa
     )
 
 
-def test_little_space(tmp_path: Path) -> None:
+def test_little_space_for_checkpoints_is_reported(tmp_path: Path) -> None:
     need_namespaces()
     (tmp_path / "c").mkdir()
     flown = fly(tmp_path, 2, "checkpoint.shared=false", prepare=on(1, lambda: own_mount(tmp_path / "c", "size=8m")))
@@ -449,7 +449,7 @@ def test_little_space(tmp_path: Path) -> None:
     )
 
 
-def test_space_for_the_checkpoints_that_are_there(tmp_path: Path) -> None:
+def test_existing_checkpoints_count_towards_the_required_space(tmp_path: Path) -> None:
     need_namespaces()
     (tmp_path / "c").mkdir()
 
@@ -467,7 +467,7 @@ def test_generated_data_and_data_in_a_store_need_no_folder() -> None:
         assert facts.data_folder(context).value.startswith("not needed")
 
 
-def test_data_folder_missing_on_one_rank(tmp_path: Path) -> None:
+def test_a_data_folder_missing_on_one_rank_is_reported(tmp_path: Path) -> None:
     arguments = images(tmp_path / "data")[:1]
     flown = fly(
         tmp_path, 3, *arguments, env=lambda rank: {"DDPJOB_DATA_DIR": str(tmp_path / ("data" if rank != 1 else "lost"))}
@@ -477,7 +477,7 @@ def test_data_folder_missing_on_one_rank(tmp_path: Path) -> None:
     )
 
 
-def test_data_folder_with_fewer_files_on_one_rank(tmp_path: Path) -> None:
+def test_a_data_folder_with_fewer_files_on_one_rank_is_reported(tmp_path: Path) -> None:
     arguments = images(tmp_path / "data")[:1]
     images(tmp_path / "less")
     (tmp_path / "less" / "train" / "dog" / "1.jpg").unlink()
@@ -518,7 +518,7 @@ def test_a_wrong_sum_is_reported(tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_that_hangs_in_the_all_reduce(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_in_the_all_reduce_is_named(tmp_path: Path) -> None:
     """The rank never answers, so the others' collective times out."""
     hang = on(1, lambda: setattr(peers, "all_reduce", lambda *_: time.sleep(60)))
     flown = fly(tmp_path, 2, "preflight.step_seconds=2", prepare=hang)
@@ -541,7 +541,7 @@ def test_training_begins_after_a_good_preflight_and_not_after_a_bad_one(tmp_path
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == lines
 
 
-def test_command_under_torchrun(tmp_path: Path) -> None:
+def test_the_command_prints_its_table_under_torchrun(tmp_path: Path) -> None:
     """The exit code is 1, and the table is printed before torchrun ends the ranks."""
     (tmp_path / "file").touch()
     base = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "ddpjob_trainer", "preflight"]
@@ -561,7 +561,9 @@ def test_command_under_torchrun(tmp_path: Path) -> None:
     assert "error: preflight: checkpoint folder at" in done.stderr and "left behind" not in done.stderr
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_prints_a_report_and_refuses_wrong_arguments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The cases are a single process and an invalid command line."""
     monkeypatch.setattr("ddpjob_trainer.lifecycle.fast_exit.leave_fast", lambda: None)
     assert command.main([f"--json={tmp_path / 'report.json'}", f"checkpoint.dir={tmp_path}", "train.threads=1"]) == 0
@@ -577,7 +579,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 # ---------------------------------------------------------------- the file in which ranks meet
 
 
-def test_the_folder_of_the_file_in_which_ranks_meet_disappears(tmp_path: Path) -> None:
+def test_the_loss_of_the_rendezvous_files_folder_is_reported_in_time(tmp_path: Path) -> None:
     """A volume may be unmounted. Each rank reports this, and none waits longer than the time to
     join.
     """
@@ -598,7 +600,9 @@ def test_the_folder_of_the_file_in_which_ranks_meet_disappears(tmp_path: Path) -
     assert flown.seconds < 30 * slowness()
 
 
-def test_the_folder_disappears_while_torch_opens_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preflight_ends_even_if_torch_waits_for_a_lost_rendezvous_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch then waits five minutes while it holds the GIL, so no Python thread could end the
     process.
     """
@@ -610,7 +614,7 @@ def test_the_folder_disappears_while_torch_opens_its_file(tmp_path: Path, monkey
     assert flown.codes == [1, 1] and flown.seconds < 15 * slowness()
 
 
-def test_a_file_system_that_does_not_respond_when_a_file_is_opened(tmp_path: Path) -> None:
+def test_an_open_that_does_not_respond_is_reported_in_time(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # opening it for writing waits for a reader, like a dead NFS mount
     where = {"DDPJOB_TRAINER_INIT": f"file://{tmp_path}/pipe"}
     flown = fly(tmp_path, 2, "preflight.join_seconds=1", env=lambda _: where)

@@ -78,7 +78,7 @@ SOFTWARE = {"torch": "2.9.0", "CUDA": "12.8", "NCCL": "2.27.3", "trainer": "0.1.
 
 
 @pytest.mark.parametrize("name", SOFTWARE)
-def test_versions_that_must_be_the_same(name: str) -> None:
+def test_differing_versions_are_reported(name: str) -> None:
     same, other = RankFinding("v", same=SOFTWARE), RankFinding("v", same={**SOFTWARE, name: "other"})
     row = merged("versions", same, same, other, same, per_node=2)
     assert row.status is (Status.WARN if name == "Python" else Status.FAIL)
@@ -99,7 +99,9 @@ def test_versions_that_must_be_the_same(name: str) -> None:
         ({"kind": "cpu"}, "FAIL", "device cuda, but cpu on 1 of 4"),
     ],
 )
-def test_devices(change: dict[str, Any], status: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_differ_or_lack_memory_are_reported(
+    change: dict[str, Any], status: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def found(
         name: str = "NVIDIA A100", driver: str = "550.54", free: int = 39 * GIB, kind: str = "cuda"
     ) -> RankFinding:
@@ -137,13 +139,15 @@ def test_the_device_that_a_rank_with_several_trains_on_is_checked(monkeypatch: p
         ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86  Release Build  (dvs-builder)", "570.86"),
     ],
 )
-def test_driver_version(text: str, driver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_version_is_read_from_proc(
+    text: str, driver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "version").write_text(text)
     monkeypatch.setattr(facts, "_DRIVER", tmp_path / "version")
     assert facts._driver() == driver
 
 
-def test_threads_beyond_the_cores_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_threads_than_cores_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container has a limit of two CPUs on a machine with 64 cores, where torch would start 32
     threads per rank.
     """
@@ -184,14 +188,16 @@ def test_the_ranks_share_the_cores_that_the_container_may_use(
         ({}, float("inf")),
     ],
 )
-def test_the_cpu_limit_of_a_container(files: dict[str, str], cores: float, tmp_path: Path) -> None:
+def test_the_cpu_limit_of_a_container_is_read_from_its_cgroup(
+    files: dict[str, str], cores: float, tmp_path: Path
+) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert devices.cpu_limit(tmp_path) == cores
 
 
-def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_limits_on_files_and_locked_memory_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def found(files: int, locked: int, infiniband: bool) -> RankFinding:
         limits = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_MEMLOCK: locked}
         monkeypatch.setattr(facts.resource, "getrlimit", lambda which: (limits[which], -1))
@@ -205,7 +211,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(-1, -1, True).status is found(65536, 2**16, False).status is Status.OK
 
 
-def test_shared_memory_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_gpus_need_more_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL needs more than Docker's 64 MiB between the GPUs of a node."""
     monkeypatch.setattr(facts.shutil, "disk_usage", lambda _: Usage(2**26, 0, 2**26))
     assert facts.shared_memory(context(local_world=2)).status is Status.OK, "no GPUs"
@@ -215,13 +221,15 @@ def test_shared_memory_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.shared_memory(context()).status is Status.OK, "one GPU alone"
 
 
-def test_shared_memory_for_samples_of_unknown_size() -> None:
+def test_the_shared_memory_for_samples_of_unknown_size_is_reported_as_unknown() -> None:
     found = facts.shared_memory(context("data.name=houses.prices:read"))
     assert "the needs of data.workers for data.name=houses.prices:read are unknown" in found.value
     assert "data.workers need 0" in facts.shared_memory(context("data.name=houses.prices:read", "data.workers=0")).value
 
 
-def test_data_that_takes_too_long_to_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_takes_too_long_to_count_is_compared_by_its_top_levels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If counting takes too long, the first two levels are compared instead."""
     for part, label in itertools.product(("train", "val"), range(3)):
         (tmp_path / part / str(label) / "more").mkdir(parents=True)
@@ -240,7 +248,7 @@ def test_data_that_takes_too_long_to_count(tmp_path: Path, monkeypatch: pytest.M
     assert facts.count(tmp_path, 3) == {entries: "8"}, "known after three folders, before any that lies deeper"
 
 
-def test_entries_that_are_not_data(tmp_path: Path) -> None:
+def test_files_that_are_not_data_are_not_counted(tmp_path: Path) -> None:
     """The index of the shards and files left by desktops and file systems are not counted. An empty
     folder is a fault.
     """
@@ -261,7 +269,7 @@ def test_entries_that_are_not_data(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- addresses
 
 
-def test_master_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_master_address_that_points_each_node_to_itself_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(stack: str, *found_at: str) -> RankFinding:
         entries = [(0, 0, 0, "", (address, 0)) for address in found_at]
         monkeypatch.setattr(facts.socket, "getaddrinfo", lambda *_, **__: entries)
@@ -281,7 +289,7 @@ def test_master_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.status is Status.OK, "its own name is a loopback address on rank 0's node, as Debian has it"
 
 
-def test_own_address_that_others_cannot_use() -> None:
+def test_an_address_that_others_cannot_use_is_reported() -> None:
     good, bad = NodeAddress("one", "10.0.0.1", "10.0.0.1", "eth0"), NodeAddress("two", "10.0.0.2", "127.0.1.1", "ib0")
     row = checks.own_address({0: good, 1: bad}, {}, layout(2))
     assert (row.status, row.culprit) == (Status.FAIL, ("b",)) and "GLOO_SOCKET_IFNAME (probably to ib0" in row.remedy
@@ -289,7 +297,7 @@ def test_own_address_that_others_cannot_use() -> None:
     assert checks.own_address({0: good}, {1: "interface x has no address"}, layout(2)).culprit == ("b",)
 
 
-def test_the_interface_that_nccl_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interface_that_nccl_uses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name is a prefix unless it follows a =. An interface that has only an IPv6 address is
     accepted too.
     """
@@ -322,7 +330,9 @@ def test_the_interface_that_nccl_uses(monkeypatch: pytest.MonkeyPatch) -> None:
         ([(0, 1), (2, 1), (3, 1), (4, 1), (0, 3), (1, 3), (2, 3), (4, 3)], {1: "in", 3: "in"}),
     ],
 )
-def test_the_node_that_failing_pairs_have_in_common(failing: list[tuple[int, int]], blamed: dict[int, str]) -> None:
+def test_the_node_that_failing_pairs_have_in_common_is_blamed(
+    failing: list[tuple[int, int]], blamed: dict[int, str]
+) -> None:
     assert checks.culprits(failing) == blamed
 
 
@@ -354,7 +364,7 @@ def test_reachability_names_direction_and_remedy() -> None:
     assert (row.status, row.culprit, row.value) == (Status.FAIL, ("b",), "no report")
 
 
-def test_a_listener_that_is_another_program() -> None:
+def test_a_different_program_at_the_address_is_reported() -> None:
     """The other program accepts the connection and closes it, sends nothing, or is not running."""
 
     def tried(server: socket.socket, token: str = "token") -> str:
@@ -392,7 +402,7 @@ def test_clocks_are_blamed_only_for_certain_differences() -> None:
 # waiting
 
 
-def test_slow_network() -> None:
+def test_a_slow_network_is_reported() -> None:
     sums = {rank: Sum("", 2**24, 0.11 * (rank + 1), 0.2) for rank in range(2)}
     slow = checks.all_reduce(sums, {}, layout(2), "gloo", 1.0)
     assert slow.status is Status.WARN and "0.11 GB/s bus (16 MiB)" in slow.value
@@ -403,7 +413,9 @@ def test_slow_network() -> None:
     assert (silent.status, silent.culprit) == (Status.FAIL, ("rank 1 on b",)) and "forming a group" in silent.value
 
 
-def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_shows_the_worst_result_first_with_its_remedy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bad = Result("bad", Status.FAIL, "no", ("a", "b", "c", "d", "e"), "repair it")
     report = PreflightReport(4, 2, 1.0, tuple(checks.worst_first([Result("fine", Status.OK, "yes"), bad])))
     assert report.failure == "preflight: bad at a, b, c, d: no; repair it"

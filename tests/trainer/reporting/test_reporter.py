@@ -86,7 +86,7 @@ def test_posts_are_half_a_second_apart_and_the_newest_wins(coordinator: Any) -> 
     assert 2 <= len(posts) <= 5 and posts[-1][2] == {"step": -1}
 
 
-def test_copies_are_posted_separately_and_displace_no_progress(coordinator: Any) -> None:
+def test_copies_are_posted_separately_and_do_not_displace_progress(coordinator: Any) -> None:
     port, posts, _ = coordinator
     link = ProgressClient(f"127.0.0.1:{port}", "secret")
     link.post_copies({"copyStep": 1})
@@ -416,7 +416,7 @@ def test_the_live_view_shows_the_state_of_training() -> None:
     assert "a [bold]note[/bold] stays as it is" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_sparklines() -> None:
+def test_sparklines_scale_values_to_eight_levels() -> None:
     assert sparkline([], 5) == "" and sparkline([3, 3], 5) == "▁▁"
     assert sparkline([0, 7], 5) == "▁█" and sparkline([7, 7], 5, from_zero=True) == "██"
     assert sparkline(list(range(16)), 8) == "▁▂▃▄▅▆▇█"

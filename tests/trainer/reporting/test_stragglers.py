@@ -582,7 +582,7 @@ def test_a_process_with_several_devices_has_the_peak_of_all(monkeypatch: pytest.
     assert computes_on(config.load(None, []), cuda) == 1
 
 
-def test_flops_of_synchronized_normalization_and_of_whole_numbers(
+def test_flops_are_counted_with_synchronized_normalization_and_whole_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = ["model.name=torchvision:resnet18"]

@@ -175,7 +175,7 @@ def test_losses_weights_and_optimizer_match_one_process(
     ],
     ids=["horovod", "deepspeed"],
 )
-def test_sigterm_then_another_strategy_and_number_of_ranks(
+def test_a_stopped_run_resumes_with_a_different_strategy_and_number_of_ranks(
     walk: list[tuple[str, int]], alone: Path, tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
     """Each incarnation takes two steps, saves and exits. The last one ends the training."""
@@ -342,7 +342,7 @@ def test_deepspeed_computes_in_short_formats_and_needs_no_launcher(deepspeed: No
 def test_a_step_with_gradients_that_are_not_finite_is_skipped(
     tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
-    """The rate overflows float32 at once. The weights must not change, whatever the strategy is."""
+    """The rate overflows float32 immediately. The weights must not change with any strategy."""
 
     def explodes(rank: int) -> None:
         from ddpjob_trainer.strategies.strategy import Strategy
@@ -435,7 +435,7 @@ def test_deepspeed_does_not_scale_losses(arguments: list[str]) -> None:
         open_strategy(read(*arguments), Group(), torch.device("cpu"))
 
 
-def test_a_horovod_without_cuda_serves_no_gpu(horovod: str) -> None:
+def test_a_horovod_without_cuda_is_refused_on_a_gpu(horovod: str) -> None:
     if importlib.import_module("horovod.torch").cuda_built():
         pytest.skip("this Horovod is built with CUDA")
     with pytest.raises(

@@ -150,7 +150,7 @@ def test_an_interrupted_restart_reports_that_the_job_is_suspended(
 @pytest.mark.parametrize(
     ("meanwhile", "said"), [("Complete", "j is Complete"), ("Interrupted", "j is Interrupted"), (GONE, "no job j")]
 )
-def test_a_restart_of_a_job_that_ends_meanwhile_is_reported(
+def test_a_restart_reports_a_job_that_ends_in_the_meantime(
     meanwhile: str | BaseException, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = OneJob("Running", meanwhile)
@@ -159,7 +159,7 @@ def test_a_restart_of_a_job_that_ends_meanwhile_is_reported(
     assert said in err and "resume" not in err and suspends(backend) == [True]
 
 
-def test_a_jobs_texts_cannot_control_the_terminal(
+def test_a_jobs_strings_cannot_control_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "\x1b]0;owned\x07\x9b31m\u202eé"

@@ -65,7 +65,7 @@ def test_a_curve_spans_its_least_and_its_greatest_value() -> None:
     assert len(sparkline([float(number) for number in range(1000)], 60)) == 60
 
 
-def test_a_plot_in_the_terminal() -> None:
+def test_curves_are_plotted_in_the_terminal() -> None:
     lines = list(curves("\n".join(LINES), "j"))
     assert lines[0] == "j: 1 restart" and lines[1] == "loss" and lines[2].lstrip().startswith("8 █")
     assert lines[-1].split() == ["now", "90.00%,", "from", "50.00%", "to", "90.00%"]
@@ -162,7 +162,9 @@ def test_plot_reads_the_metrics_from_the_pod_that_has_them(tmp_path: Path, monke
         backend.metrics("j")
 
 
-def test_the_screen_of_a_job(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_screen_shows_a_jobs_progress_restarts_and_pods(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     written()
     monkeypatch.setattr("ddpjob.client.backends.process_backend.runner", lambda folder: 1)
     assert main(["--local", "top", "j"]) == 0, "once, where there is no terminal"
@@ -348,7 +350,7 @@ def test_a_repeated_step_from_before_a_restart_is_left_out_between_new_steps() -
         ([(5, -3), (10, 10**400)], [-3.0]),
     ],
 )
-def test_positions_in_epochs(epochs: list[tuple[int, float]], positions: list[float]) -> None:
+def test_steps_have_positions_in_epochs(epochs: list[tuple[int, float]], positions: list[float]) -> None:
     rows = [timed("start", 0, 0.0), *(timed("step", step, 1.0, epoch=epoch, loss=1.0) for step, epoch in epochs)]
     assert list(read_metrics("\n".join(rows)).positions("epoch")[0].values()) == pytest.approx(positions)
 

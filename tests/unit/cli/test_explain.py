@@ -19,7 +19,7 @@ EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 
 
 def messages(schema: Any) -> Iterator[str]:
-    """Yield the texts of all rules, without white space."""
+    """Yield the text of every rule, without white space."""
     if isinstance(schema, dict):
         yield from ("".join(rule["message"].split()) for rule in schema.get("x-kubernetes-validations", ()))
         for child in schema.values():
@@ -34,12 +34,12 @@ def test_every_field_and_every_rule_is_explained() -> None:
     assert {"nodes", "causes", "secretKeyRef"} - listed == {"causes"}
 
 
-def test_an_explanation() -> None:
+def test_explain_prints_type_default_bounds_and_rules() -> None:
     assert list(explain("ddp.spec.nodes"))[:5] == [
         *("GROUP:      ddpjob.io", "KIND:       DDPJob", "VERSION:    v1alpha1", "", "FIELD: spec.nodes <integer>"),
     ]
     text = "\n".join(explain("spec.nodes"))
-    assert "Default 1." in text and "From 1 to 1024." in text and "- nodes is more than elastic.maxNodes" in text
+    assert "Default: 1." in text and "From 1 to 1024." in text and "- nodes is more than elastic.maxNodes" in text
     assert "One of: Standard, Fast." in "\n".join(explain("spec.recovery.mode"))
     assert "  image                 <string>" in "\n".join(explain("spec")).splitlines()
 
@@ -63,7 +63,7 @@ def test_an_unknown_field_is_refused_with_a_suggestion(
     assert main(["explain", path]) == 2 and said in capsys.readouterr().err
 
 
-def test_the_schema_for_editors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schema_for_editors_accepts_the_examples_and_finds_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert schema == editor_schema()

@@ -79,7 +79,7 @@ def test_at_80_columns_the_figures_of_a_job_are_visible_and_at_200_all_columns()
     assert any("sweep-lr" in line and "…" in line for line in text(unfolded.frame(sixty(), NOW, 80, 24)))
 
 
-def test_the_gpu_hours_of_all_jobs_are_summed_whatever_their_status_holds() -> None:
+def test_gpu_hours_are_summed_even_if_a_status_has_an_invalid_value() -> None:
     bodies = [job("a", "Running"), job("b", "Failed"), job("c", "Complete")]
     assert text(JobList().frame(bodies, NOW, 80, 24))[0] == "1 running, 1 failed, 1 complete"
     for body, seconds in zip(bodies, (3600, 36_000, "many"), strict=True):

@@ -163,7 +163,7 @@ def test_objects_of_other_kinds_are_reported(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_generated_name_works_on_this_machine() -> None:
-    """The runner refuses this job at once because of its working directory, but its name exists
+    """The runner refuses this job immediately because of its working directory, but its name exists
     before that.
     """
     job = yaml.safe_load(JOB) | {"metadata": {"generateName": "gen-"}}

@@ -1,5 +1,5 @@
-"""`ddpjob validate`: its input, and its messages about manifests that a cluster would refuse at
-once or later.
+"""`ddpjob validate`: its input, and its messages about manifests that a cluster would refuse
+immediately or later.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def test_a_valid_template_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_servers_verdict_says_that_it_does_not_cover_classes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: four jobs that their class refused at once were "valid, also in namespace ml"."""
+    """Regression: four jobs that their class refused were "valid, also in namespace ml"."""
     monkeypatch.setattr(Place, "cluster", lambda place: object())
     monkeypatch.setattr(preparing, "_ask_server", lambda *_: "namespace ml")
     note = "note: class h100 is checked only when the job starts"
@@ -299,4 +299,4 @@ def test_standard_input_that_is_not_text_is_refused(
     utf8 = io.BytesIO(b"\xef\xbb\xbf" + JOB.replace("b.py", "b.py\r\n  args: [über]").encode())
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(utf8, encoding="latin-1"))
     assert main(["submit", "--dry-run", "--cluster", "-"]) == 0
-    assert "über" in capsys.readouterr().out, "a manifest is UTF-8 whatever the terminal's encoding"
+    assert "über" in capsys.readouterr().out, "a manifest is UTF-8 regardless of the terminal's encoding"

@@ -85,7 +85,7 @@ def test_a_truncated_refusal_of_a_log_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_tls_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The official client raises its own exception only for these. Regression: `ddpjob get` ended
+    """The official client has its own exception only for TLS errors. Regression: `ddpjob get` ended
     with a traceback.
     """
     opened(f"https://127.0.0.1:{served(b'HTTP/1.1 400 Bad Request')}", tmp_path)  # The server does not speak TLS.

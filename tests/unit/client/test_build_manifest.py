@@ -53,7 +53,7 @@ def test_the_entry_must_be_among_the_files_that_are_sent(tmp_path: Path) -> None
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("")
     for entry in ("runs/train.py", ".old/train.py", "../train.py", tmp_path / "train.py"):
-        with pytest.raises(Mistake, match=r"not copied from .*, like all hidden files"):
+        with pytest.raises(Mistake, match=r"excluded from the copy of .*\. Hidden files"):
             build(JobRequest(program=str(folder), image="a", name="j", entry=entry), local=False)
     for entry in ("lib/train.py", "./lib/../lib/train.py", folder / "lib/train.py"):
         made = build(JobRequest(program=str(folder), image="a", name="j", entry=entry), local=False)

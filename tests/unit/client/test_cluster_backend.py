@@ -203,7 +203,7 @@ def test_lists_and_watches_keep_only_the_small_fields_of_a_large_job() -> None:
 
 
 class Text(str):
-    """A text whose references a test can observe."""
+    """A string whose references a test can observe."""
 
 
 class Growing(Server):

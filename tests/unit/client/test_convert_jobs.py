@@ -383,7 +383,7 @@ def test_shared_memory_without_a_limit_is_reported(volume: dict[str, Any]) -> No
     assert any("/dev/shm" in note and "spec.storage.sharedMemory" in note for note in made.notes)
 
 
-def test_invalid_workers_give_no_template() -> None:
+def test_a_group_without_workers_takes_the_masters_template() -> None:
     job = _of_four_gpus(["torchrun", "worker.py"])
     replicas = job["spec"]["pytorchReplicaSpecs"]
     replicas["Master"] = deepcopy(replicas["Worker"]) | {"replicas": 1}
@@ -555,7 +555,7 @@ def test_a_variable_number_of_processes_is_reported() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"nprocPerNode": "auto"}, {"nprocPerNode": "gpu"}, {"nprocPerNode": "cpu"}])
-def test_plain_python_is_one_process_whatever_torchrun_would_start(given: dict[str, Any]) -> None:
+def test_plain_python_is_one_process_even_where_torchrun_would_start_more(given: dict[str, Any]) -> None:
     """Regression: `auto`, Kubeflow's own default, turned one process into four."""
     made = convert(_of_four_gpus(["python", "a.py"], **given))
     assert valid(made.job)["procsPerNode"] == 1

@@ -100,7 +100,7 @@ def test_a_function_is_sent_to_both_places(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_scripts_modules_and_settings(local: bool, tmp_path: Path) -> None:
+def test_a_job_is_created_from_a_script_or_module_with_settings(local: bool, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print(1)\n")
     settings = {"recovery.maxRestarts": 3, "spec.storage.sharedMemory": "8Gi"}
     _, body = created(local, tmp_path / "train.py", args=["--lr", "1e-4"], env={"A": "1"}, settings=settings)
@@ -245,7 +245,7 @@ def test_a_job_in_a_notebook_is_one_line() -> None:
     assert repr(Job.read(job())) == "Job(name='j', namespace='', phase='Running')"
 
 
-def test_progress_is_typed_whatever_the_script_has_reported() -> None:
+def test_progress_has_types_even_if_the_script_reports_invalid_values() -> None:
     reported = {
         "epoch": 2,
         "steps": 9.0,
@@ -341,7 +341,7 @@ def test_metrics_are_rows_for_a_data_frame() -> None:
     assert client.metrics("j") == client.get("j").metrics() == rows
 
 
-def test_a_notebook_shows_a_job_with_its_curve_and_escapes_its_texts() -> None:
+def test_a_notebook_shows_a_job_with_its_curve_and_escapes_its_strings() -> None:
     hostile = {"display": "<script>alert(1)</script>", "lossDisplay": "0.5"}
     shown = Client(Measured(True, (job(progress=hostile), False))).get("j")._repr_html_()  # type: ignore[arg-type]
     assert "<svg" in shown and "loss from 2 to 0.5, steps 1 to 2" in shown and "Running</b>" in shown

@@ -66,7 +66,7 @@ def test_a_folder_behind_a_link_is_not_read(folder: Path, tmp_path: Path) -> Non
      '[["../j-0-0.0123abcd.log", 1], ["j-0-0.0123abcd.log\\n", 1]]', '[[["x"], 1]]',
      f'[["j-0-0.0123abcd.log", {2**40}]]'],
 )  # fmt: skip
-def test_the_output_of_a_hostile_pod_lists_nothing(text: str) -> None:
+def test_a_hostile_pods_list_of_logs_is_ignored(text: str) -> None:
     assert parse_listing(text) == {}
 
 

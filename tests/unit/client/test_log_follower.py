@@ -100,8 +100,8 @@ def test_every_line_of_a_pod_with_one_rank_belongs_to_that_rank() -> None:
 
 
 class TwoNodes:
-    """A backend with a job of two nodes with two ranks each, and a spare. Node 1 is replaced after
-    it was read once.
+    """A backend with one job: two nodes of two ranks each, and a spare. Node 1 is replaced after it
+    has been read once.
     """
 
     where = "here"
@@ -273,8 +273,8 @@ def test_a_slot_without_a_pod_is_not_waited_for(
 def test_all_lines_of_a_pod_that_starts_later_are_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: for a replacement that failed at once, only the last line of its traceback was
-    printed.
+    """Regression: for a replacement that failed immediately, only the last line of its traceback
+    was printed.
     """
     backend = TwoNodes()
     whole = [b"begins\n", b"fails\n", b"last\n"]

@@ -89,7 +89,7 @@ def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
             PastJobs(folder)
 
 
-def test_later_changes_of_a_folder_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_changes_to_a_folder_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpjob.client.backends.past_jobs._LOOK_SECONDS", 0.01)
     left(tmp_path, LINES[:2])
     changes = PastJobs(tmp_path).changes(None)

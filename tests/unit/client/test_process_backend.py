@@ -119,7 +119,7 @@ def test_checkpoints_are_deleted_with_a_job_if_its_claim_would_be(
     assert set(left) == retained, "and nothing else"
 
 
-def test_a_truncated_event_hides_no_other_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_truncated_event_does_not_hide_other_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = recorded(tmp_path, monkeypatch, run="r")
     folder.run("r").path.mkdir()
     line = '{"time": "2026-01-01T00:00:00Z", "warning": false, "reason": "Running", "message": "2 nodes train"}'
@@ -157,7 +157,7 @@ def test_another_users_job_cannot_be_stopped(tmp_path: Path, monkeypatch: pytest
         ProcessBackend().stop("j")
 
 
-def test_a_request_to_a_run_that_ends_meanwhile_is_refused_at_once(
+def test_a_request_to_a_run_that_is_ending_is_refused_immediately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = recorded(tmp_path, monkeypatch, run="r", pods=[{"name": "j-0-0"}])

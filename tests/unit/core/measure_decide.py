@@ -1,6 +1,6 @@
 """Measure `decide` for one large job in its steady state: `measure_decide.py [NODES] [--profile]`.
 
-It prints the median processor time of 30 calls in milliseconds. It is not a test, because a busy
+It prints the median CPU time of 30 calls in milliseconds. It is not a test, because a busy
 machine would fail it.
 """
 

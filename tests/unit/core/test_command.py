@@ -56,7 +56,7 @@ def test_the_rank_with_its_own_error_is_the_cause_of_two_ends(first: str) -> Non
     assert job.status.rendezvous.generation == 1
 
 
-def test_a_lost_peer_is_reported_after_a_short_wait_for_the_peers_own_end() -> None:
+def test_a_lost_peer_is_the_cause_only_if_its_pod_does_not_end_soon() -> None:
     job, decision = seen(runs(), 11, (failed(0, PEERS, 10), pod(1), COORDINATOR), forming())
     assert causes(job) == [] and decision.wake <= 1
     both, _ = seen(job, 12, (failed(0, PEERS, 10), failed(1, MINE, 11), COORDINATOR), forming())
@@ -65,7 +65,7 @@ def test_a_lost_peer_is_reported_after_a_short_wait_for_the_peers_own_end() -> N
     assert causes(alone) == [("WorkerFailed", "job-0-0", 0, True)], "the peer may hang"
 
 
-def test_an_own_error_is_reported_without_a_wait() -> None:
+def test_a_pods_own_error_is_reported_without_a_wait() -> None:
     job, _ = seen(runs(), 11, (failed(0, MINE, 10), pod(1), COORDINATOR), forming())
     assert causes(job) == [("WorkerFailed", "job-0-0", 0, True)]
 

@@ -194,7 +194,7 @@ def test_a_host_that_starts_no_containers_is_avoided_and_a_second_one_fails_the_
     assert failed is not None and failed.reason == "InitFailure" and NO_DRIVER in failed.message
 
 
-def test_an_image_without_the_program_fails_at_once() -> None:
+def test_an_image_without_the_program_fails_immediately() -> None:
     failed = after(a_job(), not_started(0, NO_PYTHON), a_pod(1)).status.condition(ConditionType.FAILED)
     assert failed is not None and failed.reason == "InitFailure" and NO_PYTHON in failed.message
 
@@ -462,7 +462,7 @@ def test_a_finished_job_has_no_time_left() -> None:
 
 
 @pytest.mark.parametrize("message", ["", "can't open file 'train.py'"])
-def test_a_job_that_fails_at_once_has_not_restarted(message: str) -> None:
+def test_a_job_that_fails_immediately_has_not_restarted(message: str) -> None:
     """Regression: both pods' ends were counted as restarts, although nothing restarted."""
     job = running(a_job(recovery={"maxRestarts": 0}), a_pod(0), a_pod(1))
     exited = ContainerView(started=NOW, exit_code=2, reason="Error", message=message, finished=NOW)
@@ -498,7 +498,7 @@ def test_a_suspended_job_has_no_preflight_result() -> None:
 
 
 @pytest.mark.parametrize("suspend", [True, False], ids=["suspended", "another generation"])
-def test_a_pod_that_a_finalizer_keeps_beyond_its_grace_keeps_no_coordinator(*, suspend: bool) -> None:
+def test_a_pod_kept_by_a_finalizer_does_not_keep_the_coordinator(*, suspend: bool) -> None:
     """An example is a pod that was never placed, so that no kubelet will ever report its end."""
     job = running(a_job(), a_pod(0), a_pod(1))
     policy = replace(job.spec.run_policy, suspend=suspend)

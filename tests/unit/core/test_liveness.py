@@ -19,7 +19,7 @@ POD = PodView(name="job-0-0", uid="u", role=Role.NODE, host="n1", containers={"t
 
 
 def host(*, ready: bool, out: bool = False, since: datetime | None = BEFORE) -> dict[str, HostView]:
-    """Return the nodes of the pod and of a healthy one."""
+    """Return the pod's node, n1, and a healthy one, n2."""
     return {
         "n1": HostView(name="n1", ready=ready, since=since, out_of_service=out),
         "n2": HostView(name="n2", ready=True, since=None, out_of_service=False),
@@ -105,7 +105,7 @@ def test_a_pod_is_silent_since_the_coordinator_lost_it() -> None:
     assert lost_since(ended, World(report=report, hosts={}), NOW) is None
 
 
-def test_out_of_service_counts_at_once_if_the_node_is_not_ready() -> None:
+def test_out_of_service_counts_immediately_if_the_node_is_not_ready() -> None:
     assert is_out_of_service(POD, World(hosts=host(ready=False, out=True)))
     assert not is_out_of_service(POD, World(hosts=host(ready=True, out=True)))
     assert not is_out_of_service(POD, World(hosts=host(ready=False)))
@@ -145,7 +145,7 @@ def test_a_node_that_fails_three_times_while_others_work_is_avoided() -> None:
     assert nodes(restarts(failed, failed, failed, age=3601)) == []
 
 
-def test_a_job_that_never_completed_a_step_blames_no_node() -> None:
+def test_a_job_that_never_completed_a_step_does_not_blame_a_node() -> None:
     failed = ("ExitCode", "n1")
     assert nodes(restarts(failed, failed, failed), trained=False) == []
     assert nodes(restarts(("NodeLost", "n1"), ("NodeLost", "n1")), trained=False) == ["n1"], (

@@ -46,7 +46,7 @@ def test_numbers_agree_with_their_nouns() -> None:
     assert message(job.status, ConditionType.SCHEDULED) == "0 of 1 pod is scheduled"
 
 
-def test_a_message_about_an_end_announces_no_wait() -> None:
+def test_a_message_about_the_end_of_a_job_does_not_announce_a_wait() -> None:
     text = "rank 0 ended with exit code 1: boom; waits 2 s\nTraceback\nboom"
     assert without_wait(text) == "rank 0 ended with exit code 1: boom\nTraceback\nboom"
     job, pods = running(1, recovery={"maxRestarts": 0})

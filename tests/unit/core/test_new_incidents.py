@@ -146,7 +146,7 @@ def test_a_rank_that_found_dev_shm_full_gets_advice_to_raise_it(signal: str | No
         ([(0, "bad", 7), (1, "bad", 7), (1, "worse", 7.3)], True),
     ],
 )
-def test_ranks_of_several_pods_with_the_same_error_fail_everywhere(
+def test_the_same_error_in_ranks_of_several_pods_counts_as_everywhere(
     failures: list[tuple[int, str, float]], everywhere: bool
 ) -> None:
     """Digits may be specific to a rank. After the others were asked to stop, at 7.01, an error may

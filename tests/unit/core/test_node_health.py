@@ -219,7 +219,7 @@ def test_a_pod_whose_node_the_queue_chooses_does_not_move_without_a_spare() -> N
     assert judged(job, pods, hosts(1)) == [(1, "")] and judged(queued, pods, hosts(1)) == [(1, "NoOtherNode")]
 
 
-def test_a_node_with_too_many_taints_to_check_fits_no_pod() -> None:
+def test_a_node_with_too_many_taints_to_check_is_not_schedulable() -> None:
     host = HostView.read(node(taints=tuple(f"t{number}" for number in range(1000))))
     assert len(host.taints) == 50 and not host.schedulable
 
@@ -251,7 +251,7 @@ def test_extended_resources_must_be_allocatable_on_the_other_node() -> None:
     assert judged(job, pods, hosts(1, devices={"nvidia.com/gpu": 8, "rdma/hca": 1})) == [(1, "")]
 
 
-def test_a_single_pod_shares_no_topology() -> None:
+def test_a_single_pod_may_move_to_a_different_topology_domain() -> None:
     job, pods = running(1, scheduling={"sameTopology": "rack"})
     nodes = {name: replace(host, labels={"rack": name}) for name, host in hosts(0).items()}
     assert judged(job, pods, nodes) == [(0, "")]
@@ -266,7 +266,7 @@ def test_pods_that_must_be_in_separate_zones_need_another_zone() -> None:
     assert judged(job, pods, nodes) == [(1, "NoOtherNode")]
 
 
-def test_the_operator_looks_again_when_a_signal_has_persisted() -> None:
+def test_the_operator_checks_again_when_a_signal_has_persisted() -> None:
     job, pods = running(2)
     world = World(pods=pods, hosts=hosts(1))
     assert find_next_judgement(View(job, job.status, world, later(20))) == NOW + LASTS

@@ -50,7 +50,7 @@ def failing(job: DDPJob, number: int, message: str = "ValueError: lunch") -> tup
     return decided(job, 10 + number, world)
 
 
-def test_the_end_and_the_pending_notification_are_written_at_once() -> None:
+def test_the_end_and_the_pending_notification_are_written_immediately() -> None:
     job, decision = completed()
     [entry] = job.status.notifications
     assert (entry.event, entry.id, entry.state) == (NotifyEvent.COMPLETE, "uid.Complete.0", NotificationState.PENDING)
@@ -207,7 +207,7 @@ def test_the_message_has_everything_that_a_person_needs() -> None:
     "hostile",
     ["<!channel> <https://evil.example|click>", "```\n<!here>", "@channel @here @all", "\x1b[2J\u202e", "x" * 100_000],
 )
-def test_the_training_scripts_text_cannot_mention_users_or_hide_text(hostile: str) -> None:
+def test_strings_from_the_script_cannot_mention_users_or_hide_text(hostile: str) -> None:
     body = body_of(hostile)
     text = str(body["text"])
     assert len(text.encode()) < 4000 and len(str(body["message"]).encode()) <= 1000

@@ -145,13 +145,13 @@ def test_the_order_is_sent_until_the_report_shows_it() -> None:
     assert told(looked_at(job, pods, RACKS, None)) == [], "there is no coordinator to notify"
 
 
-def test_without_the_field_only_the_end_of_an_order_is_sent() -> None:
+def test_without_rank_order_only_the_withdrawal_of_an_order_is_sent() -> None:
     job, pods = running(4)
     assert told(looked_at(job, pods, RACKS, running_report(""))) == []
     assert told(looked_at(job, pods, RACKS, running_report("some"))) == [[]]
 
 
-def test_a_node_not_seen_yet_has_no_place_but_one_without_labels_does() -> None:
+def test_an_unknown_node_has_no_place_and_a_node_without_labels_has_one() -> None:
     job, pods = running(4, rankOrder=[RACK])
     unseen = {name: view for name, view in RACKS.items() if name != "n1"}
     assert told(looked_at(job, pods, unseen, running_report(""))) == [["job-0-0", "job-2-0", "job-3-0"]]

@@ -119,7 +119,7 @@ def test_a_resumption_does_not_change_the_account_of_the_previous_restart() -> N
     assert makes_new_steps(one.status), "it has trained before"
 
 
-def test_a_listed_pod_keeps_the_account_if_many_are_lost_at_once() -> None:
+def test_repeated_steps_are_counted_even_if_the_list_of_restarts_overflows() -> None:
     one = Restarted()
     one.breaks(40, "NodeLost", *["PeerLost"] * 15)
     one.look(42, 3, {"start": {**KEPT, "seconds": 0.4}, "step": 92})

@@ -61,7 +61,7 @@ def test_steps_are_counted_from_the_restart(resumed: str) -> None:
     shown = show_progress({}, {"step": 359, "resumed": "no"}, NOW, at_once=False)
     assert shown["display"] == "step 359" and not began_again(shown), "its first start"
     shown = show_progress(shown, {"step": 1, "resumed": "unknown"}, NOW, at_once=False)
-    assert shown["display"] == "step 1 since the restart", "at once"
+    assert shown["display"] == "step 1 since the restart", "immediately"
     shown = show_progress(shown, {"step": 128, "resumed": resumed}, NOW + timedelta(seconds=9), at_once=False)
     assert (shown["display"], shown["stepsBefore"]) == ("step 128 since the restart", 359)
     said = {

@@ -47,7 +47,7 @@ def test_a_missing_scheduler_is_reported_with_its_field() -> None:
     assert shown(ConditionType.SCHEDULED, 30, *tried).reason == "Unschedulable"
 
 
-def test_a_pod_that_runs_or_has_ended_waits_for_no_scheduler() -> None:
+def test_a_pod_that_runs_or_has_ended_does_not_wait_for_a_scheduler() -> None:
     bound_by_hand = replace(pod(0), host="")
     gone = unplaced(1)
     for other in (bound_by_hand, replace(gone, phase="Failed")):
@@ -55,7 +55,7 @@ def test_a_pod_that_runs_or_has_ended_waits_for_no_scheduler() -> None:
         assert said is not None and "job-1-0:" in said.message
 
 
-def test_a_gate_is_shown_at_once_with_kubernetes_own_reason() -> None:
+def test_a_gate_is_shown_immediately_with_kubernetes_own_reason() -> None:
     gated = unplaced(0, gated="Scheduling is blocked due to non-empty scheduling gates")
     found = shown(ConditionType.SCHEDULED, 1, gated, placed(1), COORDINATOR)
     assert found.reason == "SchedulingGated"

@@ -126,7 +126,7 @@ def record_of(name: str) -> dict[str, Any]:
     return record(int(name.rpartition("-")[2]), NOW)
 
 
-async def test_filters_sorting_and_wrong_queries(names: list[str]) -> None:
+async def test_the_list_is_filtered_and_sorted_and_wrong_queries_are_harmless(names: list[str]) -> None:
     async with opened() as web:
         page = await web.get("/?state=Failed&sort=name")
         shown = re.findall(r'href="/jobs/default/([^"]+)"', page)
@@ -169,7 +169,7 @@ async def test_a_job_page_has_its_restarts_pods_events_and_manifest(names: list[
             await web.get(path, 404)
 
 
-async def test_texts_of_a_job_are_escaped(folder: Path) -> None:
+async def test_strings_of_a_job_are_escaped(folder: Path) -> None:
     body = record(4, datetime.now(UTC))  # with restarts
     name = body["metadata"]["name"]
     status = body["status"]
@@ -554,7 +554,7 @@ def test_the_spans_of_a_timeline_fill_the_time_in_order() -> None:
         assert broken == len(listed_there)
 
 
-def test_a_lost_spare_begins_no_round_in_the_timeline() -> None:
+def test_a_lost_spare_does_not_begin_a_round_in_the_timeline() -> None:
     """Regression: the continuing round was shown as a new one."""
     body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Running")
     begin = DDPJob.read(body).status.start_time

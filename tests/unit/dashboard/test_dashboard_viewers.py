@@ -347,7 +347,7 @@ async def test_a_token_is_accepted_only_over_a_connection_that_others_cannot_rea
             assert "Secure" in cookie and "HttpOnly" in cookie and "Path=/" in cookie
 
 
-async def test_one_users_tokens_displace_no_other_user(
+async def test_one_users_tokens_do_not_displace_other_users(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, url = cluster
@@ -362,7 +362,7 @@ async def test_one_users_tokens_displace_no_other_user(
 
 
 @pytest.mark.parametrize("namespaces", [1, 8])
-async def test_a_tenants_service_accounts_displace_no_other_user(
+async def test_a_tenants_service_accounts_do_not_displace_other_users(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch, namespaces: int
 ) -> None:
     """Each of them has a stream open, in one namespace or in several. They do not lock out other
@@ -386,7 +386,7 @@ async def test_a_tenants_service_accounts_displace_no_other_user(
         assert {"user-of-ann", "user-of-bob", "user-of-admin"} <= set(users) and len(users) <= 32
 
 
-async def test_a_namespaces_service_accounts_displace_no_other_session(
+async def test_a_namespaces_service_accounts_do_not_displace_other_sessions(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rbac, url = cluster
@@ -412,18 +412,18 @@ async def test_objects_that_a_viewer_may_not_read_are_not_reported_as_missing(cl
         assert "no pod" not in page and "None; a cluster" not in page and ">Not shown.<" in page
 
 
-async def test_a_page_whose_session_was_closed_meanwhile_asks_to_sign_in_again(
+async def test_a_page_asks_to_sign_in_again_if_its_session_was_closed(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The user signed out in a different window. Regression: an internal error was shown."""
     admit = Viewers.admit
 
-    async def left_at_once(gate: Viewers, request: web.Request) -> FleetView:
+    async def leave_immediately(gate: Viewers, request: web.Request) -> FleetView:
         view = await admit(gate, request)
         view.close()
         return view
 
-    monkeypatch.setattr(Viewers, "admit", left_at_once)
+    monkeypatch.setattr(Viewers, "admit", leave_immediately)
     async with opened(cluster[1], "team-a") as (visitor, _):
         status, page = await visitor.ask("/jobs/team-a/alpha", "ann")
         assert status == 401 and "Open the page again" in page

@@ -323,19 +323,19 @@ def test_a_difference_that_the_network_may_explain_changes_nothing() -> None:
         assert report.lost[0].since == NOW - timedelta(seconds=9)
 
 
-def test_without_the_coordinators_clock_nothing_is_in_the_future() -> None:
+def test_without_the_coordinators_clock_future_times_are_replaced_by_now() -> None:
     later = protocol.iso(NOW + timedelta(hours=1))
     report = read_report(written(lost=[{"pod": "p", "since": later}]), NOW)
     assert report.lost[0].since == NOW
 
 
 def in_four_bytes(length: int) -> str:
-    """Return a text that Python stores with four bytes per character."""
+    """Return a string that Python stores with four bytes per character."""
     return "x" * (length - 1) + "\N{GRINNING FACE}"
 
 
 def costly_report(length: int) -> bytes:
-    """Return the report of a job of one pod, with a text of this length in every text field."""
+    """Return the report of a job of one pod, with a string of this length in every string field."""
     text, time = in_four_bytes(length), protocol.iso(NOW)
     name = {"pod": text, "signal": text, "message": text, "traceback": text}
     figures = {f"{n}{in_four_bytes(90)}": in_four_bytes(100) for n in range(100)}
@@ -368,7 +368,7 @@ def test_a_report_of_one_pod_keeps_less_than_half_a_megabyte(length: int) -> Non
     assert report.incidents and kept < 500_000
 
 
-def test_short_texts_keep_their_emoji_and_long_ones_their_length() -> None:
+def test_short_strings_keep_their_emoji_and_long_ones_their_length() -> None:
     incident = {"time": protocol.iso(NOW), "kind": "Hang", "message": "🤗 says no"}
     long = {"id": 2, **incident, "traceback": "🤗" * 2999 + "!"}
     [first, second] = read_report(written(incidents=[{"id": 1, **incident}, long]), NOW).incidents

@@ -83,7 +83,7 @@ def test_hidden_gpus_are_not_used(tmp_path: Path, nothing: str, monkeypatch: pyt
         ("GPU-4b,MIG-7c", ("GPU-4b", "MIG-7c")),
     ],
 )
-def test_invalid_devices_hide_the_devices_behind_them(
+def test_an_invalid_device_hides_all_devices_listed_after_it(
     visible: str, usable: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a job with CUDA_VISIBLE_DEVICES=-1 got the GPU -1, and one with a wrong number got

@@ -55,7 +55,7 @@ def test_the_downward_api_and_this_shells_variables_are_resolved(monkeypatch: py
     assert argument_vector(container, variables) == ["run", "--addr=127.0.0.1", "from this shell"]
 
 
-def test_fields_of_the_pod_are_resolved() -> None:
+def test_references_to_pod_fields_are_resolved() -> None:
     assert field_value(POD, "metadata.labels['a/b']") == "c"
     assert field_value(POD, "metadata.name") == "job-0-0"
     assert field_value(POD, "status.startTime") is None

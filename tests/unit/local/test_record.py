@@ -14,7 +14,7 @@ from ddpjob.local.paths import JobFolder
 from ddpjob.local.runner import prepare
 
 
-def test_the_process_of_a_starting_run_is_known_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_of_a_starting_run_is_known_immediately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a second run would report no process, or a killed one, while the first run is still
     checking for pods.
     """
@@ -54,7 +54,7 @@ def test_a_run_creates_the_folder_for_its_requests(tmp_path: Path) -> None:
         (folder.requests / "1-1.json").write_text("left by a run that was killed")
 
 
-def test_a_file_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+def test_a_file_is_utf_8_in_any_locale(tmp_path: Path) -> None:
     """Python reads the script of a submitted function as UTF-8."""
     code = (
         "from pathlib import Path; from ddpjob.local.record import write_atomically; "

@@ -54,7 +54,7 @@ def test_only_the_init_container_refers_to_a_password() -> None:
     assert "$(" not in SCRIPT and "$$" not in SCRIPT, "the kubelet would replace them"
 
 
-def test_the_chart_names_the_image_that_the_operator_would_use_without_it() -> None:
+def test_the_chart_and_the_operator_have_the_same_default_git_image() -> None:
     values = Path(__file__).parents[3] / "charts" / "ddpjob-operator" / "values.yaml"
     assert yaml.safe_load(values.read_text())["codeImage"] == Platform.git_image
     environment = {"DDPJOB_OPERATOR_KEY": "x" * 16, "DDPJOB_OPERATOR_CODE_IMAGE": "mirror/git:1"}
@@ -101,8 +101,8 @@ def test_the_named_commit_is_cloned_without_history_although_the_branch_has_move
     assert len(server.requests) == asked and (folder / "train.py").read_text() == "edited"
 
 
-def test_a_server_without_single_commits_is_asked_for_the_branch(server: GitServer, tmp_path: Path) -> None:
-    """Some mirrors have only git's dumb protocol: files behind any web server."""
+def test_the_branch_is_fetched_if_a_server_cannot_send_single_commits(server: GitServer, tmp_path: Path) -> None:
+    """Some mirrors serve git's files with a plain web server (git's dumb protocol)."""
     wanted = commit(server.root / "p", {"train.py": "1"})
     commit(server.root / "p", {"train.py": "2"})
     git(server.root / "p", "update-server-info")

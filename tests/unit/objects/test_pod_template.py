@@ -504,9 +504,9 @@ def test_on_the_host_network_pods_still_find_each_other_by_name() -> None:
 
 
 @pytest.mark.parametrize("example", ["roce", "gpudirect-tcpx"])
-def test_the_coordinator_requests_no_interface_of_a_fast_network(example: str) -> None:
-    """The coordinator's pod requests no such device, and without one such a pod gets no network at
-    all.
+def test_the_coordinator_does_not_request_a_fast_network_interface(example: str) -> None:
+    """The coordinator requests no such device. A pod with the annotation but without the device
+    would get no network at all.
     """
     spec = yaml.safe_load((Path(__file__).parents[3] / f"examples/{example}.yaml").read_text())["spec"]
     spec["podTemplate"]["metadata"]["annotations"]["note"] = "kept"
@@ -533,8 +533,8 @@ def test_the_coordinator_requests_no_interface_of_a_fast_network(example: str) -
 def test_the_coordinator_waits_for_no_volume_that_only_training_pods_have(
     volume: Json, mount: Json, placement: str
 ) -> None:
-    """The kubelet starts no container before its volumes exist, and none whose subPathExpr lacks a
-    variable.
+    """The kubelet does not start a container whose volumes do not exist, or whose subPathExpr lacks
+    a variable.
     """
     mounts = [{"name": "own", "mountPath": "/own", **mount}, {"name": "tools", "mountPath": "/opt/tools"}]
     volumes = [{"name": "own", **volume}, {"name": "tools", "hostPath": {"path": "/opt/tools", "type": "Directory"}}]

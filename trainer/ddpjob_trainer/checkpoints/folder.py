@@ -137,8 +137,8 @@ class CheckpointFolder:
     def _find_heads(self) -> list[int]:
         """Find, for each rank, the first rank that sees its folder, by checking the disks.
 
-        All ranks must call this together. Each node may have its own disk, but pods on one machine
-        may share one.
+        All ranks must call this together. Each node may have its own disk, but pods on the same
+        machine may share one.
         """
 
         def sign(rank: int) -> Path:

@@ -32,7 +32,7 @@ class CompletedSave:
 class Writer:
     """The writer of one rank.
 
-    `limit` consecutive failures are fatal; being fenced is fatal at once.
+    `limit` consecutive failures are fatal; being fenced is fatal immediately.
     """
 
     def __init__(self, limit: int) -> None:
@@ -45,7 +45,7 @@ class Writer:
         self.ended = time.monotonic()
         """The time.monotonic() at which the last save completed or failed."""
         self.cost = 0.0
-        """Cost of the last save in seconds: the pause in training, and the processor time for
+        """Cost of the last save in seconds: the pause in training, and the CPU time for
         writing."""
 
     @property

@@ -61,7 +61,7 @@ class Incarnation:
 class LedgerSummary:
     """The content of a ledger: incarnations, and samples per epoch in the final history.
 
-    `left_out` has the steps that did not change any weight, with their numbers of samples.
+    `left_out` contains the steps that did not change any weight, with their numbers of samples.
     `unreadable` is the number of images with weight zero.
     """
 

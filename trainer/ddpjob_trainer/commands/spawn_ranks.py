@@ -29,7 +29,7 @@ from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE
 USAGE = "--spawn N [--init METHOD] [--nodes K --node-rank R]"
 _FAREWELL_SECONDS = 2.0
 """How many seconds the other ranks have to end by themselves after a rank has failed. With gloo,
-they fail at once with a message. With NCCL, they hang.
+they fail immediately with a message. With NCCL, they hang.
 """
 
 

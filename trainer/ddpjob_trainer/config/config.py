@@ -95,9 +95,9 @@ def _plain(config: Config, key: str) -> Any:
 def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] | None = None) -> Config:
     """Return the configuration of `--config FILE key=value ...`.
 
-    FILE may be the name of a configuration in the package, such as digits. `base` has dotted keys
-    of lower precedence than the file and arguments. Raises a ConfigError that names the key and the
-    remedy.
+    FILE may be the name of a configuration in the package, such as digits. `base` contains dotted
+    keys with lower precedence than the file and the arguments. Raises a ConfigError that names the
+    key and the remedy.
     """
     layers: list[tuple[str, Mapping[str, Any]]] = [("checkpoint", base or {})]
     if config_file is not None:

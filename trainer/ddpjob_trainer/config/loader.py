@@ -283,21 +283,23 @@ def _assemble(kind: type[T], chosen: Mapping[str, Any], prefix: str) -> T:
 
 
 def describe_type(kind: Any) -> str:
-    """Return a type's name for help texts and errors."""
+    """Return a type's name for the help text and errors."""
     if typing.get_origin(kind) is types.UnionType:
-        return " or ".join(describe_type(part) for part in typing.get_args(kind))
+        first, *rest = (describe_type(part) for part in typing.get_args(kind))
+        return " or ".join([first, *("a string" if name == "string" else name for name in rest)])
     if typing.get_origin(kind) is tuple:
         return f"list of {describe_type(typing.get_args(kind)[0])}s"
     if kind is type(None):
         return "null"
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return ("one of " if len(kind) > 1 else "") + ", ".join(str(member.value) for member in kind)
-    return {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path"}.get(kind, str(kind))
+    names = {int: "whole number", float: "number", bool: "true or false", str: "string", Path: "path"}
+    return names.get(kind, str(kind))
 
 
 def _with_article(kind: Any) -> str:
     name = describe_type(kind)
-    return f"a {name}" if name.startswith(("list", "whole", "number", "path")) else name
+    return f"a {name}" if name.startswith(("list", "whole", "number", "string", "path")) else name
 
 
 def _convert(value: Any, kind: Any, where: str) -> Any:

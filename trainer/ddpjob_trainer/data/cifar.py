@@ -179,7 +179,10 @@ def _content(path: Path) -> bytes:
     """
     size = path.stat().st_size
     if size > MOST_BYTES:
-        raise DataError(f"{path} has {size:,} bytes, more than any file of the archive (at most {MOST_BYTES:,})")
+        raise DataError(
+            f"{path} has {size:,} bytes, but no file in the archive is larger than {MOST_BYTES:,}; unpack the archive"
+            " again"
+        )
     return path.read_bytes()
 
 
@@ -188,7 +191,8 @@ def _joined(folder: Path, images: list[Any], labels: list[Any], layout: _Layout)
     if all_labels.min() < 0 or all_labels.max() >= layout.classes:
         last = layout.classes - 1
         raise DataError(
-            f"{folder} has label {all_labels.max()}, outside 0..{last}, so it is not the data set in data.name"
+            f"{folder}: label {all_labels.max()} is outside 0..{last}, so this is not the data set that data.name"
+            " selects"
         )
     return torch.from_numpy(np.concatenate(images).reshape(-1, 3, 32, 32)), torch.from_numpy(all_labels)
 

@@ -112,7 +112,7 @@ def _values(found: Any, key: str) -> npt.NDArray[Any]:
         try:
             return np.array(found, dtype=np.int64)
         except OverflowError:
-            raise ValueError(f"{key!r} has a number of more than 64 bits") from None
+            raise ValueError(f"{key!r} contains a number of more than 64 bits") from None
     if not isinstance(found, _Array) or found.shape is None:
         raise ValueError(f"{key!r} is neither an array of uint8 nor a list of integers")
     raw = found.content.encode(_LATIN1) if isinstance(found.content, str) else found.content

@@ -35,9 +35,9 @@ without a new modification time."""
 class Listing:
     """Folders and their images, in the order of classes and paths relative to the root.
 
-    The first of `folders` is the root itself. `changed` has the folders' modification and change
-    times in ns, (n, 2). Both are needed, because tar resets modification times. `owner` is each
-    folder's class, with -1 for the root. `counts` is how many of `names` are in each folder.
+    The first of `folders` is the root itself. `changed` contains the folders' modification and
+    change times in ns, (n, 2). Both are needed, because tar resets modification times. `owner` is
+    each folder's class, with -1 for the root. `counts` is how many of `names` are in each folder.
     """
 
     folders: npt.NDArray[np.bytes_]

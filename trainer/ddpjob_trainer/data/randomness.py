@@ -117,7 +117,7 @@ def seed_torch(seed: int, device: torch.device) -> None:
     """Seed the torch generators that dropout draws from, which are the CPU's and the device's.
 
     torch.manual_seed is not used, because it records a stack trace per device if CUDA is not
-    initialized. That would take 0.1 ms in every step.
+    initialized. That would take 0.1 ms at every step.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":

@@ -76,7 +76,7 @@ class Micro:
     """A micro-batch: samples that go through the model together.
 
     `key` seeds its randomness, which is therefore the same on every rank. A rank without samples
-    computes another rank's micro-batch in order to take part in collectives, but the result does
+    computes another rank's micro-batch to take part in collectives, but the result does
     not count (`counts`). With `parts`, `samples` are this rank's shares of several micro-batches in
     sequence.
     """
@@ -196,7 +196,7 @@ class Dividing(enum.Enum):
 class Dealing:
     """How a global batch is divided into micro-batches, and how these are distributed among ranks.
 
-    With micro_batches > 0, the number of micro-batches is fixed, whatever the number of ranks.
+    With micro_batches > 0, the number of micro-batches is fixed, regardless of the number of ranks.
     Everything within a micro-batch (normalization statistics, dropout, mixed images) is then the
     same on any number of ranks. If micro-batches cannot be distributed evenly, `dividing` decides
     what happens.

@@ -27,7 +27,7 @@ TEST_SIZE = 2048
 _FINE = 2 * SIDE
 """Number of points per side at which shapes are drawn. A pixel is the mean of four points."""
 _AT_ONCE = 256
-"""Number of images drawn together, chosen so that their arrays fit into a processor's cache."""
+"""Number of images drawn together, chosen so that their arrays fit into a CPU's cache."""
 _SEED, _TEST, _CLUTTER = 0x53484150, 1 << 40, 2
 
 Floats = npt.NDArray[np.float64]

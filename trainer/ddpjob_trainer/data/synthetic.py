@@ -52,7 +52,7 @@ class SyntheticData(DataSet):
     def fingerprint(self) -> int:
         """Return a hash of the settings that determine the images.
 
-        The images themselves are not hashed, because their bits depend on the processor's
+        The images themselves are not hashed, because their bits depend on the CPU's
         arithmetic.
         """
         return fingerprint(repr((self._seed, self.classes, self.shape, self.train_size)).encode())

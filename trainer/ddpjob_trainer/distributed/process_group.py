@@ -114,7 +114,7 @@ class Group:
     def swap(self, own: list[tuple[torch.Tensor, range]]) -> list[list[torch.Tensor]]:
         """Exchange tensors with the ranks that share them.
 
-        `own` has pairs (tensor, ranks that share it), and the ranks include this one. For each
+        `own` contains pairs (tensor, ranks that share it), and the ranks include this one. For each
         pair, the result has the tensors of all its ranks. Two ranks share at most one pair. Only
         ranks that share a pair exchange data, on the tensors' own device.
         """

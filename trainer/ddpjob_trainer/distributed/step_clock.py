@@ -8,12 +8,12 @@ ready. The clock's callback therefore runs between a rank's own last gradient an
 
 All other waiting, even in the middle of a pass, goes through a single method, `wait` of torch's
 Work. The trainer calls it, as do torch's FSDP, pipelines and blocking collectives. On the CPU, it
-blocks until the other ranks have sent, so the time spent in it counts as exchange, whatever the
+blocks until the other ranks have sent, so the time spent in it counts as exchange in every
 phase.
 
 On a GPU, marks are events in its stream. They are read when the numbers are reported, because the
 host has then waited for the device anyway. The time between two events includes the device's work
-and its waiting for a slow host. `wait` returns at once, and a stream waits instead. In newer
+and its waiting for a slow host. `wait` returns immediately, and a stream waits instead. In newer
 versions of torch, a blocking collective itself may run in the stream. So the time between events
 before and after a wait or a blocking collective counts as exchange. If a version of torch waits
 elsewhere, the ranks show equal times, and no rank is named. This has not been tested on several

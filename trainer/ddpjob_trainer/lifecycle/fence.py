@@ -209,7 +209,7 @@ class Ownership:
         threading.Thread(target=self._beat, name="checkpoint-owner", daemon=True).start()
 
     def release(self) -> None:
-        """Release the folder after training, so that another job may continue at once."""
+        """Release the folder after training, so that another job may continue immediately."""
         self._ended.set()
         if self._is_ours():
             with contextlib.suppress(OSError):  # If this fails, the next job only waits longer.

@@ -6,7 +6,7 @@ In the same reduction, they agree on whether to save, and on whether every rank 
 The reduction costs each rank about as much as its other bookkeeping. If steps are short, the ranks
 therefore agree about ten times a second instead of at each step. They all skip the same steps,
 because the number follows from the mean step time, which is part of the reduction. Example: after
-steps of 20 ms, they agree at every sixth step. A stop still follows a complete step, on all ranks.
+steps of 20 ms, they agree every sixth step. A stop still follows a complete step, on all ranks.
 """
 
 from __future__ import annotations

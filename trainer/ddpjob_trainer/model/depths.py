@@ -47,7 +47,8 @@ def depths(model: nn.Module) -> dict[str, int]:
 def describe_shares(depths: Mapping[str, int], decay: float) -> str:
     """Describe the parameter groups for the log.
 
-    The text has the number of groups, and the shares of optim.lr that the first and last group use.
+    The text contains the number of groups, and the shares of optim.lr that the first and last group
+    use.
     """
     deepest = max(depths.values())
     ends = [[name for name, depth in depths.items() if depth == end] for end in (0, deepest)]

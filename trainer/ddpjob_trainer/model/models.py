@@ -77,7 +77,10 @@ def build_model(
 
 
 def choose_layout(config: ModelConfig, amp: AmpConfig, shape: tuple[int, ...], device: torch.device) -> ModelConfig:
-    """Return the configuration with a memory layout in place of `auto`; `amp` has its level."""
+    """Return the configuration with `auto` replaced by a memory layout.
+
+    `amp.level` must already be resolved.
+    """
     if config.channels_last is not MemoryLayout.AUTO:
         return config
     fits = device.type == "cuda" and amp.level is not AmpLevel.O0 and len(shape) == 3 and not is_own(config)
@@ -116,8 +119,8 @@ def _last_normalizations(model: nn.Module, config: ModelConfig, key: str) -> lis
     ]
     if not last:
         raise ConfigError(
-            f"model.{key}: {config.name} has no residual blocks of a ResNet; leave it out, or set model.name to"
-            " a ResNet such as torchvision:resnet50"
+            f"model.{key}: {config.name} has no ResNet residual blocks; remove this key, or set model.name to a"
+            " ResNet such as torchvision:resnet50"
         )
     return last
 

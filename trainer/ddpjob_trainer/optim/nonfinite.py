@@ -68,7 +68,7 @@ class NonFiniteGuard:
         self._pending: list[_Taken] = []
         self._in_a_row = self._overflows = 0
         self._common: set[int] = set()
-        """Samples that were in every step so far whose loss was not finite."""
+        """Samples common to all steps so far whose loss was not finite."""
         self.skipped = 0
         """Number of steps skipped in this incarnation of the job."""
 
@@ -124,7 +124,7 @@ class NonFiniteGuard:
         )
 
     def _note_common(self, samples: dict[int, list[int]]) -> str:
-        """Return a remark if a few samples were in every step whose loss was not finite."""
+        """Return a remark if a few samples are common to all steps whose loss was not finite."""
         found = {number for numbers in samples.values() for number in numbers}
         shared = self._common & found
         self._common = shared or found or self._common

@@ -31,8 +31,8 @@ def build_optimizer(
     weights = [weight for _, weight in named]
     groups = divide(config, named, depths)
     # On the CPU, fused kernels take half the time for SGD and a fifth for AdamW (11 million
-    # weights, one core). torch does not support fused SGD for DTensors (fsdp). By default, it
-    # updates these one by one.
+    # weights, one core). torch has no fused SGD for DTensors (fsdp) and by default updates
+    # DTensors one by one, so they use foreach.
     parts = any(is_sharded(weight) for weight in weights)
     kernels: dict[str, Any] = (
         {"foreach": True} if parts else {"fused": all(weight.device.type in ("cpu", "cuda") for weight in weights)}

@@ -38,7 +38,7 @@ def own_factor(name: str, epoch: float, epochs: int) -> float:
 def check_own(name: str, rate: Callable[[int], float], steps: Sequence[int], group: Group) -> str:
     """Return a description of the schedule for the log.
 
-    `rate` maps the samples consumed before a step to its learning rate, and `steps` has these
+    `rate` maps the samples consumed before a step to its learning rate, and `steps` contains these
     numbers for all steps. Raises ConfigError if a rate is invalid, or differs in a second call or
     on a different rank. All ranks must call this together.
     """

@@ -22,7 +22,7 @@ refuses requests from a machine whose clock is 15 minutes off.
 def joined(world: int, stages: dict[int, Any], here: Iterable[int]) -> Result:
     """Return FAIL for ranks that never joined, or that joined and fell silent.
 
-    `stages` has the last note from each rank that joined.
+    `stages` contains the last note from each rank that joined.
     """
     missing = sorted(set(range(world)) - set(here))
     if not missing:

@@ -276,7 +276,7 @@ class Check:
     """A check that each rank, or each node's first rank, runs without the other ranks.
 
     If `find` raises an error, the result is a FAIL with this `remedy`. `same` names the findings'
-    values that must not differ, with the status and remedy if they do. In these texts, {norm}
+    values that must not differ, with the status and remedy if they do. In remedies, {norm}
     stands for the most common value.
     """
 

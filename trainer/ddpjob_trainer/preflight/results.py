@@ -27,7 +27,7 @@ _COLOURS = {Status.FAIL: "1;31", Status.WARN: "33", Status.SKIPPED: "2", Status.
 
 @dataclass(frozen=True)
 class RankFinding:
-    """One rank's finding. `same` has values, by name, that must not differ between ranks."""
+    """One rank's finding. `same` contains values, by name, that must not differ between ranks."""
 
     value: str
     status: Status = Status.OK
@@ -37,7 +37,7 @@ class RankFinding:
 
 @dataclass(frozen=True)
 class Result:
-    """One row in the table. `culprit` has the names of nodes or ranks."""
+    """One row in the table. `culprit` lists the names of nodes or ranks."""
 
     check: str
     status: Status
@@ -57,8 +57,8 @@ class Layout:
     def of(cls, hellos: dict[int, dict[str, Any]]) -> Layout:
         """Return the layout from each rank's host and leader.
 
-        If several nodes have the same name (on one machine), a node's name also includes its
-        leader.
+        If several nodes have the same name (because they run on the same machine), a node's name
+        also includes its leader.
         """
         nodes = {rank: (hello["host"], hello["leader"]) for rank, hello in hellos.items()}
         hosts = [host for host, _ in set(nodes.values())]

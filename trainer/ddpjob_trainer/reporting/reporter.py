@@ -49,7 +49,7 @@ class Machines:
 
     `own` is how many seconds a rank itself works per step (0 if that cannot be measured), and
     `even` how many it would work for an even share of the batch. `data` is the share of time spent
-    waiting for data, and `memory` is the peak number of bytes so far. `phases` has this rank's
+    waiting for data, and `memory` is the peak number of bytes so far. `phases` contains this rank's
     seconds per step. `flops` is per sample, and `peak` is per second for all devices together; 0
     means unknown. `stages` has the same meaning as in `Strategy`.
     """
@@ -148,8 +148,8 @@ class Reporter:
         """Report that an incarnation begins after `step` steps, with `left` steps remaining.
 
         `warning` states why training is slow, if it is; `precision` is its number format, and
-        `notes` has other useful facts. The total number of steps is `step + left`, because it may
-        change with the batch at a restart. A checkpoint may have more epochs than configured.
+        `notes` contains other useful facts. The total number of steps is `step + left`, because it
+        may change with the batch at a restart. A checkpoint may have more epochs than configured.
         """
         wanted, trained = self._plan.epochs, epoch - 1
         self._plan = replace(self._plan, steps=step + left, epochs=max(wanted, trained))
@@ -357,7 +357,7 @@ class Reporter:
     def skipped(self, step: int, text: str, samples: dict[int, list[int]]) -> None:
         """Report that step `step` was skipped on all ranks.
 
-        `samples` has the samples by rank, for the ranks whose loss was not finite.
+        `samples` contains the samples by rank, for the ranks whose loss was not finite.
         """
         self._write("skipped", step=step, samples=samples)
         self._display.note(f"warning: {text}")

@@ -67,7 +67,7 @@ class Fsdp(Strategy):
         # the model.
         apart = [block for block in blocks(model) if all(places[weight] == 1 for weight in block.parameters())]
         # The model itself, which holds the remaining weights, comes last, because its backward pass
-        # follows at once.
+        # follows immediately.
         for block in [*apart, model]:
             reshard = self.config.fsdp.reshard and block is not model
             norms: list[nn.Module] = [

@@ -153,7 +153,7 @@ class EndedLogs(Protocol):
 
 
 class Backend(Protocol):
-    """Reads and changes jobs. Every method raises Mistake with a text for the user."""
+    """Reads and changes jobs. Every method raises Mistake with a message for the user."""
 
     local: bool
     """Whether jobs run on this machine, with its files and its Python."""

@@ -46,7 +46,7 @@ def list_files(path: str, most: int) -> list[tuple[str, int]]:
             try:
                 if entry.is_file(follow_symlinks=False):
                     found.append((entry.name, entry.stat(follow_symlinks=False).st_size))
-            except OSError:  # The file was removed meanwhile.
+            except OSError:  # The file has been removed since it was listed.
                 continue
     os.close(folder)
     return found

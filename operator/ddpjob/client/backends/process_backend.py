@@ -388,7 +388,7 @@ class ProcessBackend:
         except RequestRefused as refused:
             raise Mistake(str(refused)) from refused
         if not processed:
-            self._running(folder.name)  # The job may have ended meanwhile.
+            self._running(folder.name)  # The job may have ended in the meantime.
             raise Mistake(
                 f"the process that runs {folder.name} ({runner(folder)}) does not respond; run "
                 f"`ddpjob stop --now {folder.name}` to kill it"

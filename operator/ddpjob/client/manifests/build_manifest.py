@@ -168,8 +168,9 @@ def _program(
         inside, found = Path(os.path.relpath(path / entry, path)).as_posix(), find_files(path)
         if inside not in found.files:
             raise Mistake(
-                f"entry (--entry) {entry}: not copied from {program}, like all hidden files, caches, outputs, secrets, "
-                f"links to folders, and files that {IGNORE_FILE} or .gitignore lists; choose a different script"
+                f"entry (--entry) {entry}: excluded from the copy of {program}; choose a different script. Hidden "
+                "files, caches, outputs, secrets, links to folders, and files listed in "
+                f"{IGNORE_FILE} or .gitignore are never copied"
             )
         for note in found.notes():
             say(f"{program}: {note}")
@@ -297,7 +298,7 @@ def _volume(text: str) -> Json:
 
 
 def read_settings(texts: Iterable[str]) -> dict[str, Any]:
-    """Read `FIELD=VALUE` texts, with the value as YAML."""
+    """Read `FIELD=VALUE` strings, with the value as YAML."""
     settings = {}
     for setting in texts:
         path, equals, text = setting.partition("=")

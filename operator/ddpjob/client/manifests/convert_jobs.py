@@ -234,8 +234,8 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     policies = {part.get("restartPolicy") for part in (master, workers) if part.get("restartPolicy")}
     if "ExitCode" in policies:
         notes.append(
-            "restartPolicy ExitCode: codes from 1 to 127 failed the job at once, but a DDPJob restarts within its "
-            "budget; to fail at once, write recovery.rules: [{cause: ExitCode, exitCodes: [...], action: Fail}]"
+            "restartPolicy ExitCode: codes from 1 to 127 failed the job immediately, but a DDPJob restarts within its "
+            "budget; to fail immediately, write recovery.rules: [{cause: ExitCode, exitCodes: [...], action: Fail}]"
         )
     if policies == {"Never"}:
         target.setdefault("recovery", {})["maxRestarts"] = 0

@@ -38,7 +38,7 @@ def manifests(sources: Iterable[str | Path]) -> Iterator[Manifest | BadInput]:
 
 
 def standard_input() -> str:
-    """Read all of standard input as UTF-8, whatever the encoding of the terminal.
+    """Read all of standard input as UTF-8, regardless of the terminal's encoding.
 
     Raises BadInput.
     """

@@ -23,8 +23,8 @@ pods share it and `ddpjob delete` removes it. The folder's name has a digest of 
 of Python's version, so an in-place restart finds everything there. A lock makes the ranks of a pod
 take turns. The folder appears under its final name only when it is complete.
 
-An error from pip fails the job at once, before its first step, like any refusal (exit code 78). If
-pip could not reach the index, the error counts as a failure and is retried.
+An error from pip fails the job immediately, before its first step, like any refusal (exit code 78).
+If pip could not reach the index, the error counts as a failure and is retried.
 """
 
 from __future__ import annotations

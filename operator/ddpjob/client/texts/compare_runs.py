@@ -1,10 +1,10 @@
 """Compares jobs in a table: results, arguments, code, packages and resources.
 
-Each row has one text per job. Arguments are compared by name, whatever their order and form. For
-example, `--lr 0.1` and `--lr=0.1` belong to the row `--lr`, and `optim.lr=0.1` belongs to the row
-`optim.lr`, all with the value 0.1. A job without the argument has an empty text.
+Each row has one cell per job. Arguments are compared by name, regardless of their order and form.
+For example, `--lr 0.1` and `--lr=0.1` belong to the row `--lr`, and `optim.lr=0.1` belongs to the
+row `optim.lr`, all with the value 0.1. A job without the argument has an empty cell.
 
-Readers look for differences, so `Row.differs` marks rows whose texts are not all equal.
+Readers look for differences, so `Row.differs` marks rows whose cells are not all equal.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Any line may be cut off, hostile or unrelated.
 
 A curve is drawn in stretches: no line crosses a restart, because nothing was measured during the
-outage. Each value has the number of its start (0, 1, ...). A restart repeats steps, and the newest
-value of a step counts. An older value between newer ones is dropped, because it belongs to work
-that was thrown away. Older values after the newest step stay, as a stretch of their own, until
+outage. Each value carries the number of its start (0, 1, ...). A restart repeats steps, and the
+newest value of a step counts. An older value between newer ones is dropped, because it belongs to
+work that was thrown away. Older values after the newest step stay, as a stretch of their own, until
 they are repeated.
 """
 

@@ -12,8 +12,8 @@ them may be wrong.
   the coordinator itself is partitioned (`World.deaf_since`).
 
 The earlier of the two times counts (`lost_since`). The pod is abandoned when it has been silent for
-`recovery.nodeLostAfterSeconds` (`is_given_up`), or at once if someone has marked its host as out
-of service. A pod that ends or reconnects before then is not lost.
+`recovery.nodeLostAfterSeconds` (`is_given_up`), or immediately if someone has marked its host as
+out of service. A pod that ends or reconnects before then is not lost.
 
 Example with a limit of 30 s, in which a machine loses power:
 

@@ -1,12 +1,12 @@
 """Decides which of several failures seen together is the cause and which are consequences.
 
-One break of the group must count once, but it is seen twice: Kubernetes shows the ends of pods at
-once, and the coordinator reports an incident for the break about a second later. Either may come
-first, and they may come in the same reconcile or in two. A pod that was created after a break was
-not part of it, so the pod's failure is a separate break.
+One break of the group must count once, but it is seen twice: Kubernetes shows the ends of pods
+immediately, and the coordinator reports an incident for the break about a second later. Either may
+come first, and they may come in the same reconcile or in two. A pod that was created after a break
+was not part of it, so the pod's failure is a separate break.
 
 Ends and incidents within SAME_BREAK of each other belong to one break, and an incident explains at
-most one break. `attribute` has the three rules. Example: round 3 is training when a node is
+most one break. `attribute` applies the three rules. Example: round 3 is training when a node is
 drained.
 
     10:00:00.0  pod train-1-0 is evicted; that does not count

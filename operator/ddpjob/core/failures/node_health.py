@@ -11,8 +11,8 @@ should move before it fails (`judge_nodes`). But agents may be wrong, so there a
 A failed worker is restarted in its pod. That does not help if the container or the node is broken,
 so such a pod is replaced (`judge_failing`):
 
-- at once, if the failure's message shows that the container has lost its device, as happens after a
-  reload of the host's systemd. A new container has the device again, even on the same node.
+- immediately, if the failure's message shows that the container has lost its device, as happens
+  after a reload of the host's systemd. A new container has the device again, even on the same node.
 - after its second failure in a row, if no other pod failed in between. An error in the program's
   text would occur in every pod, so it does not move a pod. Neither does an error that ranks of
   other pods had in the same round. A program that fails for only one rank causes at most MAX_MOVES
@@ -74,7 +74,7 @@ class NodeVerdict:
     reason: str = ""
     """Why the pod stays, as the reason of a condition; empty if the pod is moved."""
     why: str = ""
-    """Why the pod stays, as a text for users."""
+    """Why the pod stays, as a message for users."""
 
 
 def judge_nodes(view: View) -> list[NodeVerdict]:

@@ -6,7 +6,7 @@ the job has ever completed a step. Users who know better write `recovery.rules`.
 
 1. The first of `recovery.rules` that matches the cause and exit code decides (`evaluate_rules`)
    whether to fail the job, restart and count, or restart without counting.
-2. Before the first step, an entry point that cannot start fails the job at once, and so does an
+2. Before the first step, an entry point that cannot start fails the job immediately, and so does an
    exit code for a wrong configuration (2, and most of 64 to 78, as in sysexits.h).
 3. Otherwise failures of the job itself count (COUNTED). Disruptions, lost nodes, manual deletions
    and consequences of other failures do not.
@@ -21,7 +21,7 @@ Example of a job without rules and with maxRestarts=10:
     rank 3 raises ConnectionError before the first step, 3 times  restarts, 3 of 10 used
     rank 3 raises KeyError 'lr' in epoch 7                        restarts, 1 of 10 used
     the node of rank 3 is drained, 50 times                       restarts, 0 of 10 used
-    the script refuses an option: exit code 2                     fails at once
+    the script refuses an option: exit code 2                     fails immediately
 
 Exit codes are compared as a shell shows them, with 128 + N for signal N (`shell_code`).
 """

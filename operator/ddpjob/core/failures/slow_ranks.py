@@ -1,6 +1,6 @@
 """Decides whether a slow rank moves to a spare.
 
-All ranks wait for the slowest one in each step, so one throttled GPU or one busy host slows the
+All ranks wait for the slowest one at each step, so one throttled GPU or one busy host slows the
 whole job down. The ranks measure this (`ddpjob_pod/stragglers.py`) and report which of them lag.
 Moving a rank costs a restart, and helps only if the rank's host is the reason. So a rank moves only
 if all of these conditions hold:

@@ -14,7 +14,7 @@ the same cause in the program share their count, because any of them may be the 
 
 Example with initialSeconds: 10, in which pod train-1-0 runs out of memory after 20 s each time:
 
-    first end      train-1-1 is created at once
+    first end      train-1-1 is created immediately
     second end     train-1-2 is created after 10 s
     third end      train-1-3 is created after 20 s
 

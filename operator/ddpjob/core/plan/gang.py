@@ -11,7 +11,7 @@ its pods. Only the scheduler can prevent this, so the operator creates a PodGrou
 - A job whose gang has been placed can later be stuck with half of its nodes. It then yields: it
   gives up all its nodes and waits as a new gang. It does so if it has held nodes for YIELD without
   training, and the scheduler finds no room for a pod that it needs. After a preemption that leaves
-  too few nodes, it yields at once. A job whose newest state is only in these pods keeps them
+  too few nodes, it yields immediately. A job whose newest state is only in these pods keeps them
   (`only_copy`), unless another job waits for room.
 
 Example of two jobs with 4 nodes each on a cluster with 6:
@@ -89,7 +89,7 @@ def with_placed(view: View) -> JobStatus:
 
 
 def is_broken_up(view: View, kept: list[Slot]) -> bool:
-    """Whether a preempted group has too few pods left, and should become a gang again at once.
+    """Whether a preempted group has too few pods left, and should become a gang again immediately.
 
     The scheduler preempted the group because there was no other room, so there is no room for a
     single replacement either. `kept` are the slots that still have their pods. If only these pods

@@ -12,7 +12,7 @@ before the status shows it, so the attempts of all existing pods are skipped.
 Example with 2 nodes:
 
     begin                slots 0 and 1 at attempt 0           pods train-0-0, train-1-0
-    train-1-0 is lost    slot 1 is planned at attempt 1       pod train-1-1, created at once
+    train-1-0 is lost    slot 1 is planned at attempt 1       pod train-1-1, created immediately
     nodes=1              slot 1 is dropped; highest_attempt=1
     nodes=2              slot 1 is new, at attempt 2          pod train-1-2
 
@@ -79,7 +79,7 @@ SUPPORTED_PROTOCOLS = frozenset({protocol.VERSION})
 
 
 def template_mark(view: View) -> str:
-    """Return a text that identifies everything that all pods of a generation have in common.
+    """Return a string that identifies everything that all pods of a generation have in common.
 
     It contains the spec from which they are built, the key of their token, and the protocol version
     of their runtime.

@@ -3,8 +3,9 @@
 Each condition has one function (`CONDITIONS`), which sees the conditions that were judged before
 it. Two rules apply to all of them:
 
-- Texts are stable. A text that changed at each reconcile would be written each time, and each write
-  causes the next reconcile. So texts name times, not durations, and omit figures that flicker.
+- Messages are stable. A message that changed at each reconcile would be written each time, and each
+  write causes the next reconcile. So messages name times, not durations, and omit figures that
+  flicker.
 - Conditions about rare trouble, such as NodesHealthy, are absent until the trouble first occurs.
   Afterwards they stay and become true, so that users see that the trouble is over.
 

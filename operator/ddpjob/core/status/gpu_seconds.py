@@ -7,9 +7,9 @@ status therefore holds the sum, the number of GPUs that are held now, and since 
     gpuUse: {held: 16, since: "2026-03-01T10:30:00Z"}
 
 The sum covers the time up to `since`. A pod holds its GPUs from the moment that Kubernetes binds it
-to a node until all its containers have ended or its object is gone, whatever its program does:
-while images are pulled, while a spare stands by, and while a pod terminates. These are the GPUs
-that nobody else can use. Only GPUs named by spec.gpuResource count.
+to a node until all its containers have ended or its object is gone, regardless of what its program
+does: while images are pulled, while a spare stands by, and while a pod terminates. These are the
+GPUs that nobody else can use. Only GPUs named by spec.gpuResource count.
 
 At each reconcile, the number in `gpuUse.held` is multiplied by the time since `gpuUse.since` and
 added to the sum. The result is written together with any other change to the status, whenever the
@@ -24,9 +24,9 @@ Example with 2 pods of 8 GPUs:
 
 Only the operator's clock is used, in whole seconds, so each change is off by less than a second,
 without a bias. Without an operator, nothing is lost or counted twice, because the next
-operator continues from the same `since`. It cannot know when pods ended or were bound meanwhile, so
-it counts those changes from its first reconcile. If its clock is behind the previous one's, the
-difference is not counted.
+operator continues from the same `since`. It cannot know when pods ended or were bound in the
+meantime, so it counts those changes from its first reconcile. If its clock is behind the previous
+one's, the difference is not counted.
 
 Why the status holds it: docs/decisions/0002.
 """

@@ -27,7 +27,7 @@ def count_training_nodes(view: View) -> int | None:
 
 
 def count_ready_spares(view: View, training: int | None) -> int:
-    """Return the number of spares that can take over at once.
+    """Return the number of spares that can take over immediately.
 
     A running pod counts only once its launcher has started. Without a report, the last known number
     is kept.

@@ -107,7 +107,7 @@ def judge_running(view: View, training: int | None, running_pods: int) -> tuple[
             "training has finished; the remaining pods are terminating",
         )
     if report.state == CoordinatorState.RESTARTING and _has_just_broken(view):
-        return False, GROUP_RESTARTS, f"{present}, and the group restarts"
+        return False, GROUP_RESTARTS, f"{present}, and the group is restarting"
     joining = f"{present} and {'is' if there == 1 else 'are'} joining the rendezvous"
     return False, "GroupForming", joining + _fetching(report)
 

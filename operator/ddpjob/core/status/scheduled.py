@@ -15,7 +15,7 @@ Example of a job with 2 nodes in a full cluster:
     Unschedulable   pod train-1-0: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu
     AllPlaced       2 of 2 pods are scheduled
 
-While the next attempt is being made, the condition keeps its text. A different text would be
+While the next attempt is being made, the condition keeps its message. A different message would be
 written, each write wakes the job, and the job would try again in an endless loop without pauses.
 """
 
@@ -178,10 +178,10 @@ def _idle(view: View, alive: list[PodView]) -> str:
     spec, unknown = view.job.spec, view.report is None and view.status.holds(ConditionType.RUNNING)
     if not alive or unknown or count_training_nodes(view) is not None:
         return ""
-    wait = "waits" if len(alive) == 1 else "wait"
+    are = "is" if len(alive) == 1 else "are"
     gpus = len(alive) * spec.gpus_per_node
     held = f" with {count(gpus, 'GPU')}" if gpus else ""
-    text = f"; meanwhile {len(alive)} of {count(spec.pods, 'pod')} {wait}{held}"
+    text = f"; {len(alive)} of {count(spec.pods, 'pod')} {are} already waiting{held}"
     return f"{text}: to release them, set runPolicy.suspend to true; to train with fewer, lower spec.nodes"
 
 

@@ -4,7 +4,7 @@ A script may report at every step, and may report anything. The status must stay
 and each write is a request to the API server. So:
 
 - Progress alone is written at most once per REFRESH. The first loss and the first speed are written
-  at once, and so is progress that is written together with a new phase.
+  immediately, and so is progress that is written together with a new phase.
 - Only known fields and a limited number of metrics are shown, and only finite numbers.
 - If the steps start again at 0 after a restart, `stepsBefore` keeps the last step.
 - A rank that lags is shown for at least SHOWN, because each change causes an event.

@@ -49,7 +49,7 @@ _METRICS = {
     "train/stragglers": (
         "ddpjob_train_stragglers",
         False,
-        "Number of ranks that lag, so that all others wait for them in each step.",
+        "Number of ranks that lag, so that all others wait for them at each step.",
     ),
     "train/world_size": ("ddpjob_train_world_size", False, "Number of ranks."),
     "train/restarts": ("ddpjob_train_restarts", True, "Restarts of the run so far."),
@@ -162,7 +162,7 @@ class Prometheus:
 def prepare(config: ReportConfig, run: Run) -> Callable[[], Sink]:
     """Listen, and return a function that returns the sink.
 
-    Listen at once, because a port in use is a configuration error.
+    Listen immediately, because a port in use is a configuration error.
     """
     opened = Prometheus(config, run)
     return lambda: opened

@@ -358,7 +358,7 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # DeepSpeed warns about optimizers that are not its own.
     # On a CPU, its first start would compile a shared-memory reduction, which is useful only for
-    # ranks on one node.
+    # ranks on the same node.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     module: ModuleType = deepspeed
     return module

@@ -135,8 +135,8 @@ def _meet(group: Group) -> Any:
 
     All ranks must call this together.
     """
-    # A node is named after its first rank, because several nodes may run on one machine with the
-    # same host name.
+    # A node is named after its first rank, because several nodes may run on the same machine and
+    # have the same host name.
     first = group.gather(group.rank - group.local_rank)
     local_ranks, local_sizes = group.gather(group.local_rank), group.gather(group.local_world)
     peers = [rank for rank, local_rank in enumerate(local_ranks) if local_rank == group.local_rank]
