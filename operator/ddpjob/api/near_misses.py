@@ -38,7 +38,7 @@ _OTHERS_WORDS = {
     "spec.podTemplate": "template podspec pod",
     "spec.nodes, image and script (run `ddpjob convert FILE` to translate the manifest)": "pytorchreplicaspecs "
     "trainer runtimeref",
-    "spec.nodes and script (run `ddpjob convert -- torchrun ...` to translate a command line)": "mpireplicaspecs "
+    "spec.nodes and script (run `ddpjob convert -- torchrun ...` for a command line)": "mpireplicaspecs "
     "tasks replicatedjobs",
     "spec.resources, and spec.gpusPerNode for GPUs": "resourcespernode resourcesperworker",
     "spec.rendezvous": "rdzvbackend rdzvendpoint rdzvhost rdzvport rdzvid rdzvconf",
