@@ -1,4 +1,4 @@
-"""The fields of a spec that one machine can follow, and the messages about the others."""
+"""The fields of a spec that apply on one machine, and the messages about fields that do not."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_settings_that_need_a_cluster_are_reported_by_their_field(tmp_path: Path
     }
     more = {"network": {"interface": "eth1"}, "notify": {"receiver": "team"}, "rankOrder": ["example.com/rack"]}
     found = fitted(tmp_path, envFrom=[{"secretRef": {"name": "wandb"}}], podTemplate=template, **more)
-    assert found.spec.network.interface is None, "the loopback has another name"
+    assert found.spec.network.interface is None, "the loopback interface has another name"
     assert found.spec.rank_order == (), "no operator would notify the coordinator"
     assert found.spec.notify is None, "there is no operator that knows the receiver"
     fields = {warning.split(":")[0] for warning in found.warnings}

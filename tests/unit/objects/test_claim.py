@@ -47,7 +47,7 @@ def test_the_operators_labels_take_precedence() -> None:
     )
 
 
-def test_the_mark_changes_with_fields_that_need_a_different_claim() -> None:
+def test_the_hash_changes_with_fields_that_need_a_different_claim() -> None:
     mark = template_mark(making())
     assert mark == template_mark(making(uid="later")) == template_mark(making(metadata={"labels": {"a": "b"}}))
     larger = {**SPEC, "resources": {"requests": {"storage": "2Gi"}}}
@@ -92,7 +92,7 @@ def test_pods_mount_the_claim() -> None:
     assert shared["value"] == "1"
 
 
-def test_a_claim_without_a_template_is_an_error() -> None:
+def test_building_a_claim_without_a_template_is_an_error() -> None:
     job = making()
     bare = replace(job, spec=replace(job.spec, storage=replace(job.spec.storage, checkpoints=None)))
     with pytest.raises(ValueError, match="does not have a claimTemplate"):
