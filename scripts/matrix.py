@@ -83,7 +83,7 @@ TRAINER = (
     # Content can be restored in both formats, from fsdp to ddp to one process, and from other
     # Python versions.
     "test_checkpoint_dcp.py::test_loaded_content_keeps_its_types",
-    "test_checkpoint_dcp.py::test_fsdp_then_ddp_then_a_single_process_continue_from_each_other",
+    "test_checkpoint_dcp.py::test_fsdp_then_ddp_then_a_single_process_continue_the_same_run",
     "test_manifest.py",
     "test_other_pythons.py",
 )

@@ -22,7 +22,7 @@ from ranks import run as ranks
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train for two epochs and a part of the third, with checkpoints in parts."""
+    """Train for two and a half epochs, with checkpoints in parts."""
     folder = tmp_path_factory.mktemp("trained")
     good(2, [*TINY, "checkpoint.keep_best=1", f"checkpoint.dir={folder}"])
     arguments = [*TINY, "train.epochs=3", "checkpoint.keep_best=1", "checkpoint.format=dcp", f"checkpoint.dir={folder}"]
@@ -93,7 +93,7 @@ def test_a_checkpoint_deleted_during_the_listing_is_left_out(
 def test_every_checkpoint_has_a_row_even_if_another_one_is_broken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: an unreadable checkpoint ended the list, without its name."""
+    """Regression: the list ended at an unreadable checkpoint, without naming it."""
     state = {"step": 1, "sampler": {"epoch": 0, "consumed": 1, "size": 4}, "a": torch.ones(3)}
     for step in (1, 3):
         dcp.write(tmp_path / f"step-{step:09d}.dcp", 1, state, Metadata(step), None, lambda: None)
@@ -107,7 +107,7 @@ def test_every_checkpoint_has_a_row_even_if_another_one_is_broken(
     write.write_bytes(b"{")
     assert main([str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.split()[0][5:14].lstrip("0") for line in lines] == list("1234567"), "one row each, in order"
+    assert [line.split()[0][5:14].lstrip("0") for line in lines] == list("1234567"), "one row per checkpoint, in order"
     said = ["its manifest is damaged", "UnpicklingError", "intact", "KeyError", "incomplete", "BROKEN", "BROKEN"]
     assert all(text in line for text, line in zip(said, lines, strict=True)), lines
     assert "0 + 25%" in lines[2] and "\x1b" not in "".join(lines)
