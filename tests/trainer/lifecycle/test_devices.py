@@ -1,4 +1,4 @@
-"""Settings that are made only for CUDA, tested without a CUDA device."""
+"""Settings that apply only to CUDA, tested without a CUDA device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpjob_trainer.errors import DeviceError
     ("device", "one_device", "expected"),
     [("cuda:1", True, {"device_id": torch.device("cuda:1")}), ("cuda:1", False, {}), ("cpu", True, {})],
 )
-def test_the_process_group_is_bound_to_the_ranks_one_device(
+def test_the_process_group_is_bound_to_the_ranks_only_device(
     device: str, one_device: bool, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Strategies that split the model, or the work on it, compute what one process computes. Each can
+"""Strategies that split the model, or the work on it, compute the same as one process. Each can
 resume from the checkpoints of every other.
 """
 
@@ -77,14 +77,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_and_weights_match_one_process(case: str, alone: Path, tmp_path: Path) -> None:
+def test_losses_and_weights_match_those_of_one_process(case: str, alone: Path, tmp_path: Path) -> None:
     world, keys, exact = CASES[case]
     good(world, [*PROBLEM, *keys, f"strategy={case.split()[0].rstrip(',')}", f"checkpoint.dir={tmp_path}"])
     assert_same(tmp_path, alone, exact=exact)
     assert verify(read([tmp_path / "run"])).epochs == {1: 1438, 2: 1438}
 
 
-def test_each_strategy_continues_from_the_previous_one(alone: Path, tmp_path: Path) -> None:
+def test_each_strategy_continues_from_the_previous_strategys_checkpoint(alone: Path, tmp_path: Path) -> None:
     """Each run is stopped within an epoch by SIGTERM to one rank, and continued on a different
     number of ranks. This is done seven times, with checkpoints of both formats.
     """
@@ -104,8 +104,8 @@ def test_each_strategy_continues_from_the_previous_one(alone: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("world", "keys"), [(3, ["strategy=fsdp"]), (4, ["strategy=pipeline", "pipeline.stages=2"])])
-def test_ranks_without_samples_take_part(world: int, keys: list[str], tmp_path: Path) -> None:
-    """Samples are dealt out individually, and the last batch has one sample."""
+def test_ranks_without_samples_still_take_part_in_the_step(world: int, keys: list[str], tmp_path: Path) -> None:
+    """Samples are distributed one by one, and the last batch has only one sample."""
     arguments = ["data.name=synthetic", "data.shape=1,8,8", "data.size=7", "data.batch=3", "checkpoint.every_seconds=0"]
     arguments += ["model.width=4", "train.epochs=2", "train.log_every=1", "train.ledger=true"]
     good(1, [*arguments, "strategy=single", f"checkpoint.dir={tmp_path / '1'}"])
@@ -115,7 +115,9 @@ def test_ranks_without_samples_take_part(world: int, keys: list[str], tmp_path: 
 
 
 def held(folder: Path) -> Callable[[int], None]:
-    """Return a hook that makes each rank record the names and sizes of the weights that it holds."""
+    """Return a hook that makes each rank record the names and sizes of the weights that it
+    holds.
+    """
 
     def prepare(rank: int) -> None:
         from ddpjob_trainer.train import Trainer
