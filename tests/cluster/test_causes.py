@@ -1,8 +1,6 @@
-"""Each cause is provoked for real. `kubectl get` and `describe` must report it correctly and
-immediately.
-
-The jobs train at the same time. Each misbehaves when its test requests it, at a time that the test
-can read.
+"""Real failures of every cause. `kubectl get` and `describe` must report each cause correctly and
+immediately. All jobs train at the same time. Each job misbehaves when its test requests it, and
+records the time.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ class Stage:
     def apply(self, name: str, do: str, rank: int, **spec: object) -> None:
         folder = self.folder / name
         folder.mkdir()
-        # writable, whichever user the image has
+        # writable for any user of the image
         folder.chmod(0o777)
         args = ["--do", do, "--rank", str(rank), "--folder", "/checkpoints"]
         storage = {"checkpoints": {"hostPath": str(folder), "shared": True}}
         self.jobs.apply(job(name, script=str(SCRIPTS / "misbehave.py"), args=args, storage=storage, **spec))
 
     def go(self, name: str) -> None:
-        """Let the job misbehave once it trains."""
+        """Make the job misbehave once it trains."""
         self.watch.first(name, phase("Running"), timeout=150)
         (self.folder / name / "go").touch()
 
@@ -117,12 +115,12 @@ def stage(
 
 def noticed_after(stage: Stage, name: str, reported: float) -> None:
     seconds = reported - stage.fact(name)
-    print(f"{name}: reported {seconds:.2f} s after the fact")
+    print(f"{name}: reported {seconds:.2f} s after it happened")
     assert seconds < at_once()
 
 
 def the_only_break(status: Json) -> Json:
-    """Return the only counted restart. The break must have been counted once."""
+    """Return the only counted restart. Fails the test if the break was not counted exactly once."""
     counted = [r for r in restarts(status) if r["counted"]]
     assert len(counted) == 1, restarts(status)
     assert status["restarts"]["counted"] == 1
@@ -142,7 +140,7 @@ def test_an_image_that_cannot_be_pulled_is_reported_and_waited_for(stage: Stage)
     assert status["phase"] == "Pending"
     assert not restarts(status)
     assert "no-such-image" in stage.describe("absent")
-    assert all(pod.endswith("-0") for pod in stage.jobs.pods()), "no second attempt of any pod"
+    assert all(pod.endswith("-0") for pod in stage.jobs.pods()), "no pod has a second attempt"
 
 
 def test_a_script_that_cannot_be_imported_is_not_retried(stage: Stage) -> None:
@@ -193,9 +191,9 @@ def test_a_memory_limit_that_both_pods_reach_is_reported_once(stage: Stage) -> N
 def test_a_hang_is_reported_with_the_stacks_of_all_ranks(stage: Stage) -> None:
     stage.go("waits")
     reported, status = stage.watch.first("waits", restart("Hang"))
-    # no step for 5 s, and up to 3 s for the stacks
+    # there is no step for 5 s, and collecting the stacks takes up to 3 s
     seconds = reported - stage.fact("waits")
-    print(f"waits: reported {seconds:.2f} s after the fact")
+    print(f"waits: reported {seconds:.2f} s after it happened")
     assert 5 <= seconds < 5 + 3 + at_once()
     message = the_only_break(status)["message"]
     assert "wait_for_godot" in message and "rank 0" in message and "rank 1" in message
@@ -211,7 +209,7 @@ def test_preemption_is_reported(stage: Stage) -> None:
     began = time.time()
     stage.jobs.apply(urgent)
     reported, status = stage.watch.first("yields", restart("Preempted"))
-    print(f"yields: reported {reported - began:.2f} s after a pod of higher priority came")
+    print(f"yields: reported {reported - began:.2f} s after a pod with a higher priority was created")
     assert reported - began < at_once()
     assert [r["counted"] for r in restarts(status)] == [False]
     assert "Preempted" in stage.describe("yields") and stage.event("yields", "Preempted")

@@ -125,7 +125,7 @@ class Prometheus(PrometheusServer):
                     return
             except OSError:  # the server does not listen yet
                 pass
-            assert time.monotonic() < deadline, f"{what}did not happen in time; firing: {self.firing()}"
+            assert time.monotonic() < deadline, f"{what}: not true in time; firing: {self.firing()}"
             time.sleep(0.2)
 
     def wait_for_scrapes(self, count: int) -> None:
