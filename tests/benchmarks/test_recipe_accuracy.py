@@ -1,5 +1,5 @@
-"""The recipe `shapes` reaches its accuracy in docs/recipes.md with one seed, and wrong recipes do
-not.
+"""With one seed, the recipe `shapes` reaches the accuracy in docs/recipes.md, and deliberately
+wrong recipes do not.
 """
 
 from __future__ import annotations
