@@ -18,8 +18,9 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddpj
 
 def unpacked(package: str, *others: str, needed: bool = False) -> Path:
     """Return the folder with the packages' files. With `needed`, it also contains all dependencies
-    that this machine lacks. Skips the test if the packages are not available; with CI=true, the
-    test fails instead.
+    that this machine lacks.
+
+    Skips the test if the packages are not available; with CI=true, the test fails instead.
     """
     cache = CACHE / package
     cache.mkdir(parents=True, exist_ok=True)

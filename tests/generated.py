@@ -1,6 +1,8 @@
 """DDPJobs generated from the CRD's schema: valid ones, some at the limits, and invalid ones. Pod
-templates and statuses may have any content. The same number generates the same object in every
-Python version. A failing test prints the number, and `Maker(number)` generates the object again.
+templates and statuses may have any content.
+
+The same number generates the same object in every Python version. A failing test prints the number,
+and `Maker(number)` generates the object again.
 """
 
 from __future__ import annotations

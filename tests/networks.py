@@ -1,5 +1,7 @@
 """Simulates faults of machines: nodes with separate networks on a bridge, mounts visible to only
-one process, and packet filters. Namespaces need root, but socket filters do not.
+one process, and packet filters.
+
+Namespaces need root, but socket filters do not.
 """
 
 from __future__ import annotations

@@ -125,8 +125,10 @@ def run(
 
 def called(world: int, act: Callable[[int], Any], timeout: float = 120) -> list[Any]:
     """Call `act(rank)` in each of `world` processes, and return the results. An exception is
-    returned as a string. The processes are forked from a process without threads: a lock that
-    another thread of the tests' process holds would stay locked in its forks.
+    returned as a string.
+
+    The processes are forked from a process without threads: a lock that another thread of the
+    tests' process holds would stay locked in its forks.
     """
     context = _clean_context()
     work = cloudpickle.dumps(act)

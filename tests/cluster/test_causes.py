@@ -1,6 +1,8 @@
 """Real failures of every cause. `kubectl get` and `describe` must report each cause correctly and
-immediately. All jobs train at the same time. Each job misbehaves when its test requests it, and
-records the time.
+immediately.
+
+All jobs train at the same time. Each job misbehaves when its test requests it, and records the
+time.
 """
 
 from __future__ import annotations

@@ -32,9 +32,10 @@ PATIENCE = 600
 
 
 class RunFiles:
-    """The files that pods write next to their checkpoints, read from the nodes' disks. They are
-    opened as soon as they are found and kept open, so that they can be read after a pod's volume is
-    gone.
+    """The files that pods write next to their checkpoints, read from the nodes' disks.
+
+    They are opened as soon as they are found and kept open, so that they can be read after a pod's
+    volume is gone.
     """
 
     def __init__(self, cluster: Cluster) -> None:

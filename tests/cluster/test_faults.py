@@ -1,6 +1,7 @@
-"""Faults of the control plane while jobs train. These are the most revealing faults of `python -m
-benchmarks.faults`. Longer faults, such as silent watches, are tested in virtual time
-(controller/test_leader.py).
+"""Faults of the control plane while jobs train.
+
+These are the most revealing faults of `python -m benchmarks.faults`. Longer faults, such as silent
+watches, are tested in virtual time (controller/test_leader.py).
 """
 
 from __future__ import annotations

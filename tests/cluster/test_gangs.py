@@ -68,8 +68,10 @@ def was_refused(pod: Json) -> bool:
 @pytest.mark.parametrize("gang", [False, True])
 def test_two_jobs_that_would_deadlock_run_one_after_the_other_as_gangs(jobs: Jobs, gpus: Gpus, gang: bool) -> None:
     """The scheduler tries pods in the order of their arrival: first one pod of each job, then each
-    job's second pod. Without gangs, each job gets half of the GPUs, which is a deadlock. As the end
-    of the test shows, only the loss of one job lets the other run.
+    job's second pod.
+
+    Without gangs, each job gets half of the GPUs, which is a deadlock. As the end of the test
+    shows, only the loss of one job lets the other run.
     """
     for name in ("one", "two"):
         jobs.apply(steps_job(name, 5, recovery=FAST, scheduling={"gang": gang}, **ONE_GPU))

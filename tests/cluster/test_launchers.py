@@ -1,6 +1,8 @@
 """`command` on real pods: launchers that need an address find index 0 by its name, and failures
-under torchrun count. Other launchers are tested with processes in
-tests/local/test_process_launchers.py, which runs the same script.
+under torchrun count.
+
+Other launchers are tested with processes in tests/local/test_process_launchers.py, which runs the
+same script.
 """
 
 from __future__ import annotations

@@ -58,11 +58,13 @@ BOOKMARK_SECONDS = 60.0
 
 @dataclass
 class Fault:
-    """How a request fails. `how` is a status (with `headers`) or a name. `reset` breaks the
-    connection before the request is executed, `reset-after` afterwards. `hang` neither executes nor
-    answers the request, `hang-after` executes it but never answers. `slow` executes and answers it
-    after `seconds`; `late` executes it immediately and answers after `seconds`. `page` answers with
-    a different server's HTML page and does not execute the request.
+    """How a request fails.
+
+    `how` is a status (with `headers`) or a name. `reset` breaks the connection before the request
+    is executed, `reset-after` afterwards. `hang` neither executes nor answers the request,
+    `hang-after` executes it but never answers. `slow` executes and answers it after `seconds`;
+    `late` executes it immediately and answers after `seconds`. `page` answers with a different
+    server's HTML page and does not execute the request.
     """
 
     how: int | str

@@ -1,4 +1,5 @@
 """Complete replicas of the operator in the simulated world, with a kopf that runs in virtual time.
+
 They reach objects and coordinators only over HTTP.
 """
 

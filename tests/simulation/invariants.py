@@ -101,8 +101,10 @@ class Invariants:
 
     def _step(self, current: WorkerRound) -> None:
         """Check that no older round takes a step after a newer one, while the coordinator reaches
-        one of the older round's members. Other steps do no harm, because storage refuses writes
-        from members that the coordinator does not reach, and from pods without an object.
+        one of the older round's members.
+
+        Other steps do no harm, because storage refuses writes from members that the coordinator
+        does not reach, and from pods without an object.
         """
         members = [launcher.pod for launcher in current.working.values()]
         if any(pod.removed for pod in members):

@@ -107,9 +107,10 @@ class Network:
 
 
 class Connection:
-    """One TCP connection of a launcher. Its lines arrive in order, but may be late or lost. While
-    the network is cut, lines wait, and TCP delivers them after the repair. A side that receives
-    nothing for long enough closes the connection.
+    """One TCP connection of a launcher. Its lines arrive in order, but may be late or lost.
+
+    While the network is cut, lines wait, and TCP delivers them after the repair. A side that
+    receives nothing for long enough closes the connection.
     """
 
     def __init__(self, network: Network, launcher: Launcher, coordinator: CoordinatorProcess) -> None:

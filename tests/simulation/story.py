@@ -1,5 +1,7 @@
-"""A random story, determined by its seed. A job in a slow or quick world meets faults at random
-moments. Then the faults stop, and the job must complete.
+"""A random story, determined by its seed.
+
+A job in a slow or quick world meets faults at random moments. Then the faults stop, and the job
+must complete.
 """
 
 from __future__ import annotations

@@ -252,8 +252,9 @@ def outcome(s: Simulation) -> object:
 
 class Forks:
     """Fork this process at every point of a simulation. In the fork, the operator dies at that
-    point, and the fork reports the outcome. So the story before a point is played only once.
-    Repeated points are skipped.
+    point, and the fork reports the outcome.
+
+    So the story before a point is played only once. Repeated points are skipped.
     """
 
     def __init__(self, simulation: Simulation, *, half: bool = False) -> None:

@@ -1,5 +1,6 @@
-"""Proof that the tests of recovery can fail. Each of them must fail with a deliberate defect and
-pass without it.
+"""Proof that the tests of recovery can fail.
+
+Each of them must fail with a deliberate defect and pass without it.
 """
 
 from __future__ import annotations

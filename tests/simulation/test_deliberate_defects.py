@@ -1,5 +1,6 @@
-"""Proof that the seeds find defects. For each deliberate defect, a seed must fail with the defect
-and pass without it.
+"""Proof that the seeds find defects.
+
+For each deliberate defect, a seed must fail with the defect and pass without it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The documentation agrees with the code. Generated pages are up to date, every reason that the
-operator writes is explained, links have targets, and the paths, make targets and tests that a page
-names exist.
+"""The documentation agrees with the code.
+
+Generated pages are up to date, every reason that the operator writes is explained, links have
+targets, and the paths, make targets and tests that a page names exist.
 """
 
 from __future__ import annotations

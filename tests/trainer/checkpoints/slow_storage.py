@@ -13,7 +13,9 @@ from machine import slowness
 
 class Slow:
     """Makes functions slow: a call begins only after the ranks have agreed three times to wait
-    longer, and fails if they do not agree. `ended` counts the calls that succeeded.
+    longer, and fails if they do not agree.
+
+    `ended` counts the calls that succeeded.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,10 @@ class Scores:
 
 
 def scores(size: int, classes: int, *, ties: bool = False, absent: int = 0) -> Scores:
-    """Return random scores that often predict the right class. `ties` rounds the scores, so that
-    many of them are equal. The last `absent` classes have no samples.
+    """Return random scores that often predict the right class.
+
+    `ties` rounds the scores, so that many of them are equal. The last `absent` classes have no
+    samples.
     """
     generator = torch.Generator().manual_seed(size * classes)
     labels = torch.randint(0, classes - absent, (size,), generator=generator)

@@ -1,6 +1,8 @@
 """Learning rates that decay from block to block equal timm's for its models, and follow BEiT's rule
-for other models. The tests cover parameter groups without weight decay, frozen layers, every
-strategy's parameter names, and a changed value at a resume.
+for other models.
+
+The tests cover parameter groups without weight decay, frozen layers, every strategy's parameter
+names, and a changed value at a resume.
 """
 
 from __future__ import annotations

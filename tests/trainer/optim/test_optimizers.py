@@ -111,8 +111,10 @@ def test_the_learning_rate_follows_the_samples_for_any_batch_sizes(
     config: OptimConfig, batches: list[int], changes: list[int]
 ) -> None:
     """The batch size may change at any sample. Each step's rate lies between the rates that the
-    smallest possible steps would have in the same range of samples. After each change, the rate
-    matches that of a run with the new batch size from the start. The last step has the final rate.
+    smallest possible steps would have in the same range of samples.
+
+    After each change, the rate matches that of a run with the new batch size from the start. The
+    last step has the final rate.
     """
     size, consumed, walk = (
         STEPS * BATCH,

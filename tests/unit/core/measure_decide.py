@@ -1,6 +1,7 @@
-"""Measure `decide` for a large job in its steady state: `measure_decide.py [NODES] [--profile]`. It
-prints the median CPU time of 30 calls in milliseconds. It is not a test, because it would fail on a
-busy machine.
+"""Measure `decide` for a large job in its steady state: `measure_decide.py [NODES] [--profile]`.
+
+It prints the median CPU time of 30 calls in milliseconds. It is not a test, because it would fail
+on a busy machine.
 """
 
 from __future__ import annotations
