@@ -48,12 +48,12 @@ ROW_SECONDS = 3600
 QUICK = (
     # Start, loss of a node and finish, then failures of workers, in both modes.
     "test_runtime_standard.py::test_a_killed_node_is_replaced_and_the_job_continues",
-    "test_runtime_standard.py::test_exceptions_restart_in_place_and_name_rank_and_line",
+    "test_runtime_standard.py::test_exceptions_restart_workers_in_place_and_are_reported_with_rank_and_line",
     "test_runtime_fast.py::test_a_spare_takes_over_immediately",
     "test_runtime_fast.py::test_a_job_that_crashes_repeatedly_backs_off",
     "test_launcher_checks.py::test_arguments_of_a_script_are_not_mistaken_for_options_of_torchrun",
     # The fork server's effects on torch, and its assumptions about torch.
-    "test_forkserver.py::test_a_worker_sees_the_same_as_a_fresh_process",
+    "test_forkserver.py::test_a_forked_worker_sees_the_same_environment_as_a_fresh_process",
     "test_forkserver.py::test_the_exit_of_a_worker_is_reported",
     "test_forkserver.py::test_torchs_compiler_is_imported_only_when_something_needs_it",
     "test_forkserver.py::test_an_idle_fork_server_imports_the_compiler_and_tests_a_fork",
@@ -82,7 +82,7 @@ TRAINER_PYTHON = "3.11.2"
 TRAINER = (
     # Content can be restored in both formats, from fsdp to ddp to one process, and from other
     # Python versions.
-    "test_checkpoint_dcp.py::test_loaded_content_keeps_its_types",
+    "test_checkpoint_dcp.py::test_content_read_from_a_checkpoint_keeps_its_types",
     "test_checkpoint_dcp.py::test_fsdp_then_ddp_then_a_single_process_continue_the_same_run",
     "test_manifest.py",
     "test_other_pythons.py",

@@ -47,7 +47,7 @@ def test_resources_are_free_if_no_pod_holds_them_on_a_ready_node() -> None:
     assert free_gpus(nodes, [ending, pod("ended", "a", phase="Failed"), pod("waits")]) == {"a": 4}
 
 
-def test_a_gang_fits_only_as_a_whole_and_on_nodes_of_its_own() -> None:
+def test_a_gang_fits_only_as_a_whole_and_with_each_pod_on_a_separate_node() -> None:
     assert fitting({"a": 8, "b": 4}, [need("two", 2, 4)])
     assert not fitting({"a": 8, "b": 3}, [need("two", 2, 4)]), "both pods must not be on one node"
     assert not fitting({"a": 8, "b": 4}, [need("two", 1, 4, apart=frozenset({"a", "b"}))])
@@ -132,7 +132,7 @@ def _pass(training: PlayedTraining, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-def test_a_simulated_run_is_exact_unless_it_forgets_its_checkpoints(tmp_path: Path, forgets: bool) -> None:
+def test_a_simulated_run_is_exact_unless_it_ignores_its_checkpoints(tmp_path: Path, forgets: bool) -> None:
     clock = Clock()
     training = PlayedTraining(Network(clock, draw_chance(), Pace()), JOB, "uid", tmp_path / "job", forgets=forgets)
     training._report = lambda first: None  # type: ignore[method-assign]

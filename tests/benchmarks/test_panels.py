@@ -82,7 +82,7 @@ def test_values_are_written_with_their_units(value: float, unit: str, words: str
     assert worded(value, unit) == words
 
 
-def test_each_alert_is_fired_by_a_fault_of_the_run() -> None:
+def test_each_alert_is_fired_by_a_simulated_fault() -> None:
     alerts = [
         rule["alert"]
         for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]

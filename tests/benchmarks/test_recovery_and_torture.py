@@ -129,13 +129,15 @@ def test_measurements_can_be_saved_loaded_and_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("begin", "end", "gap"), [(1.0, 3.0, 1.5), (2.5, 9.0, 6.5)])
-def test_the_longest_gap_of_any_rank_is_found(begin: float, end: float, gap: float, tmp_path: Path) -> None:
+def test_the_longest_gap_between_steps_of_any_rank_is_found(
+    begin: float, end: float, gap: float, tmp_path: Path
+) -> None:
     log_rows(tmp_path, 1, 2, 0, [1.0, 1.5, 2.0, 2.5, 3.0])
     log_rows(tmp_path, 1, 2, 1, [1.0, 2.5])
     assert StepLog(tmp_path).refresh().longest_gap(begin, end) == gap
 
 
-def test_the_clock_of_a_pod_is_set_while_its_processes_run(tmp_path: Path) -> None:
+def test_a_pods_clock_can_be_changed_while_its_processes_run(tmp_path: Path) -> None:
     pods = Processes(tmp_path)
     asks = "import time\nwhile input(): print(time.time(), time.time_ns() // 10**9, flush=True)"
     environment = {**os.environ, **pods.skewed(), "DDPJOB_POD": "job-0-0"}

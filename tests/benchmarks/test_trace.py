@@ -32,7 +32,7 @@ def test_a_repeated_step_is_not_useful_and_the_usual_gap_is_not_a_pause() -> Non
     assert found.per_ideal(1.0) == 0.4
 
 
-def test_the_first_rank_to_complete_a_step_counts() -> None:
+def test_a_step_counts_when_the_first_rank_completes_it() -> None:
     made = {1: Incarnation(2, {0: [1.0, 2.0], 1: [1.5, 2.5]}, {}, {0: 1, 1: 1})}
     assert keep_account(made, [], 0.0, 3.0).gap == 1.0
 
@@ -42,7 +42,7 @@ def test_standstills_after_the_same_failure_are_added_up() -> None:
     assert keep_account(made, [(2.0, Kind.KILL)], 0.0, 9.0).seen == (Seen(Kind.KILL, 3.0, 0),)
 
 
-def test_a_standstill_is_divided_among_the_failures_that_it_spans() -> None:
+def test_a_standstill_is_divided_among_the_failures_during_it() -> None:
     made = {1: incarnation(1, 1.0, 2.0), 2: incarnation(3, 12.0, 13.0)}
     first, second = keep_account(made, [(2.0, Kind.SILENT), (7.0, Kind.CRASH)], 0.0, 13.0).seen
     assert first == Seen(Kind.SILENT, 4.0, 0, recovered=False)
@@ -116,7 +116,7 @@ class Fake:
         self.closed = True
 
 
-def test_all_failures_happen_and_a_system_that_stands_still_is_restarted(
+def test_all_failures_occur_and_a_system_that_stands_still_is_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = list[Fake]()
@@ -166,7 +166,7 @@ def test_runs_can_be_saved_loaded_tabulated_and_drawn(tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000 and text in document.read_text()
 
 
-def test_a_ddpjob_that_does_not_recover_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_ddpjob_that_does_not_recover_fails_the_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report.append(tmp_path / "runs", Run("ddpjob", 1, 0.1, 1, 0.5, None, 0, "lost"))
     assert command.main(["--from", str(tmp_path / "runs")]) == 1
     with pytest.raises(SystemExit):

@@ -16,7 +16,7 @@ from benchmarks.trainer import bookkeeping, bookkeeping_rank, elasticity, made_d
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cifar-input", "jpeg-input"])
-def test_a_case_measures_the_plain_loop_and_the_trainer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_case_measures_both_the_plain_loop_and_the_trainer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(made_data, "DIFFERENT", 8)
     case = replace(next(case for case in pipelines.CASES if case.name == name), batch=8, warm=1, steps=4)
     found = pipelines.measure([case], 1, 1)
@@ -68,7 +68,7 @@ def test_all_work_except_the_model_and_its_input_counts_as_bookkeeping() -> None
 
 
 @pytest.mark.slow
-def test_bookkeeping_of_real_steps_is_attributed_and_small() -> None:
+def test_bookkeeping_in_real_steps_is_attributed_to_its_parts_and_is_small() -> None:
     """Each rank's bookkeeping is attributed to its parts, and is small compared with a step of
     ResNet-18 (5 s on one thread).
     """
@@ -90,7 +90,7 @@ def test_a_joining_rank_that_gets_no_micro_batch_can_be_measured() -> None:
     assert elasticity._busiest(3, 2, 32, ["whole", *small]) > 0
 
 
-def test_throughput_is_the_initial_time_divided_by_the_current_time() -> None:
+def test_relative_throughput_is_the_initial_time_divided_by_the_current_time() -> None:
     found = [
         elasticity.Cost(4, 3, 32, kind, seconds, 0.9)
         for kind, seconds in zip(elasticity.KINDS, (1.8, 1.2, 1.0), strict=True)

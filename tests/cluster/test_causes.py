@@ -129,7 +129,7 @@ def the_only_break(status: Json) -> Json:
     return counted[0]
 
 
-def test_an_image_that_cannot_be_pulled_is_reported_and_waited_for(stage: Stage) -> None:
+def test_a_job_waits_and_reports_it_if_its_image_cannot_be_pulled(stage: Stage) -> None:
     """The registry does not respond, which is not the job's fault."""
 
     def held(status: Json) -> bool:
@@ -154,7 +154,7 @@ def test_a_script_that_cannot_be_imported_is_not_retried(stage: Stage) -> None:
     assert "numppy" in stage.describe("broken") and "numppy" in stage.event("broken", "InitFailure")
 
 
-def test_an_exit_code_is_reported(stage: Stage) -> None:
+def test_the_exit_code_of_a_failed_worker_is_reported(stage: Stage) -> None:
     stage.go("exits")
     reported, status = stage.watch.first("exits", restart("WorkerFailed"))
     noticed_after(stage, "exits", reported)
@@ -204,7 +204,7 @@ def test_a_hang_is_reported_with_the_stacks_of_all_ranks(stage: Stage) -> None:
     assert the_only_break(status)["reason"] == "Hang"
 
 
-def test_preemption_is_reported(stage: Stage) -> None:
+def test_the_preemption_of_a_pod_is_reported(stage: Stage) -> None:
     stage.watch.first("yields", phase("Running"), timeout=150)
     urgent = python_host.pod("urgent", ["sleep", "3"], priorityClassName=PRIORITY)
     urgent["spec"]["containers"][0]["resources"] = {"limits": {GPU: 1}}

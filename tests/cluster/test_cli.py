@@ -69,7 +69,7 @@ def condition(kind: str, status: str, reason: str, message: str) -> dict[str, st
             "lastTransitionTime": "2026-01-01T00:00:00Z"}  # fmt: skip
 
 
-def test_jobs_are_read_and_changed_without_an_operator(cluster: Cluster, namespace: str, cli: Cli) -> None:
+def test_jobs_can_be_read_and_changed_without_an_operator(cluster: Cluster, namespace: str, cli: Cli) -> None:
     Path("two.yaml").write_text(JOB % "one" + "---\n" + JOB % "two")
     code, out, _ = cli("submit", "two.yaml")
     assert code == 0 and [line.split(" (")[0] for line in out.splitlines()] == [
@@ -319,7 +319,7 @@ def add_up(factor: int) -> None:
     dist.destroy_process_group()
 
 
-def test_python_programs_train_on_a_cluster(
+def test_functions_scripts_and_modules_can_train_on_a_cluster(
     jobs: Jobs, cli: Cli, cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
     """`Client.train` runs a function, a script and a module on two nodes each. `ddpjob plot` shows

@@ -215,7 +215,7 @@ def test_a_list_of_namespaces_needs_no_cluster_role(cluster: Cluster) -> None:
         ("metrics.port=0,metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.enabled"),
     ],
 )
-def test_an_invalid_value_is_reported(cluster: Cluster, setting: str, words: str) -> None:
+def test_an_invalid_value_of_the_chart_is_reported(cluster: Cluster, setting: str, words: str) -> None:
     with pytest.raises(ClusterError) as refused:
         render(cluster, "--set", setting)
     assert words in str(refused.value).replace(".", "/") or words in str(refused.value)
@@ -364,7 +364,7 @@ def watches_begun(jobs: Jobs) -> int:
     return sum(int(float(line.rsplit(" ", 1)[1])) for line in asked)
 
 
-def test_a_job_completes_and_is_reported(installed_operator: Release, jobs: Jobs) -> None:
+def test_a_job_completes_and_appears_in_metrics_and_events(installed_operator: Release, jobs: Jobs) -> None:
     before = watches_begun(jobs)
     jobs.apply(steps_job("one", 5, nodes=1, recovery=FAST))
     jobs.wait_phase("one", "Complete")

@@ -365,7 +365,7 @@ def test_pods_follow_the_topology_that_kueue_assigns(jobs: Jobs, two_racks: None
     assert sorted(places.count(node) + (node == added["spec"]["nodeName"]) for node in set(places)) == [2, 2]
 
 
-def test_deletion_leaves_no_workload_and_no_quota(jobs: Jobs, queue: Queue) -> None:
+def test_a_deleted_job_leaves_no_workload_and_no_reserved_quota(jobs: Jobs, queue: Queue) -> None:
     queue.offer(gpus=2)
     for name in ("one", "two"):
         jobs.apply(queued(sleeping(name)))

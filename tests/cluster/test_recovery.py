@@ -67,7 +67,7 @@ def test_a_spare_takes_over_and_a_new_coordinator_does_not_interrupt_training(jo
     assert status["restarts"]["recent"][-1]["reason"] == "CoordinatorLost"
 
 
-def test_a_script_that_saves_nothing_continues_after_its_last_step(jobs: Jobs) -> None:
+def test_a_script_without_checkpoints_continues_after_its_last_step(jobs: Jobs) -> None:
     """The script continues from the snapshot in the other pod's memory. The weights equal those of
     an undisturbed job.
     """

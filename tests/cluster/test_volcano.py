@@ -125,7 +125,7 @@ def test_one_of_two_jobs_for_volcano_runs_while_the_other_holds_no_node(
     assert [jobs.status(name)["restarts"]["total"] for name in ("one", "two")] == [0, 0]
 
 
-def test_a_lost_pod_is_replaced_and_a_queue_keeps_its_limit(
+def test_a_lost_pod_is_replaced_within_the_limit_of_its_volcano_queue(
     jobs: Jobs, cluster: Cluster, volcano: None, gpus: Callable[[int], None]
 ) -> None:
     gpus(2)

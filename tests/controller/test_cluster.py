@@ -76,7 +76,7 @@ async def test_a_failed_request_is_not_reported_as_a_bug(c: Case) -> None:
 
 
 @in_case()
-async def test_only_writes_by_others_wake_a_job(c: Case) -> None:
+async def test_a_job_is_woken_by_writes_of_others_but_not_by_the_operators_own(c: Case) -> None:
     await seen()
     c.woken.clear()
     c.server.drop_events = lambda kind, body: True  # if an event arrived before the response, it would wake the job
@@ -504,7 +504,7 @@ async def test_a_coordinator_is_asked_as_soon_as_its_pods_status_is_running() ->
 
 
 @in_case()
-async def test_a_deleted_job_is_forgotten(c: Case) -> None:
+async def test_the_cache_forgets_a_deleted_job(c: Case) -> None:
     await c.reconcile()
     c.server.store.delete("DDPJob", "job")
     await seen()

@@ -168,7 +168,7 @@ async def test_no_lease_is_lost_if_the_api_server_refuses_half_of_all_requests(s
 
 
 @on_server
-async def test_fields_that_others_write_into_a_lease_are_kept(server: ApiServer) -> None:
+async def test_a_renewal_keeps_fields_that_others_wrote_into_the_lease(server: ApiServer) -> None:
     replicas = Candidates(server)
     replicas.start("a")
     await asyncio.sleep(5)

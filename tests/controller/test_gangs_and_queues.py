@@ -202,7 +202,7 @@ async def test_the_priority_of_a_workload_comes_from_its_priority_class(c: Case)
 
 
 @in_case(serves_queues=True)
-async def test_a_workload_in_a_different_namespace_grants_nothing(c: Case) -> None:
+async def test_a_workload_in_a_different_namespace_grants_no_quota(c: Case) -> None:
     """A Workload's labels may contain the name of any job."""
     put_into_queue(c)
     await seen()

@@ -81,7 +81,7 @@ async def test_a_job_is_known_only_after_kopf_has_shown_it() -> None:
 
 
 @virtual
-async def test_each_version_is_read_once_and_the_operators_own_writes_never() -> None:
+async def test_each_changed_version_of_a_job_is_read_once_but_own_writes_are_not() -> None:
     async with jobs("job") as j:
         j.server.requests.clear()
         body = j.change("job", nodes=3)
@@ -136,7 +136,7 @@ async def test_the_unseen_deletion_of_the_last_job_is_found_within_a_minute() ->
 
 
 @virtual
-async def test_a_job_that_is_deleted_while_it_is_read_stays_deleted() -> None:
+async def test_a_job_deleted_while_it_is_being_read_stays_deleted() -> None:
     async with jobs("job") as j:
         j.server.faults = lambda method, path: Fault("slow", seconds=5.0) if path.endswith("/ddpjobs/job") else None
         body = j.change("job", nodes=3)

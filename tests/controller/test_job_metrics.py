@@ -118,7 +118,7 @@ def test_the_start_of_a_job_is_counted_and_timed_by_the_times_in_its_status(coun
     }
 
 
-def test_a_restarted_operator_counts_nothing_twice(counted: Counted) -> None:
+def test_a_restarted_operator_counts_no_event_twice(counted: Counted) -> None:
     """Existing counts were exported before, so only later changes are new."""
     complete = running(7, (restart(seconds=1.0),), conditions=[condition("Complete")], phase="Complete")
     for found in (running(5), complete):
@@ -199,7 +199,7 @@ def test_planned_restarts_and_lost_coordinators_are_not_recoveries(counted: Coun
 
 
 @pytest.mark.parametrize(("reason", "label"), [("RestartBudgetSpent", "RestartBudgetSpent"), ("Made-up", "Other")])
-def test_only_known_reasons_are_counted(counted: Counted, reason: str, label: str) -> None:
+def test_only_known_reasons_become_labels(counted: Counted, reason: str, label: str) -> None:
     one = Job(running(1))
     one.becomes({"phase": "Failed", "conditions": [condition("Failed", reason)]})
     two = Job(running(1))

@@ -393,7 +393,7 @@ async def test_watches_of_many_namespaces_leave_connections_for_requests(
         await asyncio.gather(task, return_exceptions=True)
 
 
-def test_metrics_count_jobs_requests_and_an_unavailable_api_server(
+def test_there_are_metrics_of_jobs_requests_and_outages_of_the_api_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def value(name: str, **labels: str) -> float:
@@ -483,7 +483,7 @@ async def test_a_later_crd_with_the_required_fields_is_accepted(
 
 @pytest.mark.parametrize("how", [403, 404, 503, "hang", "reset"])
 @on_server
-async def test_an_operator_that_cannot_read_the_schema_acts(
+async def test_an_operator_that_cannot_read_the_schema_works_without_it(
     server: ApiServer, how: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(server, "job")
@@ -506,7 +506,7 @@ async def test_without_the_crd_the_operator_waits_for_it(server: ApiServer, monk
 
 
 @on_server
-async def test_a_crd_that_is_served_but_not_listed_stops_nothing(
+async def test_a_crd_that_is_served_but_not_listed_does_not_stop_the_operator(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This includes a CRD that is installed later, because a proxy may hide it from the index
@@ -554,7 +554,7 @@ async def test_readiness_follows_the_operator_and_the_liveness_probe_succeeds() 
         assert statuses == [200, 503, 200, 200]
 
 
-def test_a_reconcile_that_ends_with_its_term_does_not_count_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reconcile_cancelled_at_the_end_of_a_term_does_not_count_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An alert reports failed reconciles as a defect of the operator."""
 
     def count(result: str) -> float:

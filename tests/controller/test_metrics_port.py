@@ -64,7 +64,7 @@ def test_metrics_are_rendered_once_for_all_requests_within_a_moment(
     assert text.made == 1
 
 
-def test_old_metrics_are_rendered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_rendered_again_once_they_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator_metrics, "FRESH_SECONDS", 0.0)
     monkeypatch.setattr(operator_metrics, "SHARE", 1e9)
     page = Page(Text())
@@ -117,7 +117,7 @@ def test_the_longest_turn_of_an_event_loop_is_measured_and_then_forgotten() -> N
     meter.close()
 
 
-def test_the_turns_of_a_real_loop_are_measured() -> None:
+def test_the_turns_of_a_real_event_loop_are_measured() -> None:
     async def main() -> None:
         await asyncio.sleep(0)
         time.sleep(0.2)  # noqa: ASYNC251 (it blocks the loop)

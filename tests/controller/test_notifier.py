@@ -137,7 +137,7 @@ async def test_a_receiver_that_recovers_gets_the_notification(server: Web, tmp_p
     await scene.notifier.close()
 
 
-async def test_a_receiver_may_ask_for_a_pause_within_bounds(
+async def test_a_receiver_may_request_a_pause_before_the_next_attempt_within_bounds(
     server: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LONGEST_PAUSE", 0.3)
@@ -154,7 +154,9 @@ async def test_a_receiver_may_ask_for_a_pause_within_bounds(
     await scene.notifier.close()
 
 
-async def test_an_invalid_pause_is_ignored(server: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_invalid_pause_requested_by_a_receiver_is_ignored(
+    server: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regression: each attempt raised an exception and was not counted, so the attempts never
     ended.
     """

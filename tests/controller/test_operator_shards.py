@@ -280,7 +280,7 @@ def test_invalid_settings_of_shards_are_refused(given: dict[str, str], message: 
         Settings.from_environment({f"DDPJOB_OPERATOR_{name}": value for name, value in values.items()})
 
 
-def test_a_key_may_be_any_bytes() -> None:
+def test_the_operators_key_may_consist_of_any_bytes() -> None:
     """`openssl rand 32` generates such keys. In the environment, bytes that are not UTF-8 appear as
     surrogates.
     """

@@ -258,7 +258,7 @@ async def test_a_refused_pod_deletion_is_shown_and_retried_with_back_off(c: Case
 
 
 @in_case()
-async def test_an_expired_job_that_a_policy_protects_is_stopped_and_gets_an_event(c: Case) -> None:
+async def test_an_expired_job_that_may_not_be_deleted_is_stopped_and_gets_an_event(c: Case) -> None:
     policy = Fault(403, reason="Forbidden", message="policy 'nodel' denied request: jobs are evidence")
     await c.reconcile()
     await seen()

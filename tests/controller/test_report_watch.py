@@ -185,7 +185,7 @@ async def test_an_overdue_step_wakes_the_job_only_once_despite_clock_differences
 
 
 @in_virtual_time
-async def test_the_first_step_loss_and_speed_are_news(world: World, c: Coordinator) -> None:
+async def test_the_first_step_loss_and_speed_wake_the_job(world: World, c: Coordinator) -> None:
     """The first step decides what a later failure means. Users wait for the first loss and
     speed.
     """
@@ -202,7 +202,7 @@ async def test_the_first_step_loss_and_speed_are_news(world: World, c: Coordinat
 
 
 @in_virtual_time
-async def test_findings_of_the_step_counter_are_news(world: World, c: Coordinator) -> None:
+async def test_findings_of_the_step_counter_wake_the_job(world: World, c: Coordinator) -> None:
     world.watch.follow(KEY, c.target)
     c.server.coordinator.report_progress({"automatic": True, "step": 1, "metrics": {"stepsPerSecond": 2.0}})
     for number, name in enumerate(protocol.FLAGS, 2):

@@ -39,7 +39,7 @@ async def asked(fault: Fault) -> Exception | dict[str, object]:
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 410, 422])
-def test_a_refusal_has_the_servers_status_reason_and_message(status: int) -> None:
+def test_an_api_error_has_the_servers_status_reason_and_message(status: int) -> None:
     error = run(asked(Fault(status, reason="Because", message="of this")))
     assert isinstance(error, ApiError)
     assert (error.status, error.reason, error.message) == (status, "Because", "of this")
@@ -133,7 +133,7 @@ async def test_a_watch_whose_connection_breaks_raises_unavailable() -> None:
 
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("depth", [100, 990, 2000, 10_000])
-def test_an_object_as_deep_as_the_api_server_allows_does_not_hide_others(
+def test_a_very_deeply_nested_object_does_not_hide_other_objects_of_a_list(
     depth: int, limited: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The spec of a podTemplate may be nested arbitrarily deep. `limited` simulates the C recursion
@@ -295,7 +295,7 @@ def test_events_that_arrive_together_do_not_block_the_event_loop() -> None:
 
 
 @pytest.mark.parametrize(("optional", "level"), [(True, "INFO"), (False, "ERROR")])
-def test_a_right_withheld_on_purpose_is_not_an_error(
+def test_a_right_that_is_withheld_on_purpose_is_not_logged_as_an_error(
     optional: bool, level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The chart's queues.kueue=false withholds such a right. Other missing rights are logged as

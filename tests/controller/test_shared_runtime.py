@@ -42,7 +42,7 @@ async def test_jobs_of_a_namespace_share_one_runtime_that_is_deleted_with_the_la
 
 
 @in_case()
-async def test_many_jobs_share_their_runtime_with_two_requests(c: Case) -> None:
+async def test_two_requests_suffice_for_many_jobs_to_share_their_runtime(c: Case) -> None:
     keys = [KEY, *(JobKey("space", f"job{number}") for number in range(30))]
     for key in keys[1:]:
         c.add(key.name)

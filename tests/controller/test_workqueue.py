@@ -207,7 +207,7 @@ async def test_keys_of_a_higher_rank_run_after_keys_of_a_lower_rank() -> None:
 
 
 @virtual
-async def test_a_key_that_is_not_due_again_is_forgotten() -> None:
+async def test_the_queue_forgets_a_key_that_is_not_due_again() -> None:
     queue: DelayQueue[str] = DelayQueue()
 
     async def handle(key: str) -> None:

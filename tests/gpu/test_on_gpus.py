@@ -139,7 +139,7 @@ def test_stochastic_depth_draws_the_same_numbers_in_each_run(tmp_path: Path, fig
 
 
 @pytest.mark.parametrize("operations", ["data.randaugment_ops=2", "data.trivialaugment=true"])
-def test_image_operations_match_the_cpu(operations: str, tmp_path: Path, figure: Figure) -> None:
+def test_image_operations_give_the_same_pixels_as_on_the_cpu(operations: str, tmp_path: Path, figure: Figure) -> None:
     from benchmarks.trainer import made_data
 
     made_data.cifar10(tmp_path, 1000)
@@ -147,7 +147,7 @@ def test_image_operations_match_the_cpu(operations: str, tmp_path: Path, figure:
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "shards"])
-def test_images_from_workers_reach_the_device(kind: str, tmp_path: Path, figure: Figure) -> None:
+def test_images_read_by_workers_reach_the_device(kind: str, tmp_path: Path, figure: Figure) -> None:
     from benchmarks.trainer import made_data
 
     made_data.jpegs(tmp_path / "imagefolder", 400)
@@ -159,7 +159,9 @@ def test_images_from_workers_reach_the_device(kind: str, tmp_path: Path, figure:
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_each_level_of_precision_learns(level: str, dtype: str, reference: list[float], tmp_path: Path) -> None:
+def test_training_learns_at_each_level_of_precision(
+    level: str, dtype: str, reference: list[float], tmp_path: Path
+) -> None:
     found = losses(trained(tmp_path, f"amp.level={level}", f"amp.dtype={dtype}"))
     assert found[-1] < 0.9 * found[0]
     if level != "O3":
@@ -198,7 +200,7 @@ def test_data_parallel_trains_on_all_devices(tmp_path: Path) -> None:
     assert found[-1] < 0.9 * found[0]
 
 
-def test_bfloat16_is_the_default_and_learns_as_float32_does(
+def test_bfloat16_is_the_default_and_learns_as_well_as_float32(
     reference: list[float], tmp_path: Path, figure: Figure
 ) -> None:
     if not torch.cuda.is_bf16_supported(including_emulation=False):

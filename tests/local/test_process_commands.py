@@ -18,7 +18,7 @@ from process_harness import Machine, manifest
 LOOP = ["bash", "-c", "while true; do echo at work; sleep 0.2; done"]
 
 
-def test_the_commands_work_from_another_terminal(machine: Machine) -> None:
+def test_commands_for_a_running_job_work_from_another_terminal(machine: Machine) -> None:
     run = machine.start(manifest(command=LOOP))
     run.until(lambda r: r.status.get("phase") == "Running")
 
@@ -79,7 +79,7 @@ def test_a_script_written_by_ddpjob_init_survives_a_kill(machine: Machine) -> No
     assert run.status["restarts"]["uncounted"] == 1
 
 
-def test_the_python_client_works_on_local_jobs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_client_works_with_local_jobs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPJOB_RUNS", str(machine.runs))
     monkeypatch.chdir(machine.folder)
     client = Client("local")

@@ -113,7 +113,7 @@ def test_a_folder_of_runs_that_is_not_writable_is_reported(machine: SameProcess)
     assert refused.returncode == 2 and "DDPJOB_RUNS" in refused.stderr and "Traceback" not in refused.stderr
 
 
-def test_commands_on_missing_jobs_and_pods_are_refused(machine: SameProcess) -> None:
+def test_commands_for_missing_jobs_and_pods_are_refused(machine: SameProcess) -> None:
     for words in (["stop", "no"], ["kill", "no-0-0"], ["logs", "no-0-0"], ["suspend", "no"], ["get", "no"]):
         refused = machine.command(*words)
         assert refused.returncode == 2 and "no job no" in refused.stderr and "was run in" in refused.stderr, (
@@ -130,7 +130,7 @@ def test_validate_reports_the_faults_of_a_manifest(machine: SameProcess) -> None
     assert checked.returncode == 2 and "right is valid" in checked.stdout and "spec.nodes" in checked.stderr
 
 
-def test_a_full_disk_is_reported_with_its_file(machine: SameProcess) -> None:
+def test_a_full_disk_is_reported_with_the_name_of_the_file(machine: SameProcess) -> None:
     """A file size limit simulates the full disk, because the error of the write contains no file
     name in either case.
     """

@@ -59,7 +59,7 @@ def test_the_notebook_has_outputs_without_traces_of_the_machine_that_made_them()
 
 
 @pytest.mark.slow
-def test_the_notebook_shows_a_recovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_outputs_of_the_notebook_show_a_recovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "notebook"}

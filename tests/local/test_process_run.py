@@ -126,7 +126,7 @@ def test_an_invalid_trainer_argument_fails_the_job_immediately_with_its_message(
     run.assert_nothing_left()
 
 
-def test_the_only_machine_is_not_avoided(machine: Machine) -> None:
+def test_a_machine_is_not_avoided_if_it_is_the_only_one(machine: Machine) -> None:
     """Repeated failures on a host count against it only if there is another host."""
     (machine.folder / "fails.py").write_text(
         "import time, ddpjob_report\nddpjob_report.report(step=1, steps=9)\ntime.sleep(1)\nraise SystemExit(3)\n"
@@ -384,7 +384,7 @@ def test_stop_ends_a_hanging_job(machine: Machine) -> None:
     assert run.wait(5) == 143
 
 
-def test_stop_leaves_a_run_that_ctrl_z_has_stopped_time_to_save(machine: Machine) -> None:
+def test_stop_gives_a_run_suspended_by_ctrl_z_time_to_save(machine: Machine) -> None:
     saves = ["bash", "-c", "trap 'touch saved; exit 143' TERM; touch up; while :; do sleep 0.1; done"]
     run = machine.start(manifest(command=saves, nodes=1))
     run.until(lambda r: (machine.folder / "up").exists() and r.status.get("phase") == "Running")

@@ -140,7 +140,7 @@ class Disorder:
                     getattr(coordinator, what)(member, coordinator.rounds.last_number)
 
 
-def test_no_order_of_events_raises_and_every_transition_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_order_of_calls_raises_an_exception_and_every_transition_occurs(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: set[Any] = set()
     become = State.become
 

@@ -120,7 +120,7 @@ def looked_at(world: World, members: list[Any], *idle: bool | None) -> str:
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["no step was ever counted", "the optimizer was compiled"])
-def test_uncountable_steps_are_not_a_hang_while_any_rank_works(counted: bool) -> None:
+def test_a_group_whose_steps_cannot_be_counted_does_not_hang_while_a_rank_works(counted: bool) -> None:
     world, *members = formed(2, hang_after=60.0)
     if counted:
         world.coordinator.report_progress({"step": 9, "automatic": True})

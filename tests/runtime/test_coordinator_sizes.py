@@ -74,7 +74,7 @@ def test_a_larger_size_applies_once_its_nodes_are_ready() -> None:
     assert world.last(members[0])[0] == "restart"
 
 
-def test_an_impossible_size_is_refused() -> None:
+def test_an_impossible_group_size_is_refused() -> None:
     world = World(2)
     with pytest.raises(ValueError, match="minNodes: must be from 1 to nodes"):
         world.coordinator.resize(2, 3)

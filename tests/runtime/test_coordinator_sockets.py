@@ -326,7 +326,7 @@ def test_counted_steps_are_used_until_the_script_reports_its_own(job: Job) -> No
     assert (progress["epoch"], progress["step"], progress["metrics"]) == (2, 1000, {"accuracy": 0.9})
 
 
-def test_256_members_succeed_or_break_together(big_job: Job) -> None:
+def test_a_group_of_256_members_succeeds_or_breaks_together(big_job: Job) -> None:
     job, nodes = big_job, 256
     wires = [member(job, i) for i in range(nodes)]
     assert all(w.hear()["t"] == "welcome" for w in wires)

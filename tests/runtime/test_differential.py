@@ -104,7 +104,7 @@ def seen(path: Path) -> dict[str, Any]:
     return content
 
 
-def test_plain_and_both_modes_match_the_processes_that_torchrun_starts(tmp_path: Path) -> None:
+def test_the_tests_plain_process_and_both_modes_match_torchruns_processes(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     found = {}
     for mode in ("Standard", "Fast"):

@@ -234,7 +234,7 @@ def test_a_partial_file_of_another_version_or_boot_is_not_continued(
 
 
 @pytest.mark.parametrize("kind", ["md5", "sha256", "crc32"])
-def test_data_with_a_wrong_checksum_is_never_used(server: Server, tmp_path: Path, kind: str) -> None:
+def test_fetched_data_with_a_wrong_checksum_is_never_used(server: Server, tmp_path: Path, kind: str) -> None:
     server.content, server.etags = {"a": b"content"}, {"a": "0" * 32 if kind == "md5" else "abc-2"}
     if kind != "md5":
         server.headers = {f"x-amz-checksum-{kind}": base64.b64encode(b"no").decode()}
@@ -269,7 +269,7 @@ def test_checksums_of_multipart_and_encrypted_objects_are_ignored() -> None:
     ["../x", "a/../x", "a/./x", "a//x", "/x", "x/", "a\0b", "a\nb", "a\\b", "C:x", "b" * 256, "ü" * 128, ".ddpjob-lock",
      ".ddpjob-x/y", ".."],
 )  # fmt: skip
-def test_a_name_cannot_leave_the_folder(server: Server, tmp_path: Path, name: str) -> None:
+def test_the_name_of_an_object_cannot_point_outside_of_the_folder(server: Server, tmp_path: Path, name: str) -> None:
     assert why_not_a_file(name)
     server.content = {"good": b"1"}
     server.answer = lambda path, query: (
@@ -280,7 +280,7 @@ def test_a_name_cannot_leave_the_folder(server: Server, tmp_path: Path, name: st
     assert files(tmp_path) == {}, "nothing is fetched from such a bucket"
 
 
-def test_names_that_collide_are_refused() -> None:
+def test_object_names_that_would_give_the_same_file_are_refused() -> None:
     for names, says in ((["a", "a"], "twice"), (["a", "a/b"], "the folder of"), ([], "contains no objects")):
         with pytest.raises(BucketRefusal, match=says):
             check_names([Remote(name, 1, "e") for name in names], "s3://b/p")
@@ -309,7 +309,7 @@ CONTINUED = "<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContin
         pytest.param(listing([], CONTINUED), "does not end", marks=pytest.mark.slow),
     ],
 )
-def test_a_hostile_listing_ends_the_fetch(
+def test_a_hostile_listing_of_a_bucket_ends_the_fetch(
     server: Server, tmp_path: Path, body: bytes, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3_reader, "MOST_OBJECTS", 1000)
@@ -405,7 +405,7 @@ def test_an_error_that_no_retry_can_fix_ends_the_fetch_immediately(
     ("status", "code"),
     [(503, "SlowDown"), (500, ""), (429, ""), (400, "RequestTimeout"), (403, "RequestTimeTooSkewed")],
 )
-def test_a_busy_server_is_retried(server: Server, tmp_path: Path, status: int, code: str) -> None:
+def test_requests_to_a_busy_server_are_retried(server: Server, tmp_path: Path, status: int, code: str) -> None:
     server.content = {"a": b"1"}
     busy = [1] * 6
     server.answer = lambda path, query: (
@@ -504,7 +504,9 @@ def test_an_unreadable_certificate_authority_fails_immediately(monkeypatch: pyte
             list(Reader(place, Credentials({}, place.region)).objects())
 
 
-def test_keys_are_removed_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_keys_of_the_bucket_are_removed_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name, value in (("URL", "s3://b/p"), ("DIR", str(tmp_path)), ("AWS_ACCESS_KEY_ID", "k"),
                         ("AWS_SECRET_ACCESS_KEY", "s")):  # fmt: skip
         monkeypatch.setenv(f"DDPJOB_DATA_{name}", value)
@@ -528,7 +530,7 @@ def test_an_object_that_google_decompresses_during_transfer_is_reported(server: 
         reader.open(next(reader.objects()), 3 if begun else 0)
 
 
-def test_weak_etags_are_refused_with_their_name(server: Server) -> None:
+def test_an_object_with_a_weak_etag_is_refused_and_named(server: Server) -> None:
     server.answer = lambda path, query: (200, {}, listing([("p/a", 1, "x")]).replace(b"&quot;x", b"W/&quot;x"))
     place = BucketPlace.read("s3://bucket/p", server.url, "")
     with pytest.raises(BucketRefusal, match=r'has weak ETags \(W/"x"\), .*use a server with strong ETags'):

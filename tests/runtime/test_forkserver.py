@@ -81,7 +81,7 @@ def outcomes(folder: Path, *texts: str, **env: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_worker_sees_the_same_as_a_fresh_process(tmp_path: Path) -> None:
+def test_a_forked_worker_sees_the_same_environment_as_a_fresh_process(tmp_path: Path) -> None:
     first, second = (json.loads(o["out"]) for o in outcomes(tmp_path, PROBE, PROBE, OMP_NUM_THREADS="1"))
     assert first["argv"] == ["script0.py", "--flag"] and first["name"] == "__main__" and first["main"]
     assert first["path0"] == str(tmp_path)
@@ -405,7 +405,7 @@ def test_settings_of_torch_whose_source_is_missing_stay_unchanged(monkeypatch: p
     assert settings._config == {"a": None}
 
 
-def test_exit_handlers_of_c_do_not_run(tmp_path: Path) -> None:
+def test_exit_handlers_of_c_libraries_do_not_run_in_workers(tmp_path: Path) -> None:
     libc = "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
     registers = "@ctypes.CFUNCTYPE(None)\ndef last(): os.write(1, b'by C')\nlibc.__cxa_atexit(last, None, None)\n"
     [outcome] = outcomes(tmp_path, libc + registers + "print('end')\n")

@@ -161,7 +161,7 @@ def moving(now: float) -> dict[str, Any]:
         "ranks in one collective after another": [lambda now: {"text": stack(f"sum_{now}", C10D)}, WAITS],
     }.values(),
 )
-def test_ranks_with_any_activity_are_left_alone(plays: list[Any]) -> None:
+def test_a_group_is_not_ended_while_any_rank_shows_activity(plays: list[Any]) -> None:
     group = Group(*plays)
     assert group.ended_after(290) is None and group.world.report()["overdue"] is None
     assert len(group.looks) <= 12, "checks of working ranks become rarer"
@@ -229,7 +229,7 @@ def test_a_hang_is_found_later_while_the_usual_duration_is_unknown() -> None:
     assert Group(WAITS, LOCK, gap=4).ended_after() == pytest.approx(50, abs=2), "10 x 4 s"
 
 
-def test_the_first_step_may_take_long() -> None:
+def test_the_first_step_may_take_longer_before_it_counts_as_a_hang() -> None:
     group = Group(WAITS, LOCK, steps=0)
     assert group.ended_after(2000) == pytest.approx(610, abs=2)
 

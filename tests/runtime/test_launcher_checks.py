@@ -520,7 +520,7 @@ def test_no_line_from_a_stranger_can_make_a_launcher_exit(line: bytes) -> None:
     assert ends == []
 
 
-def test_addresses_lines_and_shortened_strings_have_the_wire_format() -> None:
+def test_addresses_lines_and_shortened_strings_have_the_format_of_the_protocol() -> None:
     with pytest.raises(ValueError, match="host:port"):
         MemberClient("nowhere", "token", {}, Mode.STANDARD, 1.0, lambda *_: None)
     assert protocol.decode(protocol.encode("hello", pod="p")) == {"t": "hello", "pod": "p"}

@@ -84,7 +84,7 @@ def ring(world: int, **more: Any) -> Iterator[Ring]:
             member.close()
 
 
-def test_every_node_is_watched_by_its_two_neighbours_only() -> None:
+def test_every_node_is_watched_only_by_its_two_neighbours() -> None:
     with ring(5) as made:
         made.tick(15)
         assert made.links() == [[1, 4], [0, 2], [1, 3], [2, 4], [0, 3]]
@@ -155,7 +155,7 @@ def test_a_node_of_a_different_job_is_not_watched() -> None:
         b"",
     ],
 )
-def test_strangers_are_refused(line: bytes) -> None:
+def test_a_watcher_refuses_connections_of_strangers(line: bytes) -> None:
     with ring(3) as made:
         made.tick(15)
         stranger = socket.create_connection(("127.0.0.1", made.members[1].port))

@@ -16,7 +16,7 @@ def speeds(reports: list[tuple[float, float]]) -> list[float | None]:
     return seen
 
 
-def test_a_steady_script_has_a_steady_speed_at_all_times() -> None:
+def test_the_reported_speed_of_a_steady_script_is_steady() -> None:
     """Regression: for steps of 0.3 s, the speed alternated between 2 and 4 steps/s, because it was
     computed every 0.5 s from whole steps.
     """

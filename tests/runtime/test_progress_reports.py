@@ -152,7 +152,7 @@ def test_a_stranger_at_the_coordinators_address_does_not_get_the_token(
 
 
 @CLIENTS
-def test_a_report_names_its_round(
+def test_a_progress_report_names_its_round(
     job: Job, client: Callable[[pytest.MonkeyPatch], Post], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step of a fenced rank 0 must not appear as a step of the next round."""
@@ -199,7 +199,7 @@ def test_a_request_that_changes_something_is_accepted_once(job: Job, monkeypatch
     assert post(relay.address, 8), "other requests are still accepted"
 
 
-def test_used_nonces_are_few_and_expire_with_the_coordinators_number() -> None:
+def test_few_used_nonces_are_kept_and_they_expire_with_the_coordinators_number() -> None:
     server = object.__new__(coordinator_server.Server)
     server.renew()
     first, most = server.instance, coordinator_server.MAX_NONCES
@@ -422,7 +422,7 @@ def test_a_program_that_steps_without_a_group_is_reported_until_it_forms_one(
 
 
 @pytest.mark.parametrize("kind", ["link", "curves"])
-def test_the_last_report_of_a_script_is_kept_while_an_earlier_one_is_being_sent(
+def test_a_scripts_last_report_is_kept_while_an_earlier_one_is_being_sent(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from ddpjob_report import curve_file, link
@@ -513,7 +513,7 @@ def test_rank_0_reports_the_software_and_the_gpu_that_it_uses(job: Job, monkeypa
 
 
 @pytest.mark.parametrize("environment", [{"gpu": 7}, {"packages": {"torch": "\x1b[31m"}}, {"packages": []}, {}])
-def test_a_malformed_environment_is_left_out(job: Job, environment: dict[str, Any]) -> None:
+def test_a_malformed_description_of_the_software_is_dropped(job: Job, environment: dict[str, Any]) -> None:
     assert job.post("/v1/progress", {"step": 1, "environment": environment})[0] == 200
     assert "environment" not in job.status()["progress"]
     assert job.post("/v1/progress", {"step": 1, "environment": "x"})[0] == 400

@@ -169,7 +169,7 @@ def test_string_enums_format_like_their_values_in_every_python() -> None:
     assert json.dumps({"mode": Mode.FAST}) == '{"mode": "Fast"}' and {Mode.FAST: 1}["Fast"] == 1  # type: ignore[index]
 
 
-def test_lagging_ranks_are_checked_and_merged() -> None:
+def test_reports_of_lagging_ranks_are_validated_and_merged() -> None:
     from ddpjob_runtime.coordinator import progress
 
     two = [{"rank": 3, "slowdown": 1.8}, {"rank": 0, "slowdown": 2}]

@@ -119,7 +119,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
-def test_a_store_listens_only_on_its_address(host: str) -> None:
+def test_a_store_listens_only_on_its_own_address(host: str) -> None:
     before = listening([os.getpid()])
     try:
         made = serve(host)
@@ -143,7 +143,7 @@ def test_a_store_refuses_an_address_that_its_pod_does_not_have(host: str) -> Non
     assert listening([os.getpid()]) == before
 
 
-def test_a_port_in_use_is_refused() -> None:
+def test_a_store_reports_that_its_port_is_in_use() -> None:
     first = serve("127.0.0.1")
     with pytest.raises(OSError, match=f"port {first.port}: Address already in use"):
         serve("127.0.0.1", first.port)

@@ -72,7 +72,7 @@ def test_another_member_writes_when_rank_0_is_lost() -> None:
     assert world.verbs(members[1])[-2:] == ["record", "stop"]
 
 
-def test_no_line_exceeds_the_limit_of_a_connection() -> None:
+def test_no_line_of_the_round_log_exceeds_the_limit_of_a_connection() -> None:
     world, *members = formed(2)
     wide = "\N{GRINNING FACE}" * 100
     world.coordinator.report_progress({"metrics": {f"{number:03}{wide[3:]}": 1.0 for number in range(100)}})
@@ -90,7 +90,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_lines_are_appended_after_an_incomplete_one(folder: Path) -> None:
+def test_lines_are_appended_correctly_after_an_incomplete_line(folder: Path) -> None:
     path = folder / protocol.ROUNDS_FILE
     path.write_text('{"event": "rou')
     log = RoundLog()

@@ -116,7 +116,7 @@ def test_a_killed_node_is_replaced_and_the_job_continues(job: Job) -> None:
     assert report["progress"]["step"] == 40
 
 
-def test_exceptions_restart_in_place_and_name_rank_and_line(job: Job) -> None:
+def test_exceptions_restart_workers_in_place_and_are_reported_with_rank_and_line(job: Job) -> None:
     script = (STEPS, "--steps", "8", "--raise-at", "3", "--fail-last")
     job.start_coordinator()
     job.start_node(0, *script)
@@ -184,7 +184,7 @@ if not pathlib.Path("stuck").exists():
 """
 
 
-def test_torchrun_that_gives_up_is_not_a_success(folder: Path) -> None:
+def test_a_node_whose_torchrun_gives_up_has_not_succeeded(folder: Path) -> None:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     if not hasattr(LocalElasticAgent, "_check_uninterruptible_state_timeout"):
@@ -197,7 +197,7 @@ def test_torchrun_that_gives_up_is_not_a_success(folder: Path) -> None:
         assert report["round"] == 2, "its workers were started again"
 
 
-def test_a_node_lost_after_its_peer_has_finished_is_not_a_success(job: Job) -> None:
+def test_a_job_that_loses_a_node_after_its_peer_has_finished_has_not_succeeded(job: Job) -> None:
     script = (STEPS, "--steps", "3", "--late", "60")
     job.start_coordinator()
     job.start_node(0, *script)

@@ -101,7 +101,7 @@ def test_modules_packages_folders_and_archives_run_as_under_python(tmp_path: Pat
         "import os\nif os.fork() == 0:\n    raise ValueError('in a child')\nos.wait()\n",
     ],
 )
-def test_every_way_to_end_gives_the_same_exit_code(tmp_path: Path, text: str) -> None:
+def test_every_way_to_exit_gives_the_same_exit_code_as_under_python(tmp_path: Path, text: str) -> None:
     same(both(tmp_path, "--script", write(tmp_path, "ending.py", text)))
 
 

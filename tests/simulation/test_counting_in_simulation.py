@@ -101,7 +101,7 @@ async def test_a_rule_can_fail_the_job_and_the_message_has_the_cause() -> None:
     assert "Traceback" in failed["message"]
 
 
-async def test_each_incident_is_reported_with_its_cause() -> None:
+async def test_each_incident_is_reported_by_an_event_with_its_cause() -> None:
     s = await Simulation({"recovery": {"maxRestarts": 1000, "hangAfterSeconds": 10}}, steps=10000).begun()
     await passes(s, 3)
     s.worker_fails("job-1-0", "killed by the kernel", -9, oom=True)
@@ -338,7 +338,7 @@ async def test_a_pod_whose_containers_end_together_counts_as_one_failure() -> No
     await s.until_phase("Running")
 
 
-async def test_a_reboot_of_a_host_is_not_counted() -> None:
+async def test_a_reboot_of_a_host_does_not_count_as_a_failure() -> None:
     s = await Simulation({"nodes": 2, "recovery": {"maxRestarts": 0}}, steps=100).begun()
     host = s.host_of("job-0-0")
     s.cut(host.name, noticed_after=None)

@@ -356,7 +356,7 @@ async def _forgets_incidents(cluster: Cluster, job: DDPJob, decision: Decision) 
         (_calls_it_delivered_before, complete_and_notified),
     ],
 )
-async def test_the_check_finds_a_deliberate_defect(
+async def test_the_test_of_operator_crashes_finds_deliberate_defects(
     defect: Callable[..., Awaitable[Applied]], scenario: Scenario, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undisturbed = outcome(await run(scenario, set(), "Dedicated"))

@@ -27,7 +27,7 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         slots,
         "_unused",
         lambda status: 0,
-        recovery.test_scaling_keeps_the_pods_and_the_generation,
+        recovery.test_scaling_does_not_replace_pods_or_begin_a_generation,
     ),
     "every pod's end is a cause": (
         merge_causes,
@@ -51,7 +51,7 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         liveness,
         "_host_lost",
         lambda *_: None,
-        places.test_an_out_of_service_taint_is_trusted_immediately,
+        places.test_a_node_with_the_out_of_service_taint_is_lost_immediately,
     ),
     "a lost coordinator takes the group with it": (
         replacing,

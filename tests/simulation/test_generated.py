@@ -83,7 +83,7 @@ def check(job: DDPJob, decision: Decision) -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_a_decision_never_raises_for_any_spec_and_status(part: int) -> None:
+def test_a_decision_raises_no_exception_for_any_spec_and_status(part: int) -> None:
     size, done = 100 * TIMES, 0
     for number in range(part * size, (part + 1) * size):
         with tried(number) as (manifest, maker):

@@ -119,7 +119,7 @@ async def test_a_pod_on_the_lost_coordinators_host_is_replaced(spec: Json) -> No
 
 
 @SIZES
-async def test_a_partition_of_the_operator_alone_changes_nothing(spec: Json) -> None:
+async def test_a_partition_of_only_the_operator_does_not_affect_the_job(spec: Json) -> None:
     s = await begun(spec)
     s.network.operator_cut = True
     began, started = s.training.made, s.now

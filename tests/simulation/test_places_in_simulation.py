@@ -154,7 +154,7 @@ async def test_a_node_whose_object_is_deleted_is_lost_after_the_same_delay() -> 
     assert s.status["restarts"]["recent"][0]["message"] == f"Kubernetes node {node} of pod job-1-0 has been deleted"
 
 
-async def test_an_out_of_service_taint_is_trusted_immediately() -> None:
+async def test_a_node_with_the_out_of_service_taint_is_lost_immediately() -> None:
     s = await Simulation({"nodes": 2, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 600}}, steps=1000).begun()
     node = s.pods["job-1-0"].node
     s.cut(node, noticed_after=0)

@@ -411,7 +411,7 @@ async def test_a_job_managed_by_another_controller_is_left_alone() -> None:
     assert not s.pods and not kueue.workloads() and s.status == {"schema": 1} and not s.cluster.actions
 
 
-async def test_a_job_that_names_this_operator_runs() -> None:
+async def test_a_job_whose_managed_by_field_names_this_operator_runs() -> None:
     s = Simulation({"managedBy": "ddpjob.io/operator"}, steps=20)
     await s.until_phase("Complete")
 

@@ -272,7 +272,7 @@ async def test_a_group_smaller_than_min_nodes_waits() -> None:
 # --- scaling in place -------------------------------------------------------------------------------------------
 
 
-async def test_scaling_keeps_the_pods_and_the_generation() -> None:
+async def test_scaling_does_not_replace_pods_or_begin_a_generation() -> None:
     s = await Simulation({"nodes": 2}, steps=1000).begun()
     s.change_spec({"nodes": 3})
     await s.until(lambda: conditions(s)["Running"]["message"] == "3 nodes run together")
@@ -290,7 +290,7 @@ async def test_scaling_keeps_the_pods_and_the_generation() -> None:
 
 
 @pytest.mark.parametrize("command", [False, True], ids=["script", "command"])
-async def test_making_a_job_smaller_while_it_waits_for_room_restarts_nothing(command: bool) -> None:
+async def test_scaling_down_a_job_that_waits_for_room_restarts_no_pod(command: bool) -> None:
     s = Simulation({"nodes": 3, **({"script": None, "command": ["train"]} if command else {})}, steps=1000)
     if command:
         del s.spec["script"]

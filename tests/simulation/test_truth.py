@@ -26,7 +26,7 @@ def sampled(seed: int) -> Truth:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_statement_of_the_status_stays_untrue(seed: int) -> None:
+def test_no_statement_in_the_status_stays_untrue(seed: int) -> None:
     sampled(seed)
 
 

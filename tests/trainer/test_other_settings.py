@@ -17,7 +17,7 @@ SIZE = 1438
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "step", "one_cycle", "constant"])
-def test_batch_world_and_epochs_may_change_at_any_resume(schedule: str, tmp_path: Path) -> None:
+def test_batch_size_ranks_and_epochs_may_change_at_any_resume(schedule: str, tmp_path: Path) -> None:
     """The run starts on 1 rank with batch size 200 and 3 epochs. It continues after 5 steps on 2
     ranks with batch size 99, and after 12 steps on 1 rank with batch size 500 and 4 epochs.
     """

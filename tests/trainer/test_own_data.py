@@ -483,7 +483,7 @@ def test_grey_images_without_a_channel_dimension_get_one() -> None:
         ({"name": "pixels", "shift": 12}, r"data.shift=12: must be from 0 to 11 pixels"),
     ],
 )
-def test_settings_that_do_not_suit_bytes_are_refused(keys: dict[str, Any], message: str) -> None:
+def test_settings_that_do_not_apply_to_images_as_bytes_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_data(DataConfig(**{**keys, "name": f"somebodys_data:{keys['name']}"}))
 
@@ -566,7 +566,7 @@ def test_a_sample_with_a_different_shape_is_reported() -> None:
         ([REGRESSION, "optim.loss=bce"], r"optim.loss=bce: a target is .*; use probabilities from 0 to 1"),
     ],
 )  # fmt: skip
-def test_contradictory_options_are_refused(keys: list[str], message: str, tmp_path: Path) -> None:
+def test_contradictory_options_of_custom_data_are_refused(keys: list[str], message: str, tmp_path: Path) -> None:
     from ddpjob_trainer import train
 
     model = [] if REGRESSION in keys else ["model.name=small_cnn"]

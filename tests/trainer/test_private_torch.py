@@ -26,7 +26,7 @@ NOTHING: Any = SimpleNamespace()
         (lambda: private_torch.call_after_backward(print), "torch.autograd.Variable._execution_engine"),
     ],
 )
-def test_a_torch_without_a_name_that_is_replaced_is_refused(
+def test_a_torch_that_lacks_a_name_to_be_replaced_is_refused(
     use: Callable[[], None], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(name, None)

@@ -38,7 +38,7 @@ def test_a_micro_batch_that_a_strategy_left_out_is_detected_in_the_next_step(
         train.run(settings(tmp_path))
 
 
-def test_each_micro_batch_comes_with_its_own_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_micro_batch_is_passed_with_its_own_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The digits' labels identify the samples in a batch."""
     opened: list[train.Trainer] = []
     make, backward = train.Trainer.__init__, Strategy.backward_one

@@ -28,12 +28,12 @@ def _named(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", _named("valid"))
-def test_a_valid_case_is_accepted(case: Case) -> None:
+def test_a_valid_case_of_the_corpus_is_accepted(case: Case) -> None:
     assert read_manifests(case.path)[0].checked()["kind"] == "DDPJob"
 
 
 @pytest.mark.parametrize("case", _named("invalid"))
-def test_an_invalid_case_is_refused(case: Case) -> None:
+def test_an_invalid_case_of_the_corpus_is_refused(case: Case) -> None:
     with pytest.raises(ManifestError) as caught:
         read_manifests(case.path)[0].checked()
     for text in case.says + case.locally:
@@ -43,7 +43,7 @@ def test_an_invalid_case_is_refused(case: Case) -> None:
 
 @pytest.mark.slow  # in Python, each rule takes a quarter of a second
 @pytest.mark.parametrize("case", _named("updates"))
-def test_an_update_is_accepted_or_refused(case: Case) -> None:
+def test_an_update_in_the_corpus_is_accepted_or_refused_as_expected(case: Case) -> None:
     assert validate(case.documents()[0]) == []
     message = "\n".join(map(str, _refusals(case)))
     assert bool(message) == case.refused, message

@@ -164,7 +164,7 @@ def test_explicit_and_earlier_keys_take_precedence_over_merged_ones() -> None:
             list(read_documents(wrong))
 
 
-def test_deep_nesting_is_refused() -> None:
+def test_deeply_nested_yaml_is_refused() -> None:
     assert "line 1: nested more than 100 levels deep" in _message("[" * 5000)
 
 
@@ -206,7 +206,7 @@ def test_a_manifest_can_be_read_from_a_pipe() -> None:
         os.close(reading)
 
 
-def test_importing_the_reader_is_cheap() -> None:
+def test_importing_the_reader_loads_no_large_libraries() -> None:
     """Only validation needs the large libraries, and reading must not wait for them."""
     code = (
         "import sys, ddpjob.api.reader; print([m for m in ('celpy', 'jsonschema', 'kubernetes') if m in sys.modules])"

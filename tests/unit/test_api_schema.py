@@ -49,7 +49,7 @@ def _schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mappin
             yield from _schemas(schema[key], f"{path}[]")
 
 
-def test_every_field_is_described() -> None:
+def test_every_field_of_the_crd_is_described() -> None:
     fields = [
         (path, schema) for part in (SPEC, STATUS) for path, schema in _schemas(part, "") if not path.endswith("[]")
     ]
@@ -83,7 +83,7 @@ def test_every_value_is_bounded() -> None:
     assert endless == [], do(f"bound these in {CRD} by maxProperties", 1)
 
 
-def test_defaults_fit_their_schema() -> None:
+def test_defaults_are_valid_for_their_schema() -> None:
     for path, schema in _schemas(SPEC, "spec"):
         if "default" in schema:
             filled = apply_defaults(schema["default"], schema)

@@ -188,7 +188,7 @@ def test_every_value_of_the_chart_has_an_effect() -> None:
 
 
 @needs_helm
-def test_a_list_or_map_without_a_value_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_or_map_without_a_value_counts_as_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """This happens if, for example, all classes below `jobClasses:` are commented out."""
     nothing = ",".join(f"{name}=null" for name in LISTS_AND_MAPS)
     rendered = yaml.safe_load_all(
@@ -206,7 +206,7 @@ def test_a_list_or_map_without_a_value_is_empty(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_helm
-def test_a_class_arrives_unchanged() -> None:
+def test_a_class_in_the_values_reaches_the_operator_unchanged() -> None:
     """The kubelet expands variables in the operator's environment. $$(RANK) is an escaped variable
     for the jobs' pods.
     """
@@ -267,7 +267,7 @@ def test_conflicting_values_are_reported(values: str, words: str) -> None:
     "key", [f"{'node.kubernetes.io/'[:n]}{end}" for n in range(1, 20) for end in ("", "*")]
     + ["node.kubernetes.io/unschedulable", "nodes", "node-health*", "node.kubernetes.iox/gpu", "*"],
 )  # fmt: skip
-def test_the_chart_accepts_the_taints_that_the_operator_accepts(key: str) -> None:
+def test_the_chart_accepts_exactly_the_taints_that_the_operator_accepts(key: str) -> None:
     """Otherwise the operator would crash because of a name that `helm upgrade` has accepted."""
     signals = json.loads((CHART / "values.schema.json").read_text())["properties"]["nodeHealth"]["properties"]
     schema = signals["taints"]["items"]

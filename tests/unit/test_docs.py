@@ -109,7 +109,7 @@ def documented_commands(text: str) -> set[str]:
     return {match[1] for match in found if match}
 
 
-def test_documented_commands_are_found() -> None:
+def test_the_search_for_documented_commands_finds_them() -> None:
     text = "`ddpjob get` and\n```\nddpjob logs x   # y\n$ kubectl ddp why x\nabout ddpjob nothing\n```\n"
     assert documented_commands(text) == {"get", "logs", "why"}
 
@@ -255,7 +255,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_and_pictures_have_targets(page: Path) -> None:
+def test_links_and_pictures_have_existing_targets(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if re.match(r"https?://", target):
             continue
@@ -276,7 +276,7 @@ def test_the_rows_of_a_table_have_as_many_cells_as_its_head(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_manifests_and_make_targets_in_the_pages_are_valid(page: Path, tmp_path: Path) -> None:
+def test_manifests_and_make_targets_on_the_pages_are_valid(page: Path, tmp_path: Path) -> None:
     from ddpjob.client.manifests.manifest_sources import read_job
 
     text = page.read_text()

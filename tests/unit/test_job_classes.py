@@ -128,7 +128,7 @@ def test_fields_that_the_api_server_adds_do_not_count_as_the_jobs_own() -> None:
     assert job.spec.resources["limits"] == {"memory": "1Gi"} and job.spec.preflight is not None
 
 
-def test_lists_merge_by_name() -> None:
+def test_lists_of_class_and_job_merge_by_name() -> None:
     own = {
         "env": [{"name": "B", "value": "mine"}, {"name": "C", "value": "mine"}],
         "imagePullSecrets": [{"name": "mine"}],

@@ -87,7 +87,7 @@ def test_an_unmet_requirement_is_found() -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_the_shipped_versions_were_tested(name: str) -> None:
+def test_the_shipped_versions_are_the_versions_that_ci_tests(name: str) -> None:
     """The images contain the versions that CI tests."""
     tested = lock.pins("dev.txt")
     differ = {package: versions for package, versions in lock.pins(name).items() if versions != tested[package]}

@@ -578,7 +578,7 @@ def test_a_sharded_state_is_not_kept_if_there_is_no_room_for_a_neighbours_part(
 
 
 @pytest.mark.parametrize("fault", ["missing", "a file", "none"])
-def test_training_continues_without_a_usable_volume(
+def test_training_continues_without_a_usable_memory_volume(
     fault: str, nodes: Callable[[int], Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = {"missing": nodes(0) / "missing", "a file": nodes(0) / "file", "none": None}[fault]
@@ -617,7 +617,7 @@ COSTS = st.builds(Cost, st.floats(0, 2), st.floats(0, 0.1), st.floats(0.001, 10)
 
 
 @given(st.lists(st.lists(COSTS, min_size=2, max_size=2), max_size=9), st.sampled_from([AUTO, 1, 7]))
-def test_all_ranks_copy_after_the_same_steps(rounds: list[list[Cost]], every: int | str) -> None:
+def test_all_ranks_take_snapshots_after_the_same_steps(rounds: list[list[Cost]], every: int | str) -> None:
     one, other = Cadence(every), Cadence(every)
     for step in range(1, 20):
         assert one.is_due(step) == other.is_due(step)

@@ -78,7 +78,7 @@ def test_the_release_notes_are_the_changelogs_section_of_the_version(checkout: P
         ("CHANGELOG.md", "### Added\n\n- Snow, in\n  large flakes.\n- Ice.\n", "", "no text under"),
     ],
 )
-def test_versions_that_disagree_are_reported(checkout: Path, name: str, old: str, new: str, part: str) -> None:
+def test_files_whose_versions_differ_are_reported(checkout: Path, name: str, old: str, new: str, part: str) -> None:
     replace(checkout / name, old, new)
     [problem] = SCRIPT["problems"](checkout, "v9.8.7", REGISTRY)
     assert part in problem

@@ -64,7 +64,7 @@ class Scalar:
         return self
 
 
-def test_figures_are_sent_under_the_protocols_names(posted: list[dict[str, Any]]) -> None:
+def test_reported_figures_are_sent_under_the_protocols_names(posted: list[dict[str, Any]]) -> None:
     ddpjob_report.report(
         epoch=2, epochs=9, step=7, steps=70, loss=Scalar(0.25), accuracy=Decimal("0.5"), samples_per_second=3, eta=1.5,
         learning_rate=1e-3,

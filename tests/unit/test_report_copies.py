@@ -399,7 +399,9 @@ def test_a_job_that_gets_a_bucket_on_one_machine_continues_from_its_folder(
         ),
     ],
 )
-def test_invalid_arguments_are_reported(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_invalid_arguments_of_copy_checkpoint_are_reported(
+    arguments: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     with pytest.raises((TypeError, ValueError), match=said):
         ddpjob_report.copy_checkpoint(**{"path": tmp_path, **arguments})
 

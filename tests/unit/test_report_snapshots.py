@@ -190,7 +190,7 @@ def test_restored_tensors_do_not_share_memory_with_the_snapshot(job: Callable[[]
     torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), wanted, rtol=0, atol=0)
 
 
-def test_the_number_of_ranks_may_change(memory: Path) -> None:
+def test_the_number_of_ranks_may_change_between_snapshot_and_restart(memory: Path) -> None:
     """A job with one rank has no DDP, which adds a prefix to parameter names. A new rank uses rank
     0's schedulers and loaders.
     """
@@ -444,7 +444,7 @@ def test_objects_that_have_changed_since_the_snapshot_are_reported(
 
 
 @pytest.mark.usefixtures("job")
-def test_ranks_need_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_need_a_process_group_for_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"no process group yet; call torch.distributed.init_process_group\(\)"):
         Snapshots(model=line())

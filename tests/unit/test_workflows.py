@@ -153,13 +153,13 @@ def test_dependabot_sees_every_folder_that_pins_something() -> None:
     assert {path.parent for path in ROOT.glob("tests/**/go.mod")} <= watched
 
 
-def test_dependabot_waits_for_a_week() -> None:
+def test_dependabot_proposes_releases_only_after_a_week() -> None:
     """A compromised release is usually detected within days."""
     updates = yaml.safe_load((ROOT / ".github" / "dependabot.yml").read_text())["updates"]
     assert [update["cooldown"]["default-days"] for update in updates] == [7] * 5
 
 
-def test_pre_commit_runs_the_same_actionlint() -> None:
+def test_pre_commit_runs_the_same_actionlint_version() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     [pinned] = [repo["rev"] for repo in hooks if repo["repo"].endswith("/actionlint")]
     assert f"github.com/rhysd/actionlint {pinned} " in (MODULE / "go.mod").read_text()

@@ -213,7 +213,7 @@ FILE = {"path": "x", "size": 1, "sha256": "a"}
         b" " * (2**20 + 1),
     ],
 )  # fmt: skip
-def test_a_forged_manifest_is_refused(text: bytes, store: Any) -> None:
+def test_a_forged_manifest_in_a_bucket_is_refused(text: bytes, store: Any) -> None:
     bucket = begun(store)
     obstore.put(store, Stored(1, 5).key, text)
     with pytest.raises(BucketError):

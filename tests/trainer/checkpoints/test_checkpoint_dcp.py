@@ -53,7 +53,7 @@ def written(path: Path, step: int = 7) -> Path:
     return path
 
 
-def test_loaded_content_keeps_its_types(tmp_path: Path) -> None:
+def test_content_read_from_a_checkpoint_keeps_its_types(tmp_path: Path) -> None:
     path = written(tmp_path / "step-000000007.dcp")
     metadata = dcp.check(path)
     assert (metadata.step, metadata.epoch, metadata.world) == (7, 2, 4) and dcp.read_metadata(path) == metadata

@@ -73,7 +73,7 @@ def test_a_different_model_is_reported_with_its_tensors_and_the_keys_to_set(trai
     assert {path: path.read_bytes() for path in trained.glob("*.pt")} == before
 
 
-def test_a_different_seed_is_refused(trained: Path) -> None:
+def test_a_resume_with_a_different_seed_is_refused(trained: Path) -> None:
     """Otherwise, the sample order would follow the checkpoint's seed, and the augmentation the
     configuration's.
     """

@@ -30,7 +30,7 @@ RECORDED: dict[str, Any] = {
 }
 
 
-def test_a_manifest_survives_a_round_trip() -> None:
+def test_a_manifest_can_be_written_and_read_back_unchanged() -> None:
     found = manifest.read(manifest.write(RECORDED))
     assert found.metadata.step == 7 and found.files["__0_0.distcp"] == manifest.CheckpointFile(124, "0" * 64)
     assert {name: stored.written() for name, stored in found.tensors.items()} == RECORDED["tensors"]

@@ -38,7 +38,7 @@ def weights(change: Callable[[dict[str, torch.Tensor]], Any] = lambda state: Non
 
 
 @pytest.mark.parametrize("given", ["default", "IMAGENET1K_V1", "folder", "safetensors", "file"])
-def test_all_layers_but_the_last_start_from_the_weights(
+def test_all_layers_except_the_last_start_from_pretrained_weights(
     given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torchvision finds its files in the cache, so nothing is downloaded."""

@@ -40,7 +40,7 @@ def left(found: list[Entry], scores: dict[int, float], **config: object) -> list
     return [entry.step for entry in found if entry not in gone]
 
 
-def test_the_newest_checkpoints_are_kept() -> None:
+def test_only_the_newest_checkpoints_are_kept() -> None:
     assert left(entries(range(5, 45, 5)), {}, keep=3) == [30, 35, 40]
 
 
@@ -214,7 +214,7 @@ def test_the_mark_of_a_best_checkpoint_that_is_no_longer_kept_is_removed(tmp_pat
     assert read_whole(tmp_path)["step"] == 20
 
 
-def test_scores_that_are_not_numbers_are_null_in_the_file(tmp_path: Path) -> None:
+def test_scores_that_are_not_finite_are_written_as_null(tmp_path: Path) -> None:
     """Other programs could not parse NaN."""
     folder = opened(tmp_path, keep_best=2, best_by=Metric.LOSS)
     for step, loss in ((10, math.nan), (20, math.inf), (30, 0.5)):
@@ -265,6 +265,8 @@ def test_the_best_of_all_evaluations_is_marked_during_training(tmp_path: Path) -
         ({"keep_best": 1, "every_epochs": 0}, r"checkpoint.keep_best: .* set checkpoint.every_epochs"),
     ],
 )
-def test_contradictory_settings_are_refused(settings: dict[str, int], message: str, tmp_path: Path) -> None:
+def test_contradictory_settings_of_retention_are_refused(
+    settings: dict[str, int], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         CheckpointFolder(CheckpointConfig(**settings), tmp_path, Group())  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ def test_a_resume_from_a_checkpoint_that_is_not_the_newest_is_detected(tmp_path:
         verify(read([tmp_path]))
 
 
-def test_kill_9_of_a_rank_under_torchrun_loses_and_repeats_nothing(tmp_path: Path) -> None:
+def test_after_kill_9_of_a_rank_under_torchrun_no_step_is_lost_or_repeated(tmp_path: Path) -> None:
     arguments = [*TINY, "train.epochs=6", "checkpoint.every_steps=3", "data.batch=40", f"checkpoint.dir={tmp_path}"]
     agent = torchrun(2, arguments, tmp_path, max_restarts=2)
     try:
@@ -125,7 +125,7 @@ def test_incarnations_are_ordered_correctly_even_if_the_nodes_clocks_differ(
     assert verify(found).epochs == {1: 6}
 
 
-def test_the_command_line_prints_a_table_and_reports_a_missing_ledger(
+def test_check_ledger_prints_a_table_and_reports_a_missing_ledger(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good(1, [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"])

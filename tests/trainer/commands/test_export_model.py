@@ -98,7 +98,7 @@ def test_the_weights_of_a_model_that_cannot_be_traced_are_exported(
     assert load_file(tmp_path / "model.safetensors") and not (tmp_path / "model.pt2").exists()
 
 
-def test_a_plain_state_dict_is_refused(tmp_path: Path) -> None:
+def test_exporting_a_plain_state_dict_is_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(2)}, tmp_path / "plain.pt")
     with pytest.raises(CheckpointError, match=r"plain.pt does not have a configuration of this trainer; export one of"):
         main([str(tmp_path / "plain.pt"), "-o", str(tmp_path)])

@@ -34,7 +34,7 @@ def table(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     return [line.split("  ") for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_folder_is_shown_as_a_table(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_checkpoints_in_a_folder_are_shown_as_a_table(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(trained)]) == 0
     head, *rows = [[cell.strip() for cell in line if cell.strip()] for line in table(capsys)]
     assert head == ["checkpoint", "step", "epoch", "ranks", "saved", "size", "state"]
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_a_custom_loop_is_shown(tmp_path: Path, capsys: pytest.C
     assert "0 + 50%" in text and "model.weight" in text and "\nconfiguration\n" not in text
 
 
-def test_the_command_works_as_a_process(trained: Path) -> None:
+def test_the_command_checkpoint_works_in_a_separate_process(trained: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ddpjob_trainer", "checkpoint", str(trained)],
         capture_output=True,
@@ -134,7 +134,7 @@ def test_the_command_works_as_a_process(trained: Path) -> None:
     assert done.returncode == 0 and "step-000000016.pt" in done.stdout, done
 
 
-def test_an_empty_folder_is_reported(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"contains no checkpoint; specify a checkpoint"):
         main([str(tmp_path)])
     with pytest.raises(CheckpointError, match=r"none.pt cannot be read: No such file"):

@@ -40,7 +40,7 @@ def test_arguments_override_files_which_override_the_environment_and_the_default
     )
 
 
-def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_may_begin_with_a_tilde_for_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("DDPJOB_DATA_DIR", "~/data")
     read = config.load(None, ["checkpoint.dir=~/c"])
@@ -222,7 +222,7 @@ def test_an_unknown_command_gets_a_hint_with_the_closest_command(word: str, mess
         ("3: 4", "is not a string"),
     ],
 )
-def test_invalid_files_are_reported(text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_configuration_files_are_reported(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         config.load(str(tmp_path / "c.yaml"), [])
@@ -248,7 +248,7 @@ def test_keeping_the_best_epoch_requires_checkpoints_at_epochs() -> None:
         config.load(None, [*keys, "train.eval_every=0"])
 
 
-def test_missing_files_are_reported() -> None:
+def test_missing_configuration_files_are_reported() -> None:
     with pytest.raises(
         ConfigError, match=f"nothing.yaml does not exist in {re.escape(str(Path.cwd()))}; pass an existing file"
     ):
@@ -286,7 +286,7 @@ def test_a_rank_starts_without_parsing_sources(monkeypatch: pytest.MonkeyPatch) 
     assert read.flat()
 
 
-def test_help_lists_keys_with_types_and_environment_variables() -> None:
+def test_the_help_lists_keys_with_their_types_and_environment_variables() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "ddpjob_trainer", "--help"], capture_output=True, text=True, check=True
     ).stdout
@@ -332,7 +332,7 @@ def test_each_command_shows_its_usage(command: str, capsys: pytest.CaptureFixtur
     assert f"python -m ddpjob_trainer {command}" in capsys.readouterr().out
 
 
-def test_a_closed_pipe_is_not_an_error() -> None:
+def test_a_closed_output_pipe_is_not_reported_as_an_error() -> None:
     """The command is `python -m ddpjob_trainer checkpoint FILE | head`."""
     read, write = os.pipe()
     os.close(read)

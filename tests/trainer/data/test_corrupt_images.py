@@ -129,7 +129,7 @@ def test_the_comparison_detects_deliberate_defects(defect: Callable[[int], None]
         np.testing.assert_allclose(trained(2, folder, tmp_path / "defect", defect), reference(folder), rtol=2e-5)
 
 
-def test_normalization_and_mixing_do_not_depend_on_the_ranks_either(folder: Path, tmp_path: Path) -> None:
+def test_with_unreadable_images_normalization_and_mixing_do_not_depend_on_ranks(folder: Path, tmp_path: Path) -> None:
     more = ["model.norm=batch", "data.micro_batches=3", "data.mixup=0.4", "data.cutmix=1"]
     for world in (1, 2, 3):
         good(world, [*arguments(folder, *more), f"checkpoint.dir={tmp_path / str(world)}"])
@@ -166,7 +166,7 @@ def test_each_file_and_its_reason_are_reported_once(
         assert reported.count(f"image {path_of(folder, number)} cannot be read (") == 1
 
 
-def test_only_a_few_of_many_files_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_few_of_many_unreadable_files_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(SIZE):
         path_of(folder, number).write_bytes(b"")
     data = open_data(config.load(None, arguments(folder)).data)

@@ -83,7 +83,9 @@ def test_dali_gives_the_same_crops_and_flips(folder: Path) -> None:
 
 
 @needs_dali
-def test_a_broken_image_is_reported_and_the_others_continue(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_image_is_reported_and_dali_decodes_the_others(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = folder / "train" / "china.jpg" / "1.jpg"
     path.write_bytes(path.read_bytes()[:2000])
     (folder / "train" / "flower.jpg" / "2.jpg").write_bytes(b"text")

@@ -162,7 +162,7 @@ def test_augmentation_depends_only_on_sample_and_epoch() -> None:
     )
 
 
-def test_crop_and_flip_moves_and_mirrors_images() -> None:
+def test_the_crop_and_flip_augmentation_shifts_and_mirrors_images() -> None:
     image = torch.arange(1, 26, dtype=torch.uint8).view(1, 1, 5, 5)
     padded = torch.nn.functional.pad(image, (1, 1, 1, 1))[0, 0]
     expected = {
@@ -215,7 +215,7 @@ def test_an_epochs_crops_are_drawn_on_the_device() -> None:
     assert on_host == []
 
 
-def test_resized_crop_boxes_lie_inside_and_keep_the_ranges() -> None:
+def test_boxes_of_resized_crops_are_inside_the_image_and_within_their_ranges() -> None:
     from ddpjob_trainer.data.randomness import uniform
 
     for draws in uniform(0, 0, np.arange(300), 40).reshape(300, 10, 4):
@@ -240,7 +240,7 @@ def test_unusable_data_folders_are_reported_with_the_remedy(tmp_path: Path) -> N
             train.run(config.load(None, arguments))
 
 
-def test_damaged_files_are_reported(tmp_path: Path) -> None:
+def test_damaged_files_of_a_data_set_are_reported(tmp_path: Path) -> None:
     write_cifar_binary(tmp_path)
     path = tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin"
     whole = path.read_bytes()
@@ -275,14 +275,14 @@ def test_a_pickle_without_records_is_refused(tmp_path: Path) -> None:
         opened("data.name=cifar10", f"data.dir={tmp_path}")
 
 
-def test_classes_of_train_and_val_must_agree(tmp_path: Path) -> None:
+def test_train_and_val_folders_must_have_the_same_classes(tmp_path: Path) -> None:
     write_image_folder(tmp_path, 1)
     (tmp_path / "val" / "n01443537").rename(tmp_path / "val" / "other")
     with pytest.raises(DataError, match=r"different class folders .*n01443537, other"):
         opened("data.name=imagefolder", f"data.dir={tmp_path}")
 
 
-def test_invalid_values_are_refused() -> None:
+def test_invalid_settings_of_data_are_refused() -> None:
     for arguments, message in (
         (["data.batch=0"], "data.batch=0: must be at least 1"),
         (["data.name=synthetic", "data.shape=3,32"], "data.shape"),

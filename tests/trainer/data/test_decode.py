@@ -139,7 +139,7 @@ def test_images_with_32_bit_pixels_are_refused_because_their_white_is_unknown(ki
         middle(encoded(image, "TIFF"), 8)
 
 
-def test_a_truncated_image_is_unreadable(photograph: Image.Image) -> None:
+def test_a_truncated_image_counts_as_unreadable(photograph: Image.Image) -> None:
     whole = encoded(photograph, quality=90)
     png = encoded(photograph.resize((64, 48)), "PNG")
     huge = encoded(Image.new("1", (40000, 10000)), "PNG")

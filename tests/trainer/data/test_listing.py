@@ -99,7 +99,7 @@ def a_class_moved_away(root: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [added, added_by_tar, removed, renamed, a_class_added, a_class_moved_away])
-def test_changed_data_is_noticed(change, root: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_changed_folder_of_images_is_listed_again(change, root: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     before = names(root, tmp_path / "kept")
     change(root)
     after = names(root, tmp_path / "kept")

@@ -194,7 +194,7 @@ def test_randaugment_of_a_folder_does_not_depend_on_workers_or_other_samples(wor
     assert torch.equal(test.images, plain_test.images), "test images are never augmented"
 
 
-def test_invalid_values_are_refused() -> None:
+def test_invalid_settings_of_mixing_are_refused() -> None:
     for arguments, message in (
         (["data.mixup=-1"], r"data.mixup=-1.0: must be a finite number of at least 0, for example 0.2"),
         (["data.cutmix=.inf"], r"data.cutmix=inf: must be a finite"),

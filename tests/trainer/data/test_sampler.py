@@ -182,7 +182,7 @@ def test_the_cost_of_a_step_does_not_grow_with_the_epochs_length(monkeypatch: py
     assert last.epoch == 1 and len(calls) == 301 + 2, "the steps continue into the next epoch"
 
 
-def test_upcoming_steps_match_each_epoch() -> None:
+def test_upcoming_steps_are_the_same_as_the_epochs_actual_steps() -> None:
     sampler = ElasticSampler(23, 5, Dealing(1, 2, 4), SamplerState(epoch=1, consumed=10, seed=2))
     upcoming = list(sampler.upcoming(4))
     found = []
@@ -195,7 +195,7 @@ def test_upcoming_steps_match_each_epoch() -> None:
 
 
 @given(st.lists(st.integers(0, 2**64), min_size=1, max_size=5))
-def test_keys_match_splitmix64(parts: list[int]) -> None:
+def test_the_samplers_keys_match_splitmix64(parts: list[int]) -> None:
     """A different key would change the order and the initial weights of old checkpoints."""
     golden, state = 0x9E3779B97F4A7C15, 0
     for part in parts:
@@ -204,7 +204,7 @@ def test_keys_match_splitmix64(parts: list[int]) -> None:
     assert module.derive(*parts) == state >> 1
 
 
-def test_epochs_and_seeds_have_different_orders() -> None:
+def test_the_order_of_samples_differs_between_epochs_and_seeds() -> None:
     orders = {tuple(permutation(seed, epoch, 50)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
 
@@ -213,7 +213,7 @@ def test_share_gives_empty_parts_if_there_are_more_ranks_than_samples() -> None:
     assert [share([7, 8], rank, 4) for rank in range(4)] == [[7], [8], [], []]
 
 
-def test_a_different_data_set_is_refused() -> None:
+def test_a_resume_on_a_data_set_of_a_different_size_is_refused() -> None:
     sampler = ElasticSampler(10, 2, Dealing(), SamplerState())
     with pytest.raises(CheckpointError, match="11 training samples, but the data set has 10"):
         sampler.load_state_dict({"epoch": 0, "consumed": 0, "seed": 0, "size": 11})

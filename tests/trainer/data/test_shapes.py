@@ -83,6 +83,6 @@ def test_the_mirror_image_of_a_shape_has_the_same_class(name: str) -> None:
         ),
     ],
 )
-def test_invalid_settings_are_refused(keys: list[str], message: str) -> None:
+def test_invalid_settings_of_generated_shapes_are_refused(keys: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         opened(*keys)

@@ -496,7 +496,7 @@ def test_the_command_packs_shards(folder: Path, tmp_path: Path, capsys: pytest.C
         __main__.run(["shards", str(tmp_path / "nowhere"), str(tmp_path / "out2")])
 
 
-def test_a_folder_that_is_not_writable_is_reported(folder: Path, tmp_path: Path) -> None:
+def test_packing_into_a_folder_that_is_not_writable_is_reported(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     with pytest.raises(
         DataError, match=r"out/train: Not a directory; free some space or repair it, then run the command again"
@@ -504,7 +504,7 @@ def test_a_folder_that_is_not_writable_is_reported(folder: Path, tmp_path: Path)
         pack_shards.pack(folder, tmp_path / "out", 20_000)
 
 
-def test_as_many_shards_can_be_open_as_the_system_allows(packed: Path) -> None:
+def test_opening_shards_raises_the_limit_of_open_files(packed: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
     try:

@@ -373,7 +373,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_leaves_the_evaluations_of_its_epochs(trained: Path) -> None:
+def test_a_run_writes_the_evaluation_of_each_epoch(trained: Path) -> None:
     reported = json.loads((trained / "run" / "eval" / "epoch-002.json").read_text())
     (row,) = ranks.metrics(trained / "run", "eval")
     assert {key: row[key] for key in ("epoch", "step", "loss", "accuracy", "top5", "mae", "macroAP", "microAP")} == {

@@ -29,7 +29,7 @@ def test_the_process_group_is_bound_to_the_ranks_only_device(
     assert {key: value for key, value in given.items() if key == "device_id"} == expected
 
 
-def test_cudnn_searches_the_fastest_algorithm_unless_runs_must_be_bit_identical() -> None:
+def test_cudnn_searches_for_fast_algorithms_unless_results_must_be_reproducible() -> None:
     before = torch.backends.cudnn.benchmark
     try:
         for device, repeatable, expected in (("cuda", False, True), ("cuda", True, False), ("cpu", False, False)):

@@ -46,7 +46,7 @@ def steps(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("old", "new"), [("0.9", "0.10"), ("9.3", "10.0"), ("1.7", "2.1")])
-def test_generation_and_round_are_compared_as_numbers(
+def test_generations_and_rounds_are_compared_as_numbers_and_not_as_strings(
     old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zombie = incarnation(tmp_path, monkeypatch, old)
@@ -168,7 +168,7 @@ def test_all_ranks_exit_as_fenced_when_the_writing_rank_is_fenced(tmp_path: Path
     assert max(steps(tmp_path), default=0) <= 4  # no checkpoint at all if the first one was still being written
 
 
-def test_a_start_that_is_older_than_the_folder_exits_as_fenced(tmp_path: Path) -> None:
+def test_an_incarnation_older_than_the_folders_owner_exits_as_fenced(tmp_path: Path) -> None:
     assert trainer(tmp_path, "first", "train.epochs=1", DDPJOB_FENCE="1.0").wait(60 * slowness()) == 0
     late = trainer(tmp_path, "late", "train.epochs=9", DDPJOB_FENCE="0.77")
     assert late.wait(60 * slowness()) == EXIT_FENCED, (tmp_path / "late.txt").read_text()

@@ -38,7 +38,7 @@ def test_a_rank_waits_for_peers_for_the_grace_period_minus_its_own_work(monkeypa
         StopRequest(Group())
 
 
-def test_with_silent_peers_a_rank_leaves_before_the_pod_is_killed(
+def test_a_rank_with_silent_peers_exits_before_its_pod_is_killed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The grace period is 9 s, so the pod ends 9 s after the signal. Without the grace period, the

@@ -198,11 +198,11 @@ def test_residual_blocks_may_start_as_the_identity() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (1, 28, 28), (3, 5, 9), (2, 1, 1), (3, 64, 48)])
-def test_small_cnn_adapts_to_the_images(shape: tuple[int, int, int]) -> None:
+def test_the_model_small_cnn_adapts_to_the_shape_of_the_images(shape: tuple[int, int, int]) -> None:
     assert build_model(ModelConfig(width=8), shape, 7, 0)(torch.randn(3, *shape)).shape == (3, 7)
 
 
-def test_resnet18_cifar_has_the_known_size() -> None:
+def test_the_model_resnet18_cifar_has_the_known_number_of_parameters() -> None:
     model = build_model(ModelConfig(name="resnet18_cifar"), (3, 32, 32), 10, 0)
     assert sum(weight.numel() for weight in model.parameters()) == 11_173_962
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)

@@ -80,7 +80,7 @@ def test_sigterm_to_one_rank_stops_all_ranks_with_75(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_agree_ten_times_a_second_and_skip_the_same_steps(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_ten_times_a_second_and_in_the_same_steps(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Two(Group):
         def sum_begin(self, values: torch.Tensor) -> Reduction:
             return Reduction(values * 2, None)

@@ -34,7 +34,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="torch.compile on the CPU needs a C++ compiler"
 )
-def test_a_compiled_run_has_the_same_curve(tmp_path: Path) -> None:
+def test_a_compiled_run_has_the_same_loss_curve(tmp_path: Path) -> None:
     """The training runs in a separate process with the compiler's real front end. Float32 sums may
     be in a different order.
     """
@@ -149,7 +149,7 @@ def test_channels_last_is_chosen_for_images_in_16_bits_on_a_gpu(
     assert choose_layout(chosen.model, chosen.amp, shape, torch.device(device)).channels_last is False
 
 
-def test_without_a_compiler_the_message_has_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_c_compiler_the_error_message_has_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     message = (
@@ -165,7 +165,7 @@ def test_without_a_compiler_the_message_has_the_remedy(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_channels_last_has_the_same_curve(world: int, plain: list[float], tmp_path: Path) -> None:
+def test_a_channels_last_run_has_the_same_loss_curve(world: int, plain: list[float], tmp_path: Path) -> None:
     good(world, [*ARGUMENTS, "model.channels_last=true", f"checkpoint.dir={tmp_path}"])
     np.testing.assert_allclose(final_losses(tmp_path / "run"), plain, rtol=1e-4, atol=1e-4)
 

@@ -69,7 +69,7 @@ def test_the_frozen_weights_may_change_at_a_resume(name: str, tmp_path: Path) ->
         (("*",), r"no parameter is left to train"),
     ],
 )
-def test_invalid_patterns_are_refused(patterns: tuple[str, ...], message: str) -> None:
+def test_invalid_patterns_of_frozen_parameters_are_refused(patterns: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_model(ModelConfig(freeze=patterns, width=4), (1, 8, 8), 10, 0)
 

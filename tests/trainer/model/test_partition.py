@@ -186,7 +186,7 @@ def test_a_model_on_the_cpu_and_a_gpu_trains_as_on_the_cpu(monkeypatch: pytest.M
         torch.testing.assert_close(trained[1][name], value, rtol=1e-3, atol=1e-4)
 
 
-def test_missing_devices_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_do_not_exist_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = configuration.load(None, ["strategy=ddp_mp", "ddp_mp.devices=4", "amp.level=O0"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
     assert [device.index for device in DdpMp(settings, Group(), torch.device("cuda", 0)).devices] == [0, 1, 2, 3]

@@ -177,7 +177,7 @@ def test_samples_are_distributed_evenly_and_parameter_names_are_unchanged() -> N
 @pytest.mark.parametrize(
     "key", ["data.micro_batches=4", "ddp.ordered=true", "data.mixup=0.2", "data.cutmix=1.0", "model.dropout=0.1"]
 )
-def test_incompatible_options_are_refused(key: str, tmp_path: Path) -> None:
+def test_options_that_are_incompatible_with_sync_batchnorm_are_refused(key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.sync_batchnorm.*leave"):
         train.run(config.load(None, [*SYNC, "model.sync_batchnorm=true", key, f"checkpoint.dir={tmp_path}"]))
 

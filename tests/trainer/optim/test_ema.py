@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 AVERAGE = [*TINY, "model.norm=batch", "data.micro_batches=2", "optim.ema_decay=0.7"]
 
 
-def test_the_average_matches_torch() -> None:
+def test_the_average_matches_torchs_averaged_model() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     running = [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point()]
@@ -46,7 +46,7 @@ def test_the_average_matches_torch() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_skipped_steps_do_not_count() -> None:
+def test_skipped_steps_do_not_count_in_the_average() -> None:
     """This holds whether the skip is known immediately or only on the device."""
     weight = torch.zeros(3)
     known, later = MovingAverage(0.9, [("w", weight)]), MovingAverage(0.9, [("w", weight)])

@@ -327,7 +327,7 @@ def test_lamb_matches_timm() -> None:
 
 
 @pytest.mark.parametrize("name", [OptimizerName.LARS, OptimizerName.LAMB])
-def test_the_state_of_lars_and_lamb_survives_a_state_dict(name: OptimizerName) -> None:
+def test_the_state_of_lars_and_lamb_can_be_saved_and_loaded(name: OptimizerName) -> None:
     config = OptimConfig(name=name)
 
     def go(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], steps: range) -> None:
@@ -393,6 +393,6 @@ def test_the_loss_matches_torch_for_labels_probabilities_and_weights(smoothing: 
         ),
     ],
 )
-def test_invalid_values_are_refused(config: OptimConfig, message: str) -> None:
+def test_invalid_settings_of_optimizers_are_refused(config: OptimConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_optimizer(config, named([nn.Parameter(torch.zeros(1))]))

@@ -464,7 +464,7 @@ def test_a_run_can_continue_at_a_different_level() -> None:
         (AmpConfig(loss_scale="dynamic", scale_window=0), r"amp.scale_window=0: must be at least 1"),
     ],
 )
-def test_invalid_values_are_refused(amp: AmpConfig, message: str) -> None:
+def test_invalid_settings_of_precision_are_refused(amp: AmpConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Precision(amp)
 
@@ -498,7 +498,7 @@ def test_auto_uses_apexs_format_and_scale() -> None:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_tf32_is_switched_on_and_off(wanted: bool) -> None:
+def test_tf32_can_be_switched_on_and_off(wanted: bool) -> None:
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
         Precision(AmpConfig(tf32=wanted), device=torch.device("cuda"))
@@ -527,7 +527,7 @@ def test_tf32_is_switched_on_and_off(wanted: bool) -> None:
         ({"level": AmpLevel.O2}, "cuda", True, (AmpLevel.O2, torch.float16)),
     ],
 )
-def test_the_level_follows_the_device(
+def test_the_default_level_depends_on_the_device(
     keys: dict[str, Any],
     device: str,
     bfloat16: bool,

@@ -202,7 +202,7 @@ def test_a_different_torch_version_is_reported_before_a_group_is_formed(tmp_path
     )
 
 
-def test_a_different_python_is_a_warning(tmp_path: Path) -> None:
+def test_a_different_python_version_causes_a_warning(tmp_path: Path) -> None:
     import platform
 
     flown = fly(tmp_path, 2, prepare=on(1, lambda: setattr(platform, "python_version", lambda: "3.9.1")))
@@ -436,7 +436,7 @@ def test_a_folder_per_node_is_accepted_if_the_configuration_sets_it(tmp_path: Pa
     )
 
 
-def test_little_space_for_checkpoints_is_reported(tmp_path: Path) -> None:
+def test_too_little_space_for_checkpoints_is_reported(tmp_path: Path) -> None:
     need_namespaces()
     (tmp_path / "c").mkdir()
     flown = fly(tmp_path, 2, "checkpoint.shared=false", prepare=on(1, lambda: own_mount(tmp_path / "c", "size=8m")))
@@ -503,7 +503,7 @@ def test_a_file_system_that_does_not_respond_is_reported_in_time(tmp_path: Path)
 # ---------------------------------------------------------------- the all-reduce
 
 
-def test_a_wrong_sum_is_reported(tmp_path: Path) -> None:
+def test_a_wrong_sum_in_the_all_reduce_is_reported(tmp_path: Path) -> None:
     plain = Group.sum
 
     def bent(self: Group, values: torch.Tensor) -> torch.Tensor:

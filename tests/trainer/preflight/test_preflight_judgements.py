@@ -78,7 +78,7 @@ SOFTWARE = {"torch": "2.9.0", "CUDA": "12.8", "NCCL": "2.27.3", "trainer": "0.1.
 
 
 @pytest.mark.parametrize("name", SOFTWARE)
-def test_differing_versions_are_reported(name: str) -> None:
+def test_versions_that_differ_between_ranks_are_reported(name: str) -> None:
     same, other = RankFinding("v", same=SOFTWARE), RankFinding("v", same={**SOFTWARE, name: "other"})
     row = merged("versions", same, same, other, same, per_node=2)
     assert row.status is (Status.WARN if name == "Python" else Status.FAIL)

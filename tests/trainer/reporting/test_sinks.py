@@ -170,7 +170,7 @@ def test_metric_names_follow_the_conventions() -> None:
     assert all(text.endswith(".") for _, _, text in _METRICS.values())
 
 
-def test_every_number_of_an_evaluation_has_a_metric() -> None:
+def test_every_figure_of_an_evaluation_has_a_metric() -> None:
     from ddpjob_trainer.reporting.sinks.prometheus import _METRICS
 
     curves = Curves([], 0.5, 0.5, [], None)
@@ -198,7 +198,7 @@ def test_every_number_of_an_evaluation_has_a_metric() -> None:
         ),
     ],
 )
-def test_a_missing_package_is_reported(
+def test_a_missing_package_of_a_sink_is_reported(
     values: dict[str, Any], package: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
@@ -207,7 +207,7 @@ def test_a_missing_package_is_reported(
         background.check_report(ReportConfig(**values))
 
 
-def test_invalid_values_are_reported(tmp_path: Path, capfd: Any) -> None:
+def test_invalid_settings_of_sinks_are_reported(tmp_path: Path, capfd: Any) -> None:
     with pytest.raises(ConfigError, match=r"report\.prometheus_port=70000: must be a port"):
         background.check_report(ReportConfig(prometheus_port=70000))
     for steps in ("[5]", "[0, 2]", "[3, 0]"):
@@ -279,7 +279,7 @@ def test_a_sink_that_hangs_does_not_delay_training(monkeypatch: pytest.MonkeyPat
     assert capfd.readouterr().err.count("warning: Slow") == 1
 
 
-def test_a_run_reports_all_of_its_events(tmp_path: Path) -> None:
+def test_a_run_sends_all_of_its_events_to_a_sink(tmp_path: Path) -> None:
     """A real run has two incarnations. The test reads its events from TensorBoard's files."""
     need("tensorboard")
     arguments = [*TINY, f"checkpoint.dir={tmp_path}", "report.tensorboard=true", "eval.pr=binned"]

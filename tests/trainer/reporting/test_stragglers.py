@@ -205,7 +205,7 @@ def test_a_slow_rank_is_reported_after_a_while_and_so_is_its_recovery() -> None:
     assert [named(judge.add(now, [1, 1, 1.1, 1])) for now in (50, 60, 70, 80)] == [[2], [2], [2], []]
 
 
-def test_a_short_or_a_single_lag_is_ignored() -> None:
+def test_a_short_or_single_lag_is_ignored() -> None:
     judge = Stragglers(1.5, 30)
     for now in range(0, 1000, 10):
         times = [1.0, 1.0, 1.0, 9.0 if now % 30 == 0 else 1.0]

@@ -132,6 +132,8 @@ def test_powersgd_continues_after_a_skipped_step(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_contradictory_options_are_refused(keys: list[str], message: str, tmp_path: Path) -> None:
+def test_contradictory_options_of_communication_hooks_are_refused(
+    keys: list[str], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         train.run(config.load(None, [*ARGUMENTS, *keys, f"checkpoint.dir={tmp_path}"]))

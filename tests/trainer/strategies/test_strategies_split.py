@@ -137,7 +137,7 @@ def held(folder: Path) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
-def test_the_parts_that_ranks_hold_add_up_to_the_model(strategy: str, alone: Path, tmp_path: Path) -> None:
+def test_the_parts_of_all_ranks_together_are_the_whole_model(strategy: str, alone: Path, tmp_path: Path) -> None:
     good(3, [*PROBLEM, "train.epochs=1", f"strategy={strategy}", f"checkpoint.dir={tmp_path}"], prepare=held(tmp_path))
     parts = [json.loads((tmp_path / f"held-{rank}.json").read_text()) for rank in range(3)]
     whole = {
@@ -192,7 +192,9 @@ def defect(what: str) -> Callable[[int], None]:
         ("pipeline: random numbers by rank", 2, []),
     ],
 )
-def test_a_defect_is_detected(what: str, world: int, keys: list[str], alone: Path, tmp_path: Path) -> None:
+def test_the_comparison_detects_each_common_mistake(
+    what: str, world: int, keys: list[str], alone: Path, tmp_path: Path
+) -> None:
     strategy = what.partition(":")[0]
     good(world, [*PROBLEM, *keys, f"strategy={strategy}", f"checkpoint.dir={tmp_path}"], prepare=defect(what))
     with pytest.raises(AssertionError):
@@ -237,7 +239,7 @@ def test_a_defect_is_detected(what: str, world: int, keys: list[str], alone: Pat
         (2, ["strategy=fsdp", "ddp.ordered=true"], "ddp.ordered: strategy=fsdp adds gradients up"),
     ],
 )
-def test_unsuitable_settings_are_refused_before_training(
+def test_settings_that_a_split_strategy_does_not_support_are_refused(
     world: int, keys: list[str], message: str, tmp_path: Path
 ) -> None:
     ended = run(world, [*PROBLEM, *keys, f"checkpoint.dir={tmp_path}"])

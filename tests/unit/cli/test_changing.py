@@ -64,7 +64,7 @@ def called(monkeypatch: pytest.MonkeyPatch, backend: OneJob, *words: str) -> int
 
 @pytest.mark.parametrize("phase", ["Complete", "Failed"])
 @pytest.mark.parametrize("words", [("suspend", "j"), ("resume", "j"), ("scale", "j", "3"), ("restart", "j")])
-def test_a_finished_job_is_not_changed(
+def test_commands_refuse_to_change_a_finished_job(
     words: tuple[str, ...], phase: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = OneJob(phase)
@@ -468,7 +468,7 @@ def test_a_fresh_rerun_deletes_nothing_if_the_folder_cannot_change(
     assert backend.done == [] and why in capsys.readouterr().err
 
 
-def test_an_unfinished_job_is_not_rerun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rerun_refuses_an_unfinished_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert called(monkeypatch, OneJob("Running"), "rerun", "j") == 2
     assert "j is Running and has not ended; run `ddpjob restart j` to replace" in capsys.readouterr().err
 

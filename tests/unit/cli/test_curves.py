@@ -269,7 +269,7 @@ def test_a_step_beyond_64_bits_is_ignored(step: int) -> None:
     assert not series.after_last_loss()
 
 
-def test_a_picture_of_an_undocumented_kind_is_refused() -> None:
+def test_an_undocumented_picture_format_is_refused() -> None:
     with pytest.raises(Mistake, match=r"--output x\.gif: must end in \.png, \.svg, \.pdf"):
         draw([("j", "text")], Path("x.gif"))
 

@@ -79,7 +79,7 @@ def test_a_script_outside_of_the_folder_is_refused(
     assert script in capsys.readouterr().err and list(folder.iterdir()) == []
 
 
-def test_a_folder_that_is_not_writable_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_reports_a_folder_that_is_not_writable(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "job.yaml").mkdir()
     assert main(["init"]) == 2
     assert "job.yaml" in capsys.readouterr().err

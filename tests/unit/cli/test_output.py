@@ -46,7 +46,7 @@ JOB: dict[str, Any] = {
         ("{.spec}", '{"nodes": 2}'),
     ],
 )
-def test_a_template_is_filled_in_like_kubectls(template: str, text: str) -> None:
+def test_an_output_template_works_as_in_kubectl(template: str, text: str) -> None:
     assert PathTemplate(template).text(JOB) == text
 
 

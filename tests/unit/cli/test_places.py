@@ -46,7 +46,9 @@ def test_a_command_uses_this_machine_if_a_job_was_run_here(folder: Path, monkeyp
     ['{"state": "running"}', "[]", "{not json", "", '{"metadata": {"name": "x"}, "local": {}}',
      '{"metadata": {"name": "x"}, "spec": {}, "local": {}}', '{"metadata": 1, "spec": {}, "local": {}}'],
 )  # fmt: skip
-def test_runs_of_other_tools_are_not_jobs(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_other_tools_are_not_taken_for_jobs(
+    text: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record(folder / "runs" / "tensorboard", text)
     assert not HERE.is_local()
     record(folder / "runs" / "j", json.dumps({"metadata": {"name": "j"}, "spec": {}, "local": {}}))

@@ -202,7 +202,7 @@ def test_image_names_that_the_kubelet_accepts_are_valid(
     assert checked(capsys, str(tmp_path)) == (0, f"{tmp_path / 'job.yaml'}: ddpjob t is valid\n", "")
 
 
-def test_a_valid_template_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_accepts_a_valid_pod_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     template = (
         "tolerations: [{operator: Exists}, {key: a, value: b, effect: NoExecute}], "
         "volumes: [{name: code, configMap: {name: c}}, "

@@ -104,7 +104,7 @@ def test_a_log_that_is_not_readable_yet_is_retried() -> None:
         list(ClusterBackend(Server(AWAY, line)).log(POD, LogOptions()))  # type: ignore[arg-type]
 
 
-def test_an_outage_is_retried_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_retried_for_a_while_during_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "OUTAGE_SECONDS", -1.0)
     with pytest.raises(NoAnswer):
         followed(AWAY, [], [])

@@ -68,7 +68,7 @@ def test_a_record_with_hostile_content_is_left_out(annotations: Any, environment
     assert list(record_of(job)) == []
 
 
-def test_describe_shows_the_record() -> None:
+def test_describe_shows_the_record_of_a_run() -> None:
     job = body("j", image="a", nodes=1)
     job["metadata"]["annotations"] = {COMMIT: HASH, DIRTY: "true"}
     job["status"] = {

@@ -439,7 +439,7 @@ def test_a_fraction_of_a_gpu_is_refused_with_its_name() -> None:
         convert(job)
 
 
-def test_unused_fields_are_reported() -> None:
+def test_fields_that_the_conversion_drops_are_reported() -> None:
     job = _of_four_gpus(["torchrun", "a.py"], elasticPolicy={"minReplicas": 1, "window": 3}, priority="high")
     job["spec"]["pytorchReplicaSpecs"]["Launcher"] = {"replicas": 1}
     job["spec"]["runPolicy"] = {"suspend": False, "graceSeconds": 3}
@@ -530,7 +530,7 @@ def test_a_command_copied_over_several_lines_is_a_single_command() -> None:
         ("torchrun a.py # all", "#: no shell starts"),
     ],
 )
-def test_text_after_a_command_line_is_reported(line: str, sign: str) -> None:
+def test_shell_text_after_a_command_line_is_reported(line: str, sign: str) -> None:
     [note] = convert_command([line], image="a").notes
     assert note.startswith(sign)
 
@@ -668,7 +668,7 @@ def test_null_replicas_count_as_one() -> None:
         (2, {"affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}}, False),
     ],
 )
-def test_pods_may_still_share_a_node(workers: int, pod: dict[str, Any], shared: bool) -> None:
+def test_converted_pods_may_still_share_a_kubernetes_node(workers: int, pod: dict[str, Any], shared: bool) -> None:
     """Regression: four pods with one GPU each waited for three Kubernetes nodes that do not
     exist.
     """

@@ -111,7 +111,7 @@ def test_ctrl_c_before_the_code_exists_leaves_nothing_behind(job: list[Json], mo
     assert store.kinds() == []
 
 
-def test_a_job_that_cannot_be_removed_again_is_reported(job: list[Json]) -> None:
+def test_create_reports_a_job_that_it_could_not_remove_after_a_failure(job: list[Json]) -> None:
     refused = {("POST", "configmaps"): ApiRefusal(403, "Forbidden", "exceeded quota"),
                ("DELETE", "ddpjobs"): ApiRefusal(403, "Forbidden", "may not delete")}  # fmt: skip
     with pytest.raises(Mistake, match=r"exceeded quota; job j was created, but .* may not delete; run `ddpjob delete"):

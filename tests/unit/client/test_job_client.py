@@ -153,7 +153,9 @@ def too_large() -> None:
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_mistakes_are_reported_before_anything_is_created(local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_in_a_job_are_reported_before_anything_is_created(
+    local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = Place(local)
     train = client(place).train
     wrong: list[tuple[Any, Mapping[str, Any], str]] = [
@@ -214,7 +216,7 @@ def test_an_unknown_goal_is_refused_before_waiting() -> None:
 
 
 @pytest.mark.parametrize(("goal", "end", "said"), ENDS)
-def test_a_wait_ends_with_the_job(goal: Any, end: tuple[Json, bool], said: str | None) -> None:
+def test_a_wait_ends_when_the_job_ends(goal: Any, end: tuple[Json, bool], said: str | None) -> None:
     place = Place(False, (job(phase="Pending"), False), (job(phase="Starting"), False), end)
     if said is None:
         assert client(place).wait("j", goal=goal).phase == goal
@@ -231,7 +233,7 @@ def test_a_watch_yields_each_state_until_the_job_ends() -> None:
         client(Place(False, (job(), False))).wait("j", timeout=1)
 
 
-def test_a_wait_decides_by_the_final_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_of_a_wait_depends_on_the_final_state(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(False, (job(), False))
     for phase, conditions in (("Complete", []), ("Failed", [FAILED])):
         monkeypatch.setattr(place, "job", lambda name, p=phase, c=conditions: job(phase=p, conditions=c))
@@ -288,7 +290,7 @@ def test_interrupted_logs_leave_no_reader_thread_behind(monkeypatch: pytest.Monk
     assert ended.wait(20)
 
 
-def test_missing_logs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_that_do_not_exist_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(True, (job(), False))
     with pytest.raises(Mistake, match="j has no rank 7; the ranks are 0 to 1"):
         list(client(place).logs("j", rank=7))

@@ -153,7 +153,7 @@ def test_a_rank_is_followed_to_the_pod_that_takes_it_over(
     }
 
 
-def test_ranks_that_do_not_exist_are_refused(
+def test_logs_refuses_ranks_that_do_not_exist(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = TwoNodes()

@@ -64,7 +64,7 @@ def test_a_program_that_copies_nothing_is_reported() -> None:
     assert Looks().after(7200) is None, "a job without a bucket has no such condition"
 
 
-def test_invalid_figures_are_ignored() -> None:
+def test_invalid_figures_about_copies_are_ignored() -> None:
     looks = Looks(storage=BUCKET)
     assert looks.after(5, {"copyBehind": True, "copyStep": "x"}) is None
     assert looks.after(5, ["copyBehind"]) is None

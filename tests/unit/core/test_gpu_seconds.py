@@ -40,7 +40,7 @@ def holder(index: int, **fields: Any) -> PodView:
     return pod(index, devices=GPUS, **fields)
 
 
-def test_the_modules_example_is_correct() -> None:
+def test_the_example_in_the_modules_docstring_is_correct() -> None:
     one, both = Cluster(), (holder(0), holder(1))
     assert one.look(0, *both) == 0
     assert one.look(1800, *both) == 28800

@@ -99,7 +99,7 @@ def test_a_pod_out_of_memory_explains_the_failure_of_its_worker() -> None:
     assert summary(found) == [("OOMKilled", "job-1-0", True, 1), ("WorkerFailed", "job-0-0", False, 1)]
 
 
-def test_a_break_has_one_incident() -> None:
+def test_a_break_has_only_one_incident() -> None:
     """The lost pod has been reported as PeerLost, so the next failure is a separate break, even if
     it follows soon.
     """

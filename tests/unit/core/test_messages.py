@@ -30,7 +30,7 @@ def message(status: JobStatus, kind: ConditionType) -> str:
     return condition.message
 
 
-def test_numbers_agree_with_their_nouns() -> None:
+def test_nouns_in_messages_agree_with_their_numbers() -> None:
     assert [count(n, "pod") for n in (0, 1, 2)] == ["0 pods", "1 pod", "2 pods"]
     assert message(running(1)[0].status, ConditionType.RUNNING) == "1 node trains"
     assert message(running(2)[0].status, ConditionType.RUNNING) == "2 nodes run together"

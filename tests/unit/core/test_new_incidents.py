@@ -100,7 +100,7 @@ def test_workers_that_exit_before_the_others_are_reported_with_their_ranks(procs
         (None, "ended with exit code 5 before the others", "ended with exit code 5 before the others"),
     ],
 )
-def test_a_failure_is_reported_once(signal: str | None, written: str, said: str) -> None:
+def test_a_failure_in_the_report_becomes_only_one_finding(signal: str | None, written: str, said: str) -> None:
     ended = Incident(1, NOW, IncidentKind.WORKER_FAILED, "job-0-0", 0, 0, 0, 5, signal, written)
     assert [f.restart.message for f in find_new_incidents(view_of(ended)).findings] == [f"rank 0 in pod job-0-0 {said}"]
 

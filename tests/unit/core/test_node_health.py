@@ -104,7 +104,7 @@ def judged(
     return [(verdict.index, verdict.reason) for verdict in judge_nodes(view)]
 
 
-def test_a_signal_must_persist() -> None:
+def test_a_signal_counts_only_after_it_has_persisted() -> None:
     job, pods = running(2, gpusPerNode=8)
     assert judged(job, pods, hosts(1), at=59) == []
     assert judged(job, pods, hosts(1)) == [(1, "")]
@@ -291,7 +291,7 @@ def test_the_other_node_must_have_the_labels_that_the_pod_selects() -> None:
         assert judged(job, pods, others) == [(1, "NoOtherNode")]
 
 
-def test_a_job_that_finishes_is_left_alone() -> None:
+def test_pods_of_a_job_that_is_finishing_are_not_moved() -> None:
     job, pods = running(2)
     slots = (replace(job.status.slots[0], state=SlotState.SUCCEEDED), job.status.slots[1])
     assert judged(replace(job, status=replace(job.status, slots=slots)), pods, hosts(1)) == []
@@ -360,6 +360,6 @@ def test_a_pod_that_does_not_run_yet_is_left_to_the_kubelet() -> None:
         ("NODE_TAINTS", json.dumps(["a"] * 101), "at most 100 names"),
     ],
 )
-def test_invalid_signals_are_refused(name: str, value: str, message: str) -> None:
+def test_invalid_settings_of_signals_are_refused(name: str, value: str, message: str) -> None:
     with pytest.raises(SettingsError, match=f"DDPJOB_OPERATOR_{name}.*{message}"):
         Settings.from_environment({"DDPJOB_OPERATOR_KEY": "k" * 16, f"DDPJOB_OPERATOR_{name}": value})

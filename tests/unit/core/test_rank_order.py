@@ -199,7 +199,7 @@ def test_the_condition_shows_whether_the_running_group_follows_the_order() -> No
     assert condition(job, pods, None, right)[:2] == (False, "NodesUnknown")
 
 
-def test_without_the_field_there_is_no_condition() -> None:
+def test_without_rank_order_there_is_no_condition() -> None:
     job, pods = running(4, rankOrder=[RACK])
     right = running_report(order_mark(IN_ORDER), [0, 2, 1, 3])
     shown = looked_at(job, pods, RACKS, right).status

@@ -19,7 +19,7 @@ from worlds import report, running, seen
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def test_figures_are_formatted_for_display() -> None:
+def test_figures_in_the_progress_are_formatted_for_display() -> None:
     reported = {
         "epoch": 3,
         "epochs": 10,
@@ -92,7 +92,7 @@ def test_invalid_numbers_in_progress_are_not_shown() -> None:
     assert set(shown) == {"step", "display", "updatedAt"}
 
 
-def test_durations_are_formatted() -> None:
+def test_durations_in_the_progress_are_formatted() -> None:
     assert [duration(s) for s in (0, 59.4, 60, 3599, 3660, 90000)] == [
         "0s",
         "59s",

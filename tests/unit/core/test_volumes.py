@@ -67,7 +67,7 @@ def test_a_job_that_has_trained_elsewhere_may_get_its_first_claim() -> None:
     ]  # fmt: skip
 
 
-def test_the_created_claim_is_checked_whenever_a_pod_is_missing() -> None:
+def test_the_claim_that_a_job_created_is_checked_whenever_a_pod_is_missing() -> None:
     running = (Slot(state=SlotState.RUNNING), Slot(state=SlotState.RUNNING))
     job = making(claim_made=True)
     job = replace(job, status=replace(job.status, active=2, slots=running))

@@ -116,7 +116,7 @@ def test_a_slow_image_pull_is_not_reported_as_another_reason(prepared: bool | No
     assert found.reason == "NodesMissing" and "image is being pulled" in found.message
 
 
-def test_a_pods_conditions_are_read() -> None:
+def test_the_conditions_of_a_pod_are_read() -> None:
     def read(*conditions: dict[str, str]) -> PodView:
         meta = {"name": "p", "uid": "u", "labels": {"ddpjob.io/role": "node"}}
         return read_pod({"metadata": meta, "status": {"conditions": list(conditions)}})

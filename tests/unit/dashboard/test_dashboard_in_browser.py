@@ -101,7 +101,7 @@ UNNAMED = """[...document.querySelectorAll("a, button, input, select, progress, 
 
 
 @pytest.mark.parametrize("page", [JOBS], indirect=True)
-async def test_the_pages_work_in_a_browser(page: tuple[Page, str, Path]) -> None:
+async def test_the_dashboards_pages_work_in_a_real_browser(page: tuple[Page, str, Path]) -> None:
     tab, address, folder = page
     bodies = [record(number, datetime.now(UTC)) for number in range(JOBS)]
     restarted = next(b for b in bodies if b["status"]["phase"] == "Running" and b["status"]["restarts"]["total"] > 2)

@@ -310,7 +310,7 @@ async def test_an_unreadable_record_affects_only_its_own_job(names: list[str], f
         assert "cannot be read" in text(await web.get("/jobs/default/broken-1", 502))
 
 
-async def test_requests_need_the_token_and_a_host_name_of_this_server(names: list[str]) -> None:
+async def test_requests_need_the_token_and_one_of_this_servers_host_names(names: list[str]) -> None:
     async with opened(signed_in=False) as web:
         for path in (
             "/",
@@ -745,7 +745,7 @@ def test_a_later_job_of_the_same_name_has_separate_curves(names: list[str]) -> N
     assert list(fleet.samples(("default", body["metadata"]["name"])).steps) == [9]
 
 
-def test_plain_text_cannot_control_a_terminal() -> None:
+def test_plain_text_responses_cannot_control_a_terminal() -> None:
     assert plain("a\x1b[1;31mred\x1b[0m\tb\r\n\x1b]0;title\x07c\x00\u202ed") == "ared\tb\ncd"
 
 
@@ -801,6 +801,6 @@ def test_backticks_become_code_and_a_job_cannot_write_html_in_them() -> None:
     assert EVIL not in with_code(f"`{EVIL}`") and "<script" not in with_code(f"`{EVIL}`")
 
 
-def test_an_accuracy_is_in_percent_as_in_the_terminal() -> None:
+def test_an_accuracy_is_shown_in_percent_as_in_the_terminal() -> None:
     status = JobStatus.read({"progress": {"metrics": {"accuracy": 0.8291, "lr": 0.1, "top5": 0.9}}})
     assert metrics_of(status) == [("accuracy", "82.91%"), ("lr", "0.1"), ("top5", "0.9")]

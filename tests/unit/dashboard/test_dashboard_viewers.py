@@ -225,7 +225,7 @@ async def test_a_page_is_no_longer_served_when_its_viewers_rights_end(
         assert not gate._views
 
 
-async def test_a_stream_ends_with_its_token(cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_ends_when_its_token_expires(cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch) -> None:
     rbac, url = cluster
     monkeypatch.setattr(viewers, "TRUST_SECONDS", 0.1)
     async with opened(url, "team-a") as (visitor, _):
@@ -275,7 +275,7 @@ async def test_a_viewer_can_sign_in_and_out(cluster: tuple[Rbac, str]) -> None:
         assert (await visitor.ask("/"))[0] == 401 and not gate._views and not gate._sessions
 
 
-async def test_a_pasted_token_is_forgotten_after_its_time(
+async def test_a_pasted_token_is_forgotten_after_a_time_limit(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: if a user did not return, the token stayed in memory until the server ended."""
@@ -310,7 +310,7 @@ async def test_no_data_is_kept_about_a_token_that_is_no_longer_used(
         assert not gate._views and not gate._locks
 
 
-async def test_another_site_can_neither_sign_in_nor_read(cluster: tuple[Rbac, str]) -> None:
+async def test_another_website_can_neither_sign_in_nor_read_pages(cluster: tuple[Rbac, str]) -> None:
     _, url = cluster
     async with opened(url, "team-a") as (visitor, gate):
         evil = {"Origin": "https://evil.example"}

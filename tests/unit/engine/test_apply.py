@@ -75,7 +75,7 @@ async def applied(cluster: Recording, *actions: Action, events: int = 0) -> list
     return [r.object for r in (await apply(cluster, JOB, decision)).rejections]  # type: ignore[arg-type]
 
 
-async def test_deletions_come_before_creations() -> None:
+async def test_deletions_are_carried_out_before_creations() -> None:
     cluster = Recording()
     await applied(cluster, CreateService(), CreateNode(0, 1), DeletePod("job-0-0", "uid", 0), events=1)
     assert cluster.begun == ["delete job-0-0", "create job", "create job-0-1", "record 0"]

@@ -256,7 +256,7 @@ async def test_redirects_are_not_followed(client: CoordinatorClient, status: int
     assert seen == []
 
 
-async def test_a_refused_connection_is_reported(client: CoordinatorClient) -> None:
+async def test_a_refused_connection_to_a_coordinator_is_reported(client: CoordinatorClient) -> None:
     async with answering(REPORT) as target:
         pass
     assert await client.report(target) is None

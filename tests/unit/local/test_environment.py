@@ -29,7 +29,7 @@ POD = {
         ("100$", "100$"),
     ],
 )
-def test_references_are_expanded_as_kubernetes_does(text: str, expected: str) -> None:
+def test_references_to_variables_are_expanded_as_kubernetes_does(text: str, expected: str) -> None:
     assert expand(text, {"A": "1", "B": "2"}) == expected
 
 

@@ -104,12 +104,12 @@ def test_the_page_lists_every_family_of_the_trainer(tmp_path: Path) -> None:
     assert documented["ddpjob_train_phase_seconds"] == {*trainer.LABELS, "phase"}
 
 
-def test_names_follow_the_conventions_of_prometheus() -> None:
+def test_metric_names_follow_the_conventions_of_prometheus() -> None:
     promtool("check", "metrics", given=exported())
     promtool("check", "metrics", given=a_report())
 
 
-def test_a_name_has_the_same_meaning_everywhere() -> None:
+def test_a_metric_name_has_the_same_meaning_everywhere() -> None:
     """Programs that export the same metric use the same name, type and job labels. The help may
     differ.
     """
@@ -173,7 +173,7 @@ QUERIES = {rule["alert"]: rule["expr"] for rule in ALERTS} | {
 
 
 @pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES.keys())
-def test_queries_use_existing_metrics_and_labels(query: str) -> None:
+def test_queries_of_alerts_and_dashboards_use_existing_metrics_and_labels(query: str) -> None:
     known = {series: family for family in METRICS["operators"]() for series in family.series}
     assert names(query) and names(query) <= known.keys()
     for name, labels in re.findall(r"(ddpjob_\w+)\{([^}]*)\}", query):

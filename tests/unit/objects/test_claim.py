@@ -32,7 +32,7 @@ def test_a_claim_is_kept_unless_the_job_says_otherwise() -> None:
     assert build_claim(making(whenDeleted="Delete"))["metadata"]["ownerReferences"][0]["uid"] == "uid"
 
 
-def test_the_operators_labels_take_precedence() -> None:
+def test_the_operators_labels_take_precedence_over_those_of_the_claim_template() -> None:
     """This holds even if the CRD of a different release admitted such labels."""
     metadata = {"labels": {"team": "a", "ddpjob.io/job": "other"}, "annotations": {"ddpjob.io/claim-template": "x"}}
     job = making(metadata=metadata)
@@ -81,7 +81,7 @@ def test_each_job_has_a_separate_folder_in_a_claim(volume: dict[str, Any], folde
     assert mount.get("subPath") == (folder if own or "subPath" in volume else None)
 
 
-def test_pods_mount_the_claim() -> None:
+def test_pods_mount_the_claim_that_the_job_created() -> None:
     status = JobStatus(slots=(Slot(),), runtime="r")
     pod = build_node(making(), status, Platform(operator_key=b"k"), 0, 0)["spec"]
     volume = next(v for v in pod["volumes"] if v["name"] == "ddpjob-checkpoints")

@@ -18,7 +18,7 @@ def with_gang(*, placed: bool = False, **spec: Any) -> DDPJob:
     return replace(made, status=replace(made.status, gang=GangStatus(nodes=made.spec.min_nodes, placed=placed)))
 
 
-def test_the_coordinators_own_pod_is_counted() -> None:
+def test_a_gang_includes_the_coordinators_own_pod() -> None:
     for placement, count in (("Dedicated", 5), ("Master", 4)):
         made = with_gang(nodes=4, spares=1, rendezvous={"placement": placement})
         group = build_gang(made, made.status)

@@ -667,7 +667,7 @@ def test_after_twenty_faults_the_validation_stops_with_a_message(monkeypatch: py
     assert len(exactly) == MOST_FAULTS and "more faults" not in exactly[-1]
 
 
-def test_long_names_and_values_are_shortened_in_messages() -> None:
+def test_long_names_and_values_in_a_template_are_shortened_in_messages() -> None:
     long = "x" * 100_000
     for template in (
         {"spec": {long: 1}},
