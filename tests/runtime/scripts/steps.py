@@ -68,7 +68,7 @@ def on_sigterm(number: int, frame: object) -> None:
 def faults(args: argparse.Namespace, step: int) -> None:
     """Carry out the faults requested for this step."""
     if step == args.raise_at and (args.always or once("raised")):
-        raise ValueError(f"deliberate failure at step {step}")
+        raise ValueError(f"made to fail at step {step}")
     if step == args.exit_at and once("exited"):
         os._exit(7)
     if step == args.hang_at and once("hung"):
