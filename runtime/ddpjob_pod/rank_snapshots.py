@@ -166,6 +166,7 @@ class TorchExchange:
         self.world = distributed.get_world_size(group) if distributed else 1
         self.local_rank, self.local_world = local_rank, local_world
         self._capacity = 1024
+        self._reused: list[Any] = []
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order. Takes two collectives if they have grown."""
@@ -177,12 +178,10 @@ class TorchExchange:
         """Begin to gather every rank's bytes. See `RankExchange`."""
         if self._distributed is None:
             return lambda: [content]
-        torch = _torch()
         capacity = self._capacity
-        sent = torch.zeros(_SIZE.size + capacity, dtype=torch.uint8)
+        sent, *every = self._buffers(_SIZE.size + capacity)
         own = _SIZE.pack(len(content)) + (content if len(content) <= capacity else b"")
-        sent[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        every = [torch.empty_like(sent) for _ in range(self.world)]
+        memoryview(sent.numpy())[: len(own)] = own
         work = self._distributed.all_gather(every, sent, group=self._group, async_op=True)
 
         def wait_for_ranks() -> list[bytes] | None:
@@ -195,6 +194,15 @@ class TorchExchange:
             return [text[_SIZE.size : _SIZE.size + size] for text, size in zip(texts, sizes)]
 
         return wait_for_ranks
+
+    def _buffers(self, size: int) -> list[Any]:
+        """Return a tensor to send, and one to receive from each rank. The next call reuses them,
+        because new ones took a fifth of the time of a small copy.
+        """
+        if not self._reused or len(self._reused[0]) != size:
+            torch = _torch()
+            self._reused = [torch.empty(size, dtype=torch.uint8) for _ in range(1 + self.world)]
+        return self._reused
 
     def send(self, content: memoryview, to: int) -> None:
         """Send bytes to a rank, which must receive the same number of bytes."""
