@@ -61,7 +61,7 @@ def test_a_template_is_filled_in_like_kubectls(template: str, text: str) -> None
         ("{range .items[*]}{.x}", "{range PATH} without {end}"),
         ("{.x}{end}", "{end} without {range PATH}"),
         ("{'x}", "{ has no counterpart"),
-        ('{"\\q"}', "is not quoted text"),
+        ('{"\\q"}', "is not a quoted string"),
     ],
 )
 def test_an_invalid_template_is_refused_with_the_reason(
