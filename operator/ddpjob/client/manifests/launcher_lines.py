@@ -174,7 +174,7 @@ _RUN = "torch.distributed.run"
 
 
 def _starts(words: Sequence[str], first: str) -> bool:
-    """Whether a launcher begins here."""
+    """Whether a line starts a launcher, either as the program `first` or as a module in `words`."""
     name = first.rpartition("/")[2]
     options = list(takewhile(lambda word: word.startswith("-") and word != "-m", words[1:]))
     behind = [*words[len(options) + 1 : len(options) + 3]]
