@@ -56,11 +56,11 @@ def test_a_template_is_filled_in_like_kubectls(template: str, text: str) -> None
         ("", "no path"),
         ("status.phase", "write one in braces"),
         ("{status.phase}", "{status.phase} is not a path; write it as {.status.phase}"),
-        ("{.status", "{ has no counterpart"),
+        ("{.status", "unmatched {"),
         ("{.status[}", "{.status[}: "),
         ("{range .items[*]}{.x}", "{range PATH} without {end}"),
         ("{.x}{end}", "{end} without {range PATH}"),
-        ("{'x}", "{ has no counterpart"),
+        ("{'x}", "unmatched {"),
         ('{"\\q"}', "is not a quoted string"),
     ],
 )

@@ -310,7 +310,7 @@ def _train_job(manifest: Mapping[str, Any], runtime: Mapping[str, Any] | None) -
         )
         for missing, set_here in (("numNodes", "nodes"), ("resourcesPerNode", "gpusPerNode")):
             if not trainer.get(missing):
-                notes.append(f"trainer.{missing}: comes from the runtime; write {set_here}")
+                notes.append(f"trainer.{missing}: comes from the runtime; set {set_here}")
     target["nodes"] = whole.nodes or 1
     _pod(made, whole.template, whole.container)
     notes += whole.notes
@@ -363,7 +363,7 @@ def _procs(made: Conversion, count: Any) -> None:
             spec["procsPerNode"] = 1
             notes.append("procsPerNode: 1, as before; remove it for one process per GPU")
     elif text == "cpu":
-        notes.append("nprocPerNode cpu: write procsPerNode, the number of processes")
+        notes.append("nprocPerNode cpu: set procsPerNode to the number of processes")
     elif not gpus and {"script", "module"} & spec.keys():
         claims = _pod_spec(spec).get("resourceClaims")
         each = "device of resourceClaims" if claims else "CPU"
@@ -392,7 +392,7 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
     container.pop("name", None)
     target["image"] = container.pop("image", "") or "IMAGE"
     if target["image"] == "IMAGE":
-        notes.append("spec.image: the runtime's image is not in this manifest; write it")
+        notes.append("spec.image: the runtime's image is not in this manifest; set it here")
     _drop_owned(made, container)
     for field_name in ("imagePullPolicy", "env", "envFrom", "workingDir"):
         if container.get(field_name):
@@ -561,7 +561,7 @@ def _shared_memory(made: Conversion, pod: Json, container: Json, sidecars: Seque
     else:
         made.notes.append(
             "the volume at /dev/shm has no sizeLimit; here /dev/shm has 1Gi, and a data loader that needs more is "
-            "killed by SIGBUS; write the size as spec.storage.sharedMemory"
+            "killed by SIGBUS; set spec.storage.sharedMemory to the size"
         )
 
 
@@ -744,7 +744,7 @@ def _torchrun(made: Conversion, launcher: list[str], words: list[str]) -> None:
         )
     elif nproc == "cpu":
         spec["gpusPerNode"] = 0
-        made.notes.append("--nproc-per-node=cpu: write procsPerNode, the number of processes")
+        made.notes.append("--nproc-per-node=cpu: set procsPerNode to the number of processes")
     elif nproc is not None:
         made.notes.append(
             f"--nproc-per-node={nproc}: not a number; set procsPerNode, or leave it out for one process per GPU"

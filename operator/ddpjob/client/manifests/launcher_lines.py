@@ -108,7 +108,7 @@ def _accelerate(words: Sequence[str]) -> LauncherLine | None:
     line = _line(nodes, procs, options.rest, module=module)
     if ranks and procs is None:
         line.notes.append(
-            f"accelerate launch --num_processes {ranks}: write procsPerNode, the number of processes per node"
+            f"accelerate launch --num_processes {ranks}: set procsPerNode to the number of processes per node"
         )
     for name, variable in _ACCELERATE_VARIABLES.items():
         if (value := options.take(name)) is not None:

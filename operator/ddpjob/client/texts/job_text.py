@@ -358,7 +358,7 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     if isinstance(seen, int) and seen < meta.get("generation", 0):
         yield (
             f"This describes the job before its spec changed, because the operator has not acted on the change yet. If "
-            f"that lasts, `ddpjob events {name}` may show why; run `ddpjob doctor` to check the operator."
+            f"this persists, `ddpjob events {name}` may show why; run `ddpjob doctor` to check the operator."
         )
 
 
@@ -442,8 +442,8 @@ def missing_pod(status: JobStatus, name: str, pods: Sequence[PodLine]) -> Iterat
         pod = f"{name}-{index}-{slot.attempt}"
         if slot.state is SlotState.RUNNING and pod not in there:
             yield (
-                f"Pod {pod} of slot {index} does not exist, which the status does not show yet. If that lasts, no "
-                f"operator acts on this job; run `ddpjob doctor` to check it."
+                f"Pod {pod} of slot {index} does not exist, but the status does not show this yet. If this persists, "
+                f"no operator is acting on this job; run `ddpjob doctor` to find out why."
             )
             return
 
