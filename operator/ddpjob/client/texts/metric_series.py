@@ -184,7 +184,7 @@ def _fractions(epochs: Mapping[int, float]) -> dict[int, float]:
 
 
 def _counted(steps: set[int]) -> str:
-    return f"{count(len(steps), 'step')}, the last of them {max(steps)}"
+    return f"{count(len(steps), 'step')}, most recently step {max(steps)}"
 
 
 def _is_step(value: object) -> bool:
