@@ -110,7 +110,7 @@ class SnapshotStore:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Open the folder; None if this node has none."""
+        """Open `folder`, which is None if this node has none."""
         self.folder = folder or Path()
         self._open: dict[tuple[str, int], mmap.mmap] = {}
         self._made: memoryview | None = None
@@ -195,7 +195,8 @@ class SnapshotStore:
     def note_made(self, moment: Moment) -> None:
         """Record the last completed step.
 
-        A kill in the middle leaves the previous step or, for a new order, perhaps no step.
+        If the process is killed meanwhile, the file holds the previous step or, in a new
+        incarnation, perhaps no step.
         """
         if self._made is None:
             return

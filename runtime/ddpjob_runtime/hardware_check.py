@@ -1,4 +1,4 @@
-"""Checks a node, or the links between ranks, before training, as `spec.preflight` asks.
+"""Checks a node, or the links between ranks, before training, as `spec.preflight` requests.
 
     python3 PATH/ddpjob_runtime check JSON
 

@@ -72,7 +72,7 @@ class _Emit:
     def __call__(self, record: logging.LogRecord) -> None:
         try:
             self._log.write(self._handler.format(record) + "\n")
-        except Exception:  # The record's arguments do not match its text.
+        except Exception:  # The record's arguments do not match its format.
             self._handler.handleError(record)
 
 

@@ -26,7 +26,7 @@ VERSION = 1
 version gets a new generation."""
 NUMBERS_PER_ATTEMPT = 1_000_000
 """The coordinator of attempt A numbers its rounds and incidents from 1 plus A times this. The
-coordinators of a generation do not know each other, but must not use a number twice."""
+coordinators of a generation cannot communicate, but must not use a number twice."""
 
 
 class Word(str, Enum):
@@ -130,8 +130,8 @@ COMMUNICATION_ERROR = re.compile(
     r"\bRDMA\b|(?<![a-z])UCC(?![a-z])|\bMPI\b|\bHorovodInternalError\b|\bHorovod has been shut down\b|\btensorpipe\b",
     re.I,
 )
-"""Errors that a rank raises when its peer is gone. The pattern is applied to the exception's own
-text, not its traceback, whose source lines may name a backend."""
+"""Errors that a rank raises when its peer is gone. The pattern is applied to the exception's
+message, not its traceback, whose source lines may name a backend."""
 RANK_FAILURE = "RankFailed"
 """Kind of the termination message that a rank writes if a `command` runs torchrun (worker.py)."""
 
@@ -329,7 +329,7 @@ def decode(line: bytes) -> dict[str, Any]:
 
 
 def clip(text: object, limit: int = MAX_TEXT) -> str:
-    """Shorten the text to `limit` characters by leaving out its middle.
+    """Shorten the string to `limit` characters by leaving out its middle.
 
     Messages begin with the error, and tracebacks end with it. Only long lines are cut.
     """
@@ -344,14 +344,14 @@ def clip(text: object, limit: int = MAX_TEXT) -> str:
 
 
 _PART_OF_A_LINE = 300
-"""Maximum number of characters to omit so that the text continues with a whole line."""
+"""Maximum number of characters to omit so that the string continues with a whole line."""
 _NEWLINE = "\n"
 
 
 def last_lines(text: str, limit: int) -> str:
-    """Return the last `limit` characters of the text.
+    """Return the last `limit` characters of the string.
 
-    If a line begins shortly after the cut, the text starts with that line.
+    If a line begins shortly after the cut, the result starts with that line.
     """
     text = text.strip()
     last = text[-limit:]
@@ -375,7 +375,7 @@ _BEYOND_16_BITS = re.compile("[\U00010000-\U0010ffff]")
 
 
 def clip_kept(text: str, limit: int) -> str:
-    """Shorten the text to `limit` characters, each of which takes at most two bytes in Python.
+    """Shorten the string to `limit` characters, each of which takes at most two bytes in Python.
 
     A single character beyond 16 bits, such as an emoji, would make every character take four bytes.
     In a string longer than half the limit, such characters are replaced.
@@ -622,7 +622,7 @@ def read_start(value: Any) -> dict[str, Any]:
 def read_environment(value: Any) -> dict[str, Any]:
     """Return `gpu`, the model, and `packages`, versions by name. Malformed parts are dropped.
 
-    Texts are printable ASCII of at most 80 characters, so that they can be shown anywhere.
+    Strings are printable ASCII of at most 80 characters, so that they can be shown anywhere.
     """
     found: dict[str, Any] = {}
     if not isinstance(value, dict):

@@ -228,7 +228,7 @@ class CoordinatedAgent(LocalElasticAgent):
         self._node_shutdown.block_if_begun()
         if result.state == WorkerState.FAILED:
             self._report(self._pcontext, self._round, _ranks(worker_group))
-            self._remaining_restarts = max(self._remaining_restarts, 1)  # it is the operator that counts restarts
+            self._remaining_restarts = max(self._remaining_restarts, 1)  # the operator counts restarts
         elif result.state == WorkerState.UNHEALTHY:
             self._remaining_restarts = max(self._remaining_restarts, 1)
         elif result.state == WorkerState.SUCCEEDED:

@@ -125,8 +125,8 @@ class FileKeeper:
             self._lost = len(left) if len(left) <= len(data) else self._lost + len(data)
 
     def _append(self, left: bytearray) -> None:
-        """Append `left` and remove what has been written from it, because a full volume takes a
-        part.
+        """Append `left`, and remove the written bytes from it. A full volume may accept only some
+        of them.
         """
         self._folder.mkdir(exist_ok=True)
         size = self.place.lstat().st_size if self.place.exists() else 0
@@ -138,7 +138,7 @@ class FileKeeper:
 
 
 def _open_file(path: str, flags: int) -> int:
-    # The mode of checkpoints: their readers, such as a dashboard, may be different users.
+    # The same mode as checkpoints, because readers, such as a dashboard, may be other users.
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
@@ -301,7 +301,7 @@ def _read_grace(job: JobEnvironment) -> float | None:
     try:
         return job.grace
     except VariableError:
-        return None  # The launcher reports the wrong value.
+        return None  # The launcher reports the invalid value.
 
 
 def surplus(names: Iterable[str], job: JobEnvironment, kept: int) -> list[str]:
