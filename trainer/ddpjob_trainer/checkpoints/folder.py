@@ -205,7 +205,7 @@ class CheckpointFolder:
     def save(self, make: Callable[[], Snapshot], step: int) -> None:
         """Copy the result of `make`, and write it to disk in the background.
 
-        The result of `make` is a dict of tensors, numbers, text, and dicts, lists and tuples of
+        The result of `make` is a dict of tensors, numbers, strings, and dicts, lists and tuples of
         these. It includes the sampler's `state_dict()` as "sampler". Raises CheckpointError for
         anything else, because a resume could not read it.
 

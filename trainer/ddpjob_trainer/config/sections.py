@@ -758,16 +758,16 @@ class DdpConfig:
     comm_hook: CommHook = CommHook.NONE
     """The form in which ranks send gradients. none: whole gradients. fp16, bf16: gradients of half
     the length. powersgd: products of two narrow matrices (Vogels et al., 2019), whose error is
-    added to the next step's gradients. Results then depend on the number of ranks, because of
-    rounding or, more strongly, with powersgd. Checkpoints do not include powersgd's error memory,
-    so a restart loses it.
+    added to the next step's gradients. Results then depend on the number of ranks: slightly
+    because of rounding, and more strongly with powersgd. Checkpoints do not include powersgd's
+    error memory, so a restart loses it.
     """
     powersgd_rank: int = 1
     """powersgd: number of columns of the matrices. More columns approximate better but take longer
     to send.
     """
     powersgd_start: int = 1000
-    """powersgd: number of uncompressed steps each time after ranks have started."""
+    """powersgd: number of uncompressed steps after each start of the ranks."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -62,7 +62,7 @@ def node_name() -> str:
 class Exchange:
     """This rank's access to the notes.
 
-    In a note, a dataclass becomes a dict and keys become text.
+    In a note, a dataclass becomes a dict and keys become strings.
     """
 
     def __init__(self, group: Group, join_seconds: float) -> None:

@@ -138,7 +138,7 @@ class Strategy:
         if self.config.optim.ema_decay:
             self.average = self.moving_average()
         if mode and self.region is None:
-            # Batches of several sizes reach the network. If they differ, it is compiled for any.
+            # If batches differ in size, torch compiles the network for any size.
             self.network.compile(**compiler_options(mode, dynamic=None))
 
     def moving_average(self) -> MovingAverage:
