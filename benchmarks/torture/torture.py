@@ -21,8 +21,8 @@ OF_PODS = ("pod", "coordinator and pod")
 SEVERAL = ("two pods", "host")
 """Kills that may remove all nodes of a job at once, together with their memory."""
 APART = 15.0
-"""Seconds between two kills of a job whose states are in memory. By then, the cost of
-a pause has been paid.
+"""Seconds between two kills of a job whose states are in memory. By then, a job has recovered from
+a suspended process.
 """
 PATIENCE = 900.0
 """How long a wave may take to finish after the last kill, in seconds."""

@@ -1,4 +1,4 @@
-"""Computes the effects of a trace on a training run, from the run's step logs. Pure.
+"""Computes the effects of a trace on a training run, from the run's step logs.
 
 A step counts when the first rank has taken it. It is useful once; if a later group takes it again,
 it is repeated. A group of ranks is an incarnation or, under torchft, a quorum. A standstill is the
