@@ -407,7 +407,7 @@ class Bucket:
         return File(below, before[0], digest)
 
     def data_of(self, step: int, mark: str) -> str:
-        """Return the key prefix for the files of a checkpoint of this term.
+        """Return the key prefix for a checkpoint's files in this term.
 
         `mark`, 8 hexadecimal digits, distinguishes attempts.
         """

@@ -105,7 +105,8 @@ class _Late(ModuleType):
         return fn
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__all__":  # inspect and warnings ask every module for these.
+        if name.startswith("__") and name != "__all__":
+            # inspect and warnings look up such names in every module.
             raise AttributeError(f"module {NAME!r} has no attribute {name!r}")
         return getattr(_load(self), name)
 

@@ -772,8 +772,8 @@ class RankSnapshots:
         """Count a copy. At the second one, forget the state that training began with.
 
         By then, the first copy is complete on all nodes, because the ranks have exchanged costs
-        since. Parts that this node's ranks do not write are deleted too, such as the parts of a
-        group of a different size.
+        since. Parts that this node's ranks do not write are deleted too, such as parts from a group
+        of a different size.
         """
         self._copies += 1
         if self._copies == 2:

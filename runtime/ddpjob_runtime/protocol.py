@@ -362,8 +362,8 @@ def last_lines(text: str, limit: int) -> str:
 def error_mark(message: str, traceback: str) -> tuple[str, str]:
     """Return the parts that are the same in all occurrences of one error.
 
-    These are the message's first line and the script's last line in the traceback (empty if there
-    is none). The first line is without digits, because these may name a rank.
+    The parts are the message's first line and the script's last line in the traceback (empty if
+    there is none). Digits are removed from the first line, because they may name a rank.
     """
     lines = _FRAME.findall(traceback)
     return _DIGITS.sub("#", message.partition(_NEWLINE)[0]), lines[-1] if lines else ""
@@ -455,7 +455,7 @@ def read_kept_log(name: str) -> Optional[tuple[str, str]]:
 
 
 def order_mark(pods: Iterable[str]) -> str:
-    """Return the mark of an order of pods, as used in the report.
+    """Return the mark of a pod order, as used in the report.
 
     The sender of an order recognizes it by this mark, which is empty without an order.
     """
@@ -477,7 +477,7 @@ def iso(moment: datetime) -> str:
 
 
 def largest_report(pods: int) -> int:
-    """Return the maximum size in bytes of the report of a job with `pods` pods, including spares.
+    """Return the maximum size in bytes of a report for a job with `pods` pods, including spares.
 
     The coordinator need not know the number of spares: members in addition to its nodes fit into
     the rest of the 64 KiB.
@@ -691,7 +691,7 @@ def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
 def progress_news(progress: dict[str, Any]) -> frozenset[str]:
     """Return marks for the parts of a progress report that are urgent when they first appear.
 
-    These are its figures, the step counter's flags, and the fields of its start.
+    The marks stand for its figures, the step counter's flags, and the fields of its start.
     """
     start = progress.get(START) or {}
     flags = {name for name in FLAGS if progress.get(name)}

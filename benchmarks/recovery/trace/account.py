@@ -91,7 +91,7 @@ def _made(incarnations: Mapping[int, Incarnation]) -> list[_Made]:
 
 
 def _pause(every: Sequence[_Made], moment: float, limit: float, gap: float) -> tuple[float, bool]:
-    """Return the pause from a failure to the next one, and whether training continued before that."""
+    """Return the pause after a failure, and whether training continued before the next failure."""
     pause = 0.0
     for before, after in pairwise(every):
         start = max(before.when, moment - gap)

@@ -134,8 +134,7 @@ class Round:
     def drains(self) -> bool:
         """Whether `draining` has any members.
 
-        The member that the last search found is checked first, because this is needed for every
-        line.
+        The member that the last search found is checked first, because every line needs the result.
         """
         known = self._drains
         if known is None or not self._has(known) or not self._may_have_workers(known):

@@ -10,7 +10,8 @@ checked:
   process is only suspended, and may be silent for SLOW_SECONDS. Otherwise it is lost after
   PROBE_SECONDS.
 - If most members are silent, this coordinator or its network is failing. They may be silent for
-  BLIND_SECONDS. After that, all are lost together, so that the operator replaces this coordinator.
+  BLIND_SECONDS. After that, all silent members are lost together, so that the operator replaces
+  this coordinator.
 - If a training member's connection ends after a silence, or after a suspension of this process, the
   member has RETURN_SECONDS to reconnect.
 

@@ -382,7 +382,7 @@ def _import(modules: list[str], orders: socket.socket) -> str:
 def _import_compiler(orders: socket.socket) -> None:
     """Import the compiler while no worker is requested.
 
-    Refuse to serve if forked processes do not survive that.
+    Refuse to serve if forked processes do not survive the import.
     """
     try:
         with _remove_traces():

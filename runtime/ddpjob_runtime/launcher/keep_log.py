@@ -18,9 +18,9 @@ bounded buffer and passes it on unchanged. A thread writes the buffer to a file 
   them. If the whole container is killed without warning, the output of the last second is lost;
   with a bucket, that of the last minute.
 - A pod keeps at most MAX_KEPT_LOG bytes. When it starts, it removes the oldest logs of its slot.
-  DDPJOB_LOGS_KEPT is the number of logs per slot, and 0 or unset disables all of this.
+  DDPJOB_LOGS_KEPT is the number of logs per slot. If it is 0 or unset, no logs are kept.
 
-Example: with 3, `first-1-7` starts and removes the log of `first-1-2`; those of `first-1-4` and
+Example: with 3, `first-1-7` starts and removes the log of `first-1-2`; the logs of `first-1-4` and
 `first-1-5` stay. Attempts decide which log is older, because the clocks of hosts may differ.
 
 Why: docs/decisions/0031.

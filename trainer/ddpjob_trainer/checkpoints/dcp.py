@@ -347,9 +347,9 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
 
     if group is None:  # With a single process, this is intended.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    # If some tensors are sharded, rank 0 writes the few tensors that all ranks have. If these were
-    # spread over all files, each rank would have to fetch every file at startup. If no tensor is
-    # sharded, all ranks write and read in the same way.
+    # If some tensors are sharded, rank 0 writes the few tensors that all ranks have. If those few
+    # were spread over all files, each rank would have to fetch every file at startup. If no tensor
+    # is sharded, all ranks write and read in the same way.
     planner = Planner(dedup_save_to_lowest_rank=any(map(is_sharded, tensors.values())))
     writer = PartsWriter(temporary, overwrite=True)
     # torch 2.6 lacks this argument, but detects that there is no group.

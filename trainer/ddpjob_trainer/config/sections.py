@@ -781,7 +781,7 @@ class FsdpConfig:
 
 
 class PipelineSchedule(enum.StrEnum):
-    """Names of the orders of forward and backward passes."""
+    """Names of the schedules for forward and backward passes."""
 
     GPIPE = "gpipe"
     ONE_FORWARD_ONE_BACKWARD = "1f1b"
