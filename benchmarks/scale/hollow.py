@@ -292,7 +292,7 @@ class Hollow:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
                 await _answer(group, reader, writer)
-            except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):  # At the end.
+            except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):  # The benchmark ends.
                 pass
             finally:
                 writer.close()

@@ -296,7 +296,7 @@ def free_memory(root: Path = Path("/")) -> int:
     free = [sys.maxsize]
     for folder, limit_file, usage_file, prefix in _CGROUPS:
         place = root / folder[1:]
-        with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or the other version
+        with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or the other cgroup version
             limit, usage = (int((place / name).read_text()) for name in (limit_file, usage_file))
             statistics = _numbers((place / "memory.stat").read_text())
             cache = sum(statistics.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))

@@ -39,5 +39,5 @@ def resend_often(stream: socket.socket) -> None:
     Otherwise, a link that was down for 0.5 s could appear dead for 0.8 s.
     """
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # An old kernel.
+        with contextlib.suppress(OSError):  # The kernel is too old.
             stream.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)

@@ -270,7 +270,7 @@ class KeptLog:
     def _keep(self, target: int, piece: bytes) -> None:
         """Add whole lines, so that lines of the two streams do not break each other."""
         lines, newline, rest = (self._rests[target] + piece).rpartition(b"\n")
-        if len(rest) > PIECE:  # a progress bar
+        if len(rest) > PIECE:  # for example, a progress bar
             lines, newline, rest = lines + newline + rest, b"", b""
         self._rests[target] = rest
         if lines or newline:

@@ -345,7 +345,7 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
                 raise _disk_error(error) or error from None
             return results
 
-    if group is None:  # With a single process, this is intended.
+    if group is None:  # torch would warn, but a single process is intended.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
     # If some tensors are sharded, rank 0 writes the few tensors that all ranks have. If those few
     # were spread over all files, each rank would have to fetch every file at startup. If no tensor

@@ -79,7 +79,7 @@ def _read(path: Path) -> tuple[nn.Module, dict[str, str]]:
         raise CheckpointError(f"{path} does not have a configuration of this trainer; export one of its checkpoints")
     own = {key: value for key, value in content["config"].items() if key.startswith(("data.", "model."))}
     settings = config.load(None, [], base=own)
-    data = content.get("data") or describe(open_data(settings.data))  # The checkpoint is older.
+    data = content.get("data") or describe(open_data(settings.data))  # An older checkpoint lacks it.
     # Settings that change training only would make the program longer.
     plain = replace(settings.model, compile=False, sync_batchnorm=False, channels_last=False, drop_path=0.0, freeze=())
     model = build_model(plain, tuple(data["shape"]), data["classes"], settings.data.seed)
