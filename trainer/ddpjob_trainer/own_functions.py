@@ -48,7 +48,7 @@ def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..
 
 @contextmanager
 def explain(key: str, name: str, call: str, kind: type[TrainerError] = ConfigError) -> Iterator[None]:
-    """Turn an exception of the user's code into a `kind` that names the key, call and line."""
+    """Convert an exception from the user's code to a `kind` that names the key, call and line."""
     try:
         yield
     except TrainerError:

@@ -175,8 +175,8 @@ class DataConfig:
     larger images than in training (Touvron et al., 2019); 0: data.image_size.
     """
     test_crop: float = 0.875
-    """imagefolder, shards: side of a test image as a share of the shorter side of the original,
-    from whose center it is cut.
+    """imagefolder, shards: side of the square that is cut from the center of a test image, as a
+    share of the image's shorter side.
     """
     workers: int = 2
     """imagefolder, shards, your own Datasets: processes per rank that read and decode images, plus
