@@ -699,8 +699,8 @@ class RankSnapshots:
         if self._copies > _FIRST_COPIES:
             exchange = 0.0 if later else exchanged - exchanges
             waits = self._sharded or self._stream is not None  # The time includes waits for another node or the device.
-            # Otherwise, only this thread's CPU time counts, because other processes may have run
-            # meanwhile.
+            # Otherwise, only this thread's CPU time counts, because other processes may run during
+            # a copy.
             copying = took - exchange if waits else time.thread_time() - worked
             self._cost = Cost(copying, exchange)
 

@@ -195,7 +195,7 @@ class SnapshotStore:
     def note_made(self, moment: Moment) -> None:
         """Record the last completed step.
 
-        If the process is killed meanwhile, the file holds the previous step or, in a new
+        If the process is killed during this write, the file holds the previous step or, in a new
         incarnation, perhaps no step.
         """
         if self._made is None:
