@@ -80,7 +80,7 @@ class Torture:
         self.left = plan.kills
         self.verdicts: list[Verdict] = []
         self.for_all: Counter[str] = Counter()
-        """How often each kill that affects all jobs, such as the operator's, happened."""
+        """Number of kills of each kind that affects all jobs, such as the operator's."""
 
     def run(self) -> list[Verdict]:
         """Run the waves, and return one verdict for each job."""

@@ -98,7 +98,7 @@ class Uploads:
         return self._newest.step if self._newest is not None else None
 
     def offer(self, waiting: Waiting) -> None:
-        """Queue a checkpoint for upload. A newer one may replace it before its turn comes."""
+        """Queue a checkpoint for upload. A newer checkpoint may replace it while it waits."""
         with self._changed:
             passed = [] if self._in_turn else list(self._waiting)
             self._waiting = deque([*(self._waiting if self._in_turn else ()), waiting])

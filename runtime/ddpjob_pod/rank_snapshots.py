@@ -150,7 +150,7 @@ class Cost(NamedTuple):
     pace: float = 0.0
     """Time of one step without a copy."""
     keeps: float = 0.0
-    """1 if this rank keeps copies, 0 if its node has no room or another rank writes there."""
+    """1 if this rank keeps copies; 0 if its node has no room or another rank writes for it."""
     needed: float = 0.0
     """Bytes that this rank's node would need for two states; 0 if they fit."""
     longer: float = _UNKNOWN
@@ -481,7 +481,7 @@ class RankSnapshots:
         self._part = part_of(exchange.rank, exchange.world) if sharded else ALL
         self.cadence = Cadence(every)
         self.interval = 0
-        """Steps between copies, the maximum to repeat after a loss; 0 while no state is held."""
+        """Steps between copies, which is the most that a loss repeats; 0 while no state is held."""
         self.needed = 0
         """Bytes for two states that some node needs but does not have; 0 if they fit everywhere."""
         self._lacks = 0

@@ -35,7 +35,7 @@ from ddpjob_runtime import protocol
 from ddpjob_report import link, stop
 
 _OWN_BYTES = 1 << 16
-"""An object with more bytes of tensors belongs to the state that all ranks share."""
+"""An object whose tensors take more bytes belongs to the state that all ranks share."""
 _SHARDING = {"FullyShardedDataParallel": "FSDP", "ZeroRedundancyOptimizer": "ZeRO", "ShardedTensor": "FSDP"}
 
 

@@ -40,7 +40,7 @@ class Word(str, Enum):
 
 EXIT_DONE = 0
 EXIT_STEPPED_ASIDE = 75
-"""A worker's exit code that saved a checkpoint because it was asked to stop."""
+"""Exit code of a worker that saved a checkpoint because it was asked to stop."""
 EXIT_RENDEZVOUS_LOST = 76
 EXIT_STOPPED = 77
 EXIT_INIT_FAILURE = 78
@@ -822,8 +822,7 @@ class Incident(Record):
     backoff_seconds: float = 0.0
     """How long the coordinator waits before the next round."""
     alike_ranks: int = 0
-    """Number of ranks with the same `error_mark`; 0 if a rank had a different error of its own.
-    """
+    """Number of ranks with the same `error_mark`; 0 if a rank had a different error of its own."""
     alike_pods: int = 0
     """Number of pods that these ranks were in."""
     group_rank: Optional[int] = None

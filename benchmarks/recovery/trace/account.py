@@ -21,7 +21,7 @@ from benchmarks.recovery.trace.events import Kind
 
 @dataclass(frozen=True)
 class Seen:
-    """The effects of a failure until the next one. `pause` is in seconds."""
+    """The effects of a failure until the next failure. `pause` is in seconds."""
 
     kind: Kind
     pause: float

@@ -197,8 +197,7 @@ class CheckpointFolder:
 
     @property
     def state(self) -> SaverState:
-        """The state of this rank's writer. The ranks exchange their states with their
-        agreements."""
+        """The state of this rank's writer. The ranks exchange these states in each agreement."""
         fatal = self._writer.fatal
         return SaverState(busy=self._writer.busy, failed=fatal is not None, fenced=isinstance(fatal, FencedError))
 

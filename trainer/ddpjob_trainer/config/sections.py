@@ -551,8 +551,8 @@ class CheckpointConfig:
     format: Format = Format.TORCH
     """torch: a single file that any script can read with torch.load. dcp: a folder of
     torch.distributed.checkpoint, into which each rank writes its shard, for models that are too
-    large for one rank; needs checkpoint.shared=true or checkpoint.url. A run can resume from
-    either.
+    large for one rank; needs checkpoint.shared=true or checkpoint.url. A run can resume from either
+    format.
     """
     every_steps: int = 0
     """Save every N steps; 0: not by steps."""
@@ -586,7 +586,7 @@ class CheckpointConfig:
     load: Path | None = None
     """Checkpoint with the weights to start from: a file or folder from this trainer, or any state
     dict written by torch.save. Applies only to a new run; if checkpoint.dir contains a checkpoint,
-    training resumes from that.
+    training resumes from that checkpoint.
     """
     load_average: bool = True
     """checkpoint.load: start from the moving average of the weights, if the checkpoint has one

@@ -227,7 +227,7 @@ class _NormalizeParts(torch.autograd.Function):
 
 
 def _by_part(first: torch.Tensor, second: torch.Tensor, parts: tuple[Part, ...]) -> torch.Tensor:
-    """Sum (samples, channels) twice over each part: (parts, 2, channels)."""
+    """Sum both tensors (samples, channels) over each part: (parts, 2, channels)."""
     sizes = [part.count for part in parts]
     both = torch.stack([first, second], 1)
     return torch.stack([piece.sum(0) for piece in torch.split(both, sizes)])
@@ -236,7 +236,7 @@ def _by_part(first: torch.Tensor, second: torch.Tensor, parts: tuple[Part, ...])
 def _over_holders(
     first: torch.Tensor, second: torch.Tensor, pixels: int, parts: tuple[Part, ...], group: Group
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum means over `pixels` of each sample (samples, channels) over each whole micro-batch."""
+    """Sum both tensors, means over `pixels` (samples, channels), over each whole micro-batch."""
     return _sum_parts(_by_part(first, second, parts).mul_(pixels), parts, group)
 
 

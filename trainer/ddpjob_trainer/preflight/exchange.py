@@ -113,7 +113,7 @@ class Exchange:
         return found[key]
 
     def gather(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
-        """Return the notes from the ranks that have left one in time."""
+        """Return the notes from the ranks that have left a note in time."""
         keys = {f"{key}/{rank}": rank for rank in sorted(ranks)}
         found = self._await(list(keys), seconds)
         return {rank: found[key] for key, rank in keys.items() if key in found}

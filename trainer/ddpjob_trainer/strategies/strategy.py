@@ -150,7 +150,7 @@ class Strategy:
         return MovingAverage(self.config.optim.ema_decay, [*self.parameters, *running], others)
 
     def batch_statistics(self) -> BatchStatistics:
-        """Return the model's statistics, over the ranks that compute it."""
+        """Return the model's statistics, over the ranks that compute the model."""
         return BatchStatistics(self.model, self.group)
 
     def wrap(self, model: nn.Module) -> nn.Module:
