@@ -4,7 +4,7 @@
 
 cifar, jpeg: images per second, compared with plain loops as in the official examples. bare:
 compared with a model that repeatedly gets the same batch. bookkeeping: CPU time of the parts
-of a step, compared with a bare loop's. elasticity: throughput after a change of the number of
+of a step, compared with a bare loop's. elasticity: throughput after a change in the number of
 ranks. A machine with a GPU runs different cases. bookkeeping and elasticity run only if selected.
 """
 
