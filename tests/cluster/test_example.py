@@ -105,9 +105,8 @@ class Watch:
         header, line = self.jobs.kubectl("get", "ddp").splitlines()
         assert header.split() == COLUMNS
         cells = {name: line[header.index(name) :].split("   ")[0].strip() for name in COLUMNS}
-        if (
-            cells["STATE"] == "Running" and cells["LOSS"] and cells["SPEED"]
-        ):  # there is a speed only after several reports
+        # There is a speed only after several reports.
+        if cells["STATE"] == "Running" and cells["LOSS"] and cells["SPEED"]:
             epoch, percent = cells["PROGRESS"].removeprefix("epoch ").removesuffix(" %").split(" ")
             speed = float(cells["SPEED"].removesuffix("/s").replace(",", ""))
             self.rows.append(
