@@ -169,7 +169,7 @@ class TorchExchange:
         self._capacity = 1024
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Return every rank's bytes, in rank order. Takes two collectives if they need more room."""
+        """Return all ranks' bytes, in rank order. Takes two collectives if they need more room."""
         while (said := self.start_gathering(content)()) is None:
             pass
         return said

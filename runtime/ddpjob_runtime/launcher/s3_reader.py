@@ -43,9 +43,8 @@ _RENEW_SECONDS = 300.0
 _PASSING = frozenset(
     {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "RequestTimeTooSkewed"}
 )
-"""Transient error codes. The last one occurs on a node whose clock is still wrong, which should not
-fail the job.
-"""
+"""Transient error codes. The last one occurs on a node whose clock is still wrong, which should
+not fail the job."""
 _PASSING_OF_KEYS = re.compile(r"\b(Throttling|ThrottlingException|TooManyRequestsException|IDPCommunicationError)\b")
 """HTTP 400 errors that occur when many pods request keys at the same time."""
 _UNRESERVED = "-_.~"
