@@ -121,8 +121,8 @@ class Credentials:
     """Reads signing keys as a container's variables specify, and renews them in time.
 
     The variables may contain the keys themselves or name sources of keys: a role for the service
-    account's token (IRSA) or EKS Pod Identity. The first that is set counts. Without any, requests are
-    not signed, which is enough for a public bucket.
+    account's token (IRSA) or EKS Pod Identity. The first that is set counts. Without any, requests
+    are not signed, which is enough for a public bucket.
     """
 
     def __init__(self, variables: Mapping[str, str], region: str, field: str = "storage.data") -> None:
