@@ -115,7 +115,7 @@ class Uploads:
 
     @property
     def behind_seconds(self) -> float:
-        """Seconds for which checkpoints have waited here without any upload; 0 if none is waiting."""
+        """Seconds for which checkpoints have waited without any upload; 0 if none is waiting."""
         with self._changed:
             return 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
 

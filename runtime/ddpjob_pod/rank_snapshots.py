@@ -170,7 +170,7 @@ class TorchExchange:
         self._reused: list[Any] = []
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Return every rank's bytes, in rank order. Takes two collectives if they need more room."""
+        """Return all ranks' bytes, in rank order. Takes two collectives if they need more room."""
         while (said := self.start_gathering(content)()) is None:
             pass
         return said

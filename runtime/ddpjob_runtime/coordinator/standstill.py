@@ -35,8 +35,8 @@ from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import RankLook, ToMember, WaitKind
 
 LEAST_MEMBERS = 3
-"""With fewer members, it is unclear which of them waits for the other, unless one is in a
-collective."""
+"""Minimum number of members. With fewer, it is unclear which of them waits for the other, unless
+one is in a collective."""
 NAMED_RANKS = 8
 
 LOOK_SECONDS = 4.0
