@@ -116,7 +116,7 @@ def read_manifests(source: Path | str, label: str = "the manifest") -> list[Mani
     """Return the DDPJobs in a file (Path) or in YAML text (str), unchecked.
 
     A List is read as its items. Objects of other kinds are ignored. Raises ManifestError if no
-    DDPJob is found, or if two DDPJobs have the same name.
+    object is a DDPJob, or if two DDPJobs have the same name.
     """
     label, text = (str(source), _read_file(source)) if isinstance(source, Path) else (label, source)
     found, names = _jobs(label, _documents(label, text)), set[tuple[str, str]]()
