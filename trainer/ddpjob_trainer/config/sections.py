@@ -303,12 +303,14 @@ class OptimizerName(enum.StrEnum):
     ADAMW = "adamw"
     LARS = "lars"
     LAMB = "lamb"
+    MUON = "muon"
 
 
 class ScheduleName(enum.StrEnum):
     """Names of the learning rate schedules."""
 
     COSINE = "cosine"
+    LINEAR = "linear"
     STEP = "step"
     ONE_CYCLE = "one_cycle"
     CONSTANT = "constant"
@@ -320,7 +322,9 @@ class OptimConfig:
 
     name: OptimizerName | str = OptimizerName.SGD
     """sgd (with momentum) or adamw; for large batches, lars (based on sgd) or lamb (based on adam),
-    which scale each layer's learning rate by the norm of its weights. package.module:name: your own
+    which scale each layer's learning rate by the norm of its weights. muon (Jordan et al., 2024)
+    orthogonalizes the updates of matrices and convolutions, and updates other parameters as sgd
+    does with Nesterov momentum. package.module:name: your own
     class or function, such as torch.optim:RMSprop, which is called with (groups, lr=optim.lr,
     weight_decay=optim.weight_decay) and returns a torch.optim.Optimizer. It cannot change when a
     run resumes.
@@ -328,15 +332,29 @@ class OptimConfig:
     lr: float = 0.1
     """Peak learning rate."""
     momentum: float = 0.9
-    """sgd, lars: momentum."""
+    """sgd, lars: momentum; muon: momentum of the parameters that it updates as sgd does."""
     nesterov: bool = False
     """sgd: Nesterov momentum."""
     betas: tuple[float, ...] = (0.9, 0.999)
     """adamw, lamb: decay rates of the moving averages of gradients and of their squares."""
     trust_coefficient: float = 0.001
     """lars: length of a step as a share of the weights' norm, at a learning rate of 1."""
+    muon_momentum: float = 0.95
+    """muon: Nesterov momentum of matrices and convolutions."""
+    muon_steps: int = 5
+    """muon: Newton-Schulz iterations per update. They run in float32 with amp.level=O0, otherwise
+    in bfloat16.
+    """
+    muon_except: tuple[str, ...] = ()
+    """muon: names of matrices (with * and ?) to update as sgd does, usually the last layer and
+    embeddings, such as head.*.
+    """
+    muon_fixed_norm: bool = False
+    """muon: before each update, scale a matrix to the norm sqrt(rows), instead of weight decay."""
     weight_decay: float = 5e-4
-    """sgd, lars: L2 penalty; adamw, lamb: decoupled decay."""
+    """sgd, lars: L2 penalty; adamw, lamb: decoupled decay; muon: decoupled for matrices, otherwise
+    an L2 penalty.
+    """
     groups: tuple[str, ...] = ()
     """Learning rates of some parameters: PATTERN=RATE, or PATTERN=RATE/DECAY to set their weight
     decay too, such as head.*=10,*.bias=2/0. PATTERN matches names (with * and ?), and the first
@@ -373,7 +391,7 @@ class OptimConfig:
     instead of the weights. Checkpoints contain both.
     """
     schedule: ScheduleName | str = ScheduleName.COSINE
-    """cosine: to zero over the whole training. step: multiply by optim.gamma at each of
+    """cosine, linear: to zero over the whole training. step: multiply by optim.gamma at each of
     optim.milestones. one_cycle: a rise and a longer fall, both along a cosine (torch's OneCycleLR;
     momentum stays the same). constant: no change. package.module:function: your own function, which
     is called with (epoch, train.epochs), where epoch is 2.5 in the middle of the third epoch, and
