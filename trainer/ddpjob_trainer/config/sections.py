@@ -47,6 +47,19 @@ class Corrupt(enum.StrEnum):
     STOP = "stop"
 
 
+class Flip(enum.StrEnum):
+    """A rule for mirroring that differs from a draw in each epoch."""
+
+    ALTERNATING = "alternating"
+
+
+class Padding(enum.StrEnum):
+    """Contents of the border that a shift moves into an image."""
+
+    ZEROS = "zeros"
+    REFLECT = "reflect"
+
+
 class Decoder(enum.StrEnum):
     """Decoders of training images."""
 
@@ -118,11 +131,15 @@ class DataConfig:
     own data sets augment their samples themselves, or set data.shift and data.flip.
     """
     shift: int = 0
-    """Your own uint8 images: shift training images by up to this number of pixels at random, filled
-    with zeros; usually 4 for images of 32x32 pixels.
+    """CIFAR, digits, shapes, your own uint8 images: shift training images by up to this number of
+    pixels at random. 0: 4 for CIFAR, 2 for shapes, 1 for digits, no shift for your own images.
     """
-    flip: bool = False
-    """Your own uint8 images: mirror half of the training images at random."""
+    padding: Padding = Padding.ZEROS
+    """The border that a shift moves into an image. reflect: the image's own pixels, mirrored."""
+    flip: bool | Flip = False
+    """true: mirror half of your own uint8 training images at random in each epoch. alternating
+    (also CIFAR and shapes): draw only once for each image, and mirror it in every other epoch.
+    """
     mean: tuple[float, ...] = ()
     """Your own uint8 images: mean of each channel, from 0 to 1, which is subtracted on the device.
     Default: ImageNet's means for 3 channels, otherwise 0.5.
