@@ -37,6 +37,7 @@ from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.distributed.step_clock import OWN, StepPhase, peak_memory
 from ddpjob_trainer.errors import CheckpointError, TrainingError
 from ddpjob_trainer.evaluation.evaluate import evaluate
+from ddpjob_trainer.evaluation.views import over_views
 from ddpjob_trainer.lifecycle.fence import agree_on_incarnation
 from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE, Agreement, Due, StopRequest
 from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
@@ -135,6 +136,7 @@ class Trainer:
         amp, self._float32_for = agree_on_amp(config.amp, device, group)
         self.strategy = open_strategy(replace(config, amp=amp), group, device)
         run_plan.check_fit(config, data, self.strategy)
+        self._scores = over_views(self.strategy.logits, config.eval.tta, data.shape)
         layout = choose_layout(config.model, amp, data.shape, device)
         model = build_model(layout, data.shape, data.classes, config.data.seed, device)
         self._notes = run_plan.check_optimizer(group, config, data, model)
@@ -436,7 +438,7 @@ class Trainer:
         strategy.train_mode(False)
         with self.reporter.during("evaluating"):
             result = evaluate(
-                strategy.logits,
+                self._scores,
                 strategy.data_share,
                 self.data,
                 self.config.train.eval_batch,

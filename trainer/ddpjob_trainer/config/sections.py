@@ -670,6 +670,14 @@ class CheckpointConfig:
             raise ConfigError(f"checkpoint.{key}={getattr(self, key)}: must be at least {least}")
 
 
+class Views(enum.StrEnum):
+    """The versions of a test image whose scores are averaged."""
+
+    NONE = "none"
+    MIRROR = "mirror"
+    MIRROR_TRANSLATE = "mirror_translate"
+
+
 class PrKind(enum.StrEnum):
     """The ways to compute precision-recall curves."""
 
@@ -682,6 +690,11 @@ class PrKind(enum.StrEnum):
 class EvalConfig:
     """The numbers that an evaluation reports in addition to loss, top-1, top-5 and MAE."""
 
+    tta: Views = Views.NONE
+    """Test-time augmentation: average a test image's scores over several versions of it. mirror:
+    the image and its mirror image. mirror_translate: half of the weight goes to these two, and half
+    to both of them shifted by a pixel up and left, and down and right.
+    """
     pr: PrKind = PrKind.NONE
     """Precision-recall curve and average precision per class, macro and micro, as in scikit-learn.
     exact: all scores are gathered on rank 0, which needs about 35 bytes per test sample and class.
