@@ -41,6 +41,7 @@ from ddpjob_trainer.evaluation.views import over_views
 from ddpjob_trainer.lifecycle.fence import agree_on_incarnation
 from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE, Agreement, Due, StopRequest
 from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
+from ddpjob_trainer.model.airbench import whiten
 from ddpjob_trainer.model.models import build_model, choose_layout, is_own, is_tied_to_micro_batches
 from ddpjob_trainer.optim.nonfinite import NonFiniteGuard
 from ddpjob_trainer.optim.optimizers import Position, learning_rate
@@ -142,6 +143,7 @@ class Trainer:
         self._notes = run_plan.check_optimizer(group, config, data, model)
         if is_own(config.model):  # It may draw from generators that have not been seeded.
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
+        whiten(model, data, group)
         parameters = sum(weight.numel() for weight in model.parameters())
         self._erasers = build_erasers(config.data, data.shape)
         own = config.data.batch_transform

@@ -264,11 +264,13 @@ class ModelConfig:
     """The network."""
 
     name: str = "small_cnn"
-    """small_cnn, resnet18_cifar, torchvision:NAME for any classification model of torchvision (such
-    as torchvision:resnet50), timm:NAME (pip install timm), or your own package.module:function. The
-    function is called with the shape of an image (channels, height, width) and the number of
-    classes, and returns a torch.nn.Module that maps images (n, channels, height, width) to scores
-    (n, classes). To start from trained weights, set model.pretrained or checkpoint.load.
+    """small_cnn, resnet18_cifar, airbench_cifar (a small network whose first layer is computed from
+    the training images; Jordan, 2024), torchvision:NAME for any classification model of torchvision
+    (such as torchvision:resnet50), timm:NAME (pip install timm), or your own
+    package.module:function. The function is called with the shape of an image (channels, height,
+    width) and the number of classes, and returns a torch.nn.Module that maps images (n, channels,
+    height, width) to scores (n, classes). To start from trained weights, set model.pretrained or
+    checkpoint.load.
     """
     pretrained: str = ""
     """Weights to start from in a new run. torchvision:NAME, timm:NAME: default, or a name of the
@@ -277,7 +279,7 @@ class ModelConfig:
     differs; all other tensors must fit.
     """
     width: int = 32
-    """small_cnn: channels of the first layer."""
+    """small_cnn: channels of the first layer; airbench_cifar: channels of the first group."""
     norm: NormName = NormName.GROUP
     """small_cnn: group normalizes each sample separately, batch each micro-batch."""
     dropout: float = 0.0
