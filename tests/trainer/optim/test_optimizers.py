@@ -55,6 +55,11 @@ def test_the_cosine_schedule_matches_torch() -> None:
     assert rates(OptimConfig(lr=0.4)) == pytest.approx(reference(lambda o: CosineAnnealingLR(o, T_max=TOTAL)))
 
 
+def test_the_linear_schedule_matches_torch() -> None:
+    fall = reference(lambda o: LinearLR(o, start_factor=1, end_factor=0, total_iters=TOTAL))
+    assert rates(OptimConfig(lr=0.4, schedule=ScheduleName.LINEAR)) == pytest.approx(fall)
+
+
 def test_the_step_schedule_matches_torch() -> None:
     config = OptimConfig(lr=0.4, schedule=ScheduleName.STEP, milestones=(3.0, 8.0), gamma=0.2)
     assert rates(config) == pytest.approx(reference(lambda o: MultiStepLR(o, milestones=[21, 56], gamma=0.2)))
@@ -326,8 +331,8 @@ def test_lamb_matches_timm() -> None:
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [OptimizerName.LARS, OptimizerName.LAMB])
-def test_the_state_of_lars_and_lamb_can_be_saved_and_loaded(name: OptimizerName) -> None:
+@pytest.mark.parametrize("name", [OptimizerName.LARS, OptimizerName.LAMB, OptimizerName.MUON])
+def test_the_state_of_the_trainers_optimizers_can_be_saved_and_loaded(name: OptimizerName) -> None:
     config = OptimConfig(name=name)
 
     def go(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], steps: range) -> None:
