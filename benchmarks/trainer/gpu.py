@@ -50,7 +50,7 @@ PUBLISHED = "DeepLearningExamples on one A100 80GB, as published", {"images_per_
 """github.com/NVIDIA/DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md,
 "Training performance: NVIDIA DGX A100 (8x A100 80GB)", one GPU, mixed precision, container 21.03.
 """
-RECIPE = "cifar10-fast"
+RECIPE = "cifar10-94"
 """The trainer's recipe that runs next to airbench."""
 RUNS = 3
 """Number of airbench's runs after its warm-up. The published script has 200."""
