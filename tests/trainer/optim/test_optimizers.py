@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ddpjob_trainer.config import load
 from ddpjob_trainer.config.sections import OptimConfig, OptimizerName, ScheduleName
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.loss import loss_sum
 from ddpjob_trainer.optim.optimizers import Position, build_optimizer, learning_rate
 from ddpjob_trainer.optim.parameter_groups import set_learning_rate
+from ddpjob_trainer.optim.precision import Precision
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -323,6 +325,30 @@ def test_lamb_matches_timm() -> None:
     ours = trained(lambda model: build_optimizer(config, model.named_parameters()))
     theirs = trained(lambda model: lamb(split(model, 0.2), lr=1, max_grad_norm=None))
     for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.01, 100.0])
+def test_the_recipe_with_lamb_clips_like_timm(scale: float) -> None:
+    """timm's LAMB clips the norm of all gradients to 1 by default. Only the larger gradients here
+    are above it.
+    """
+    lamb = pytest.importorskip("timm.optim").Lamb
+    config = load("imagenet-lamb", []).optim
+    ours, theirs = network(), network()
+    optimizer = build_optimizer(config, ours.named_parameters())
+    reference = lamb(split(theirs, config.weight_decay), lr=config.lr)
+    precision = Precision(clip_norm=config.clip_norm)
+    for step in range(1, 6):
+        # The size of gradients changes, because LAMB's first step does not depend on it.
+        factor = scale * step**3
+        for place, pair in enumerate(zip(ours.parameters(), theirs.parameters(), strict=True)):
+            drawn = torch.Generator().manual_seed(10 * step + place)
+            gradient = factor * torch.randn(pair[0].shape, generator=drawn)
+            pair[0].grad, pair[1].grad = gradient.clone(), gradient
+        precision.step(optimizer, ours.parameters())
+        reference.step()
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
 
 
