@@ -170,6 +170,11 @@ class DataConfig:
     """Download CIFAR into data.dir if it is missing (needs internet access)."""
     image_size: int = 224
     """imagefolder, shards: side of the square images that the model sees, in pixels."""
+    early_sizes: tuple[str, ...] = ()
+    """imagefolder, shards: smaller sides of training images in early epochs, for speed (progressive
+    resizing). SIDE:EPOCHS, such as 128:6,160:12, means 128 pixels in the first 6 epochs, then 160
+    until the 12th epoch ends, and then data.image_size. May change when a run resumes.
+    """
     test_image_size: int = 0
     """imagefolder, shards: side of test images, for models that accept any size and are tested on
     larger images than in training (Touvron et al., 2019); 0: data.image_size.

@@ -47,6 +47,10 @@ def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet
     for key in ("shift", "flip", "mean", "std"):
         if ":" not in config.name and getattr(config, key):
             raise ConfigError(f"data.{key} has no effect on data.name={config.name}; it is for your own uint8 images")
+    if config.early_sizes and not config.size_key:
+        raise ConfigError(
+            f"data.early_sizes has no effect on data.name={config.name}; it is for imagefolder and shards"
+        )
     try:
         return _open(config, device or torch.device("cpu"))
     except OSError as error:
