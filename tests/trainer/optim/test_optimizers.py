@@ -57,6 +57,11 @@ def test_cosine_matches_torch() -> None:
     assert rates(OptimConfig(lr=0.4)) == pytest.approx(reference(lambda o: CosineAnnealingLR(o, T_max=TOTAL)))
 
 
+def test_linear_matches_torch() -> None:
+    config = OptimConfig(lr=0.4, schedule=ScheduleName.LINEAR)
+    assert rates(config) == pytest.approx(reference(lambda o: LinearLR(o, 1.0, 0.0, total_iters=TOTAL)))
+
+
 def test_step_matches_torch() -> None:
     config = OptimConfig(lr=0.4, schedule=ScheduleName.STEP, milestones=(3.0, 8.0), gamma=0.2)
     assert rates(config) == pytest.approx(reference(lambda o: MultiStepLR(o, milestones=[21, 56], gamma=0.2)))
@@ -100,6 +105,7 @@ SCHEDULES = [
     OptimConfig(lr=0.4, warmup_epochs=2.5),
     OptimConfig(lr=0.4, schedule=ScheduleName.STEP, milestones=(3.0, 8.5), gamma=0.2, warmup_epochs=1),
     OptimConfig(lr=0.4, schedule=ScheduleName.CONSTANT, warmup_epochs=1),
+    OptimConfig(lr=0.4, schedule=ScheduleName.LINEAR, warmup_epochs=2),
     OptimConfig(lr=0.4, schedule=ScheduleName.ONE_CYCLE),
 ]
 
@@ -135,7 +141,7 @@ def test_the_rate_follows_the_samples_for_any_batch_sizes(
         consumed += min(batch, size - consumed % size)
 
 
-@pytest.mark.parametrize("config", SCHEDULES[:4], ids=lambda config: f"{config.schedule}-{config.warmup_epochs}")
+@pytest.mark.parametrize("config", SCHEDULES[:5], ids=lambda config: f"{config.schedule}-{config.warmup_epochs}")
 @given(consumed=st.integers(0, 2687), batches=st.tuples(st.integers(1, 224), st.integers(1, 224)))
 def test_after_the_warmup_the_batch_does_not_matter_at_all(
     config: OptimConfig, consumed: int, batches: tuple[int, int]

@@ -314,6 +314,7 @@ class ScheduleName(enum.StrEnum):
     """Names of the learning rate schedules."""
 
     COSINE = "cosine"
+    LINEAR = "linear"
     STEP = "step"
     ONE_CYCLE = "one_cycle"
     CONSTANT = "constant"
@@ -378,7 +379,7 @@ class OptimConfig:
     instead of the weights. Checkpoints contain both.
     """
     schedule: ScheduleName | str = ScheduleName.COSINE
-    """cosine: to zero over the whole training. step: multiply by optim.gamma at each of
+    """cosine, linear: to zero over the whole training. step: multiply by optim.gamma at each of
     optim.milestones. one_cycle: a rise and a longer fall, both along a cosine (torch's OneCycleLR;
     momentum stays the same). constant: no change. package.module:function: your own function, which
     is called with (epoch, train.epochs), where epoch is 2.5 in the middle of the third epoch, and

@@ -144,9 +144,9 @@ def learning_rate(config: OptimConfig, at: Position) -> float:
         case ScheduleName.STEP:
             passed = sum(at.consumed >= milestone * at.size for milestone in config.milestones)
             return float(config.lr * config.gamma**passed)
-        case ScheduleName.COSINE:
+        case ScheduleName.COSINE | ScheduleName.LINEAR:
             done = min(1.0, (at.consumed - warmup) / max(1.0, at.total - warmup))
-            return _cosine(config.lr, 0.0, done)
+            return config.lr * (1 - done) if config.schedule is ScheduleName.LINEAR else _cosine(config.lr, 0.0, done)
         # The rate peaks at `top` and has fallen when the last step begins.
         case ScheduleName.ONE_CYCLE:
             first, last = config.lr * config.start_factor, config.lr * config.end_factor
