@@ -68,6 +68,7 @@ CASES = {
     "dp": (1, [], True),
     "fsdp": (2, [], False),
     "fsdp, 4 micro-batches on 3 ranks": (3, ["fsdp.reshard=false"], False),
+    "fsdp, recomputed on 3 ranks": (3, ["fsdp.recompute=true"], False),
     "ddp_mp": (2, ["ddp_mp.devices=3"], False),
     "pipeline of 2 stages": (2, [], True),
     "pipeline of 3 stages, gpipe": (3, ["pipeline.schedule=gpipe"], True),
@@ -169,6 +170,8 @@ def defect(what: str) -> Callable[[int], None]:
                 )  # type: ignore[method-assign]
             case "fsdp: the mean over ranks is taken for the sum":
                 Fsdp.weight = lambda self, count: 1 / count  # type: ignore[method-assign]
+            case "fsdp: parts are recomputed as if they were whole":
+                Fsdp.divides = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
             case "pipeline: gradients stay within a replica":
                 Pipeline._sum_gradients = lambda self: None  # type: ignore[method-assign]
             case "pipeline: statistics of the last micro-batch":
@@ -185,6 +188,7 @@ def defect(what: str) -> Callable[[int], None]:
     [
         ("fsdp: a stand-in counts", 3, []),
         ("fsdp: the mean over ranks is taken for the sum", 2, []),
+        ("fsdp: parts are recomputed as if they were whole", 3, ["fsdp.recompute=true"]),
         ("pipeline: gradients stay within a replica", 2, ["pipeline.stages=1"]),
         ("pipeline: statistics of the last micro-batch", 2, []),
         ("pipeline: random numbers by rank", 2, []),
@@ -233,6 +237,11 @@ def test_a_defect_is_detected(what: str, world: int, keys: list[str], alone: Pat
         (1, ["strategy=ddp_mp", "ddp_mp.devices=0"], "ddp_mp.devices=0: must be at least 1"),
         (1, ["strategy=ddp_mp", "ddp.ordered=true"], "ddp.ordered: strategy=ddp_mp has no device that holds"),
         (2, ["strategy=fsdp", "ddp.ordered=true"], "ddp.ordered: strategy=fsdp adds gradients up"),
+        (
+            2,
+            ["strategy=fsdp", "fsdp.recompute=true", "model.sync_batchnorm=true", "data.micro_batches=0"],
+            "fsdp.recompute: model.sync_batchnorm exchanges statistics in the forward pass",
+        ),
     ],
 )
 def test_unsuitable_settings_are_refused_before_training(

@@ -784,6 +784,16 @@ class FsdpConfig:
     """Free a block's weights after its forward pass, and gather them again for the backward pass.
     This saves memory but adds half as much traffic again.
     """
+    short_gathers: bool = False
+    """Gather weights in the 16 bits of amp.level=O1 instead of float32, which halves this traffic.
+    Each rank keeps its shard in float32, and gradients are added up in float32. Normalization
+    layers stay in float32. No effect at other levels.
+    """
+    recompute: bool = False
+    """Free activations inside a block after its forward pass, and compute them again in the
+    backward pass (activation checkpointing). This saves memory, but adds a third of the work. Ranks
+    take whole micro-batches.
+    """
 
 
 class PipelineSchedule(enum.StrEnum):
