@@ -24,6 +24,11 @@ import torch
 from ddpjob_trainer import config, train
 from machine import free_port, slowness
 
+# Autograd starts its threads in the first backward pass of a process, one per device that it then
+# finds, and forked processes cannot use them. Without a GPU it finds none unless a FakeTensorMode has
+# been used before, so this pass comes before all tests.
+torch.ones(1, requires_grad=True).sum().backward()
+
 TINY = [
     "data.name=digits",
     "data.batch=200",

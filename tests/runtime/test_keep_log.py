@@ -192,9 +192,9 @@ def test_the_log_is_not_kept_unless_the_job_asks_for_it(value: str, tmp_path: Pa
 def test_a_signal_reaches_the_launcher_and_orphans_do_not_keep_the_pod(tmp_path: Path) -> None:
     code = (
         "import signal, time\n"
-        "if os.fork() == 0:\n    print('orphan', os.getpid(), flush=True); time.sleep(600)\n"
+        "if os.fork() == 0:\n    os.write(1, b'orphan %d\\n' % os.getpid()); time.sleep(600)\n"  # a line is one write
         "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), os._exit(5)))\n"
-        "print('ready', flush=True)\n"
+        "os.write(1, b'ready\\n')\n"
         "while True:\n    time.sleep(60)\n"
     )
     process = started(tmp_path, code)

@@ -334,6 +334,7 @@ def test_a_description_of_a_thousand_nodes_fits_a_screen() -> None:
     assert "  0-997     Running" in shown and "  998       Planned, attempt 3 (OOMKilled)" in shown
     assert "998 others: 998 Running" in shown and "and 14 more: 14 Pending" in shown
     assert "1 of 10 counted, 50 not counted" in shown and "elastic from 10" in shown
+    assert "Recent restarts (last 8 of 51):" in shown and "Events (last 8 of 100):" in shown
     assert shown.count("OOMKilled: m (x3)") == 8
 
 

@@ -161,9 +161,10 @@ def describe(body: Json, pods: Sequence[PodLine], events: Sequence[Happened], no
         yield "\nPods:"
         yield from _pods(pods, now)
     if status.restarts.recent:
-        total = status.restarts.total
-        yield f"\nRecent restarts ({total} in all):" if total else "\nFailures:"
-        for restart in status.restarts.recent[-_SHOWN:]:
+        recent, total = status.restarts.recent[-_SHOWN:], status.restarts.total
+        counted = f"last {len(recent)} of {total}" if len(recent) < total else f"{total} in all"
+        yield f"\nRecent restarts ({counted}):" if total else "\nFailures:"
+        for restart in recent:
             yield "  " + restart_line(restart, now)
         if any(restart.continued_from == UNKNOWN for restart in status.restarts.recent):
             yield (
@@ -175,7 +176,7 @@ def describe(body: Json, pods: Sequence[PodLine], events: Sequence[Happened], no
         for avoided in status.avoided_nodes:
             yield f"  {avoided.node} until {avoided.until:%H:%M} UTC: {avoided.reason}"
     if events:
-        yield "\nEvents:"
+        yield f"\nEvents (last {_SHOWN} of {len(events)}):" if len(events) > _SHOWN else "\nEvents:"
         for event in events[-_SHOWN:]:
             yield "  " + event_line(event, now)
 
