@@ -126,7 +126,7 @@ def _pack_set(images: Folder, out: Path, size: int, scaling: Scaling | None) -> 
     waiting = [(out / name, shard) for name, shard in zip(names, planned, strict=True) if not (out / name).exists()]
     print(f"{out}: {len(images.labels)} images in {len(planned)} shards, {len(waiting)} to write", flush=True)
     with ThreadPoolExecutor(4) as threads:
-        for done, path in enumerate(threads.map(lambda pair: _write(*pair, scaling), waiting), 1):
+        for done, path in enumerate(threads.map(lambda pair: _write(pair[0], pair[1], scaling), waiting), 1):
             print(f"{path} ({done} of {len(waiting)})", flush=True)
     if scaling is None:
         save(_index(out, names, planned), out / FILE)
