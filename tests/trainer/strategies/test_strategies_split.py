@@ -170,8 +170,6 @@ def defect(what: str) -> Callable[[int], None]:
                 )  # type: ignore[method-assign]
             case "fsdp: the mean over ranks is taken for the sum":
                 Fsdp.weight = lambda self, count: 1 / count  # type: ignore[method-assign]
-            case "fsdp: parts are recomputed as if they were whole":
-                Fsdp.divides = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
             case "pipeline: gradients stay within a replica":
                 Pipeline._sum_gradients = lambda self: None  # type: ignore[method-assign]
             case "pipeline: statistics of the last micro-batch":
@@ -188,7 +186,6 @@ def defect(what: str) -> Callable[[int], None]:
     [
         ("fsdp: a stand-in counts", 3, []),
         ("fsdp: the mean over ranks is taken for the sum", 2, []),
-        ("fsdp: parts are recomputed as if they were whole", 3, ["fsdp.recompute=true"]),
         ("pipeline: gradients stay within a replica", 2, ["pipeline.stages=1"]),
         ("pipeline: statistics of the last micro-batch", 2, []),
         ("pipeline: random numbers by rank", 2, []),
